@@ -1,0 +1,228 @@
+"""Rules between the tables of a configuration, and between a configuration and its world or its past.
+
+    config.py --> check_config        (this file)      made
+    launch.py --> check_world         (this file)      the number of ranks is known
+    train.py  --> resume_changes      (this file)      an older configuration lies in the run folder
+
+Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from sixfold.gpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import ParallelConfig, TrainConfig
+
+_ONE_STAGE_PER_RANK = ("naive", "gpipe", "one_f_one_b")
+_SCHEDULES = (*_ONE_STAGE_PER_RANK, "interleaved")
+
+# What this release lacks: key, what it has, and what the key would switch on.
+_LATER: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("parallel.tp", lambda value: value == 1, "1", "tensor parallelism"),
+    ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
+    ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
+    ("parallel.dp_replicate", lambda value: value == 1, "1", "replicated sharding (HSDP)"),
+    ("parallel.schedule", lambda value: value in _SCHEDULES, " or ".join(_SCHEDULES), "this schedule"),
+    ("pipeline.dynamic_shapes", lambda value: not value, "false", "a header before each message"),
+    ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
+    ("train.precision", lambda value: value != "fp8", "bf16 or fp32", "fp8"),
+    ("train.compile", lambda value: not value, "false", "compilation"),
+    ("train.offload_activations", lambda value: not value, "false", "offloaded activations"),
+    ("train.cuda_graphs", lambda value: not value, "false", "graph capture"),
+    ("optimizer.name", lambda value: value == "adamw", "adamw", "Muon"),
+    ("data.order", lambda value: value == "stateless", "stateless", "this order"),
+    ("data.changes", lambda value: not value, "[]", "a blend that changes within a run"),
+    (
+        "fsdp.gathered_bytes",
+        lambda value: isinstance(value, str),
+        "double or all",
+        "a byte budget for gathered weights",
+    ),
+    ("fsdp.bucket_bytes", lambda value: value is None, "no such key", "merged and split units"),
+    ("fsdp.offload", lambda value: not value, "false", "optimizer state in host memory"),
+    ("log.tensorboard", lambda value: not value, "false", "the TensorBoard writer"),
+    ("log.profile_steps", lambda value: not value, "[]", "profiler traces"),
+)
+
+# A resumed run may change these; train.batch_ramp and data.changes only in their future.
+_FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "run")
+_FREE_KEYS = ("train.steps", "train.micro_batch_size", "train.recompute", "data.cache_dir")
+
+
+def check_config(config: "TrainConfig") -> None:
+    """Refuse a configuration that no world can run, or that this release cannot.
+
+    Raises:
+        ConfigError: naming keys, both numbers and a nearest value that works.
+    """
+    _check_tensor_parallel(config)
+    _check_stages(config)
+    _check_schedule_lr(config)
+    for name, batch in global_batches_of(config):
+        _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
+    for key, has, present, what in _LATER:
+        table, _, attribute = key.partition(".")
+        value = getattr(getattr(config, table), attribute)
+        if not has(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{key} is {shown!r}; {what} comes with a later release: here it is {present}")
+
+
+def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
+    """The parallel table with ``dp`` filled in for ``world`` ranks.
+
+    Raises:
+        ConfigError: pp * dp * cp * tp is not ``world``, or a global batch is not divisible by micro batch times dp.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.pp * parallel.cp * parallel.tp
+    degrees = f"parallel.pp * cp * tp = {parallel.pp} * {parallel.cp} * {parallel.tp} = {model_ranks}"
+    if parallel.dp and parallel.dp * model_ranks != world:
+        raise ConfigError(
+            f"{degrees} times parallel.dp = {parallel.dp} is {parallel.world} ranks and the world has {world}; "
+            f"a world of {parallel.world} works, or {_fitting(parallel.pp, model_ranks, world)}"
+        )
+    if world < 1 or world % model_ranks:
+        worlds = " or ".join(str(n) for n in _multiples(model_ranks, world))
+        remedy = f", or {_fitting(parallel.pp, model_ranks, world)}" if world > 0 else ""
+        raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
+    resolved = replace(parallel, dp=world // model_ranks)
+    for name, batch in global_batches_of(config):
+        _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
+    return resolved
+
+
+def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
+    """Refuse to continue a run under a configuration that would have made its past differ.
+
+    Args:
+        old: what the run was made with.
+        new: what it is to go on with.
+        step: updates done so far; entries of train.batch_ramp and data.changes from here on may differ.
+    Raises:
+        ConfigError: naming each key that changed and may not, with both values.
+
+    A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
+    compares what lies behind them.
+    """
+    before, after = _fixed_values(old, step), _fixed_values(new, step)
+    changed = [key for key in before if before[key] != after[key]]
+    if changed:
+        pairs = ", ".join(f"{key} (was {before[key]!r}, is {after[key]!r})" for key in changed)
+        raise ConfigError(
+            f"a resumed run cannot change {pairs}; put back what was, or start a new run.dir "
+            f"(with checkpoint.init_from for the weights)"
+        )
+
+
+def global_batches_of(config: "TrainConfig") -> list[tuple[str, int]]:
+    """Every global batch size of the run in samples, with the key that sets it."""
+    ramp = [(f"train.batch_ramp[{index}]", batch) for index, (_, batch) in enumerate(config.train.batch_ramp)]
+    return [("train.global_batch_size", config.train.global_batch_size), *ramp]
+
+
+def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
+    if batch % (micro * dp):
+        works = " or ".join(str(n) for n in _multiples(micro * dp, batch))
+        raise ConfigError(
+            f"{name} is {batch} and train.micro_batch_size * parallel.dp is {micro} * {dp} = {micro * dp}; "
+            f"the first is a multiple of the second: {works} works"
+        )
+
+
+def _check_tensor_parallel(config: "TrainConfig") -> None:
+    model, tp = config.model, config.parallel.tp
+    for key, value in (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("model.num_query_groups", model.num_query_groups),
+        ("the padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size),
+    ):
+        if value % tp:
+            near = min((d for d in range(1, value + 1) if value % d == 0), key=lambda d: (abs(d - tp), d))
+            raise ConfigError(f"{key} is {value} and parallel.tp is {tp}; tp divides it: parallel.tp = {near} works")
+    chunks = 2 * config.parallel.cp
+    if config.parallel.cp > 1 and config.data.seq_length % chunks:
+        works = " or ".join(str(n) for n in _multiples(chunks, config.data.seq_length))
+        raise ConfigError(
+            f"data.seq_length is {config.data.seq_length}; it is a multiple of 2 * parallel.cp = {chunks}: "
+            f"{works} works"
+        )
+
+
+def _check_stages(config: "TrainConfig") -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    cut = parallel.layers_per_stage
+    if cut and len(cut) != parallel.stages:
+        raise ConfigError(
+            f"parallel.layers_per_stage has {len(cut)} entries and parallel.pp * stages_per_rank is {parallel.stages}; "
+            f"give one per stage"
+        )
+    if cut and sum(cut) != layers:
+        raise ConfigError(
+            f"parallel.layers_per_stage sums to {sum(cut)} and model.num_layers is {layers}; they are equal"
+        )
+    if parallel.schedule in _ONE_STAGE_PER_RANK and parallel.stages_per_rank > 1:
+        raise ConfigError(
+            f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
+            f"one stage on a rank; parallel.schedule = 'interleaved' takes several"
+        )
+
+
+def _check_schedule_lr(config: "TrainConfig") -> None:
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.shape != "wsd" and schedule.decay_steps:
+        raise ConfigError(
+            f"schedule.decay_steps is {schedule.decay_steps} and schedule.shape {schedule.shape!r}; "
+            f"it is 0 unless the shape is 'wsd'"
+        )
+    room = max(steps - schedule.warmup_steps, 0)
+    if steps and schedule.decay_steps > room:
+        raise ConfigError(
+            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {schedule.decay_steps} is more than "
+            f"train.steps {steps}; schedule.decay_steps = {room} works"
+        )
+
+
+def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
+    """Key -> value of all that a resumed run keeps."""
+    values: dict[str, Any] = {}
+    for table, keys in asdict(config).items():
+        if table not in _FREE_TABLES:
+            values.update(
+                {f"{table}.{key}": value for key, value in keys.items() if f"{table}.{key}" not in _FREE_KEYS}
+            )
+    values["train.batch_ramp"] = [list(entry) for entry in config.train.batch_ramp if entry[0] < step]
+    values["data.changes"] = [change for change in values["data.changes"] if change["at"] < _samples(config, step)]
+    values["data.blend"] = list(config.data.dataset_names)
+    values["data.valid"] = [prefix.rpartition("/")[2] for prefix in config.data.valid]
+    del values["data.names"]  # told as data.blend
+    return values
+
+
+def _samples(config: "TrainConfig", step: int) -> int:
+    """Samples that ``step`` updates have consumed."""
+    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
+    total = 0
+    for (begin, batch), (end, _) in pairwise(starts):
+        total += max(min(end, step) - begin, 0) * batch
+    return total
+
+
+def _multiples(unit: int, value: int) -> list[int]:
+    """The multiples of ``unit`` just below and above ``value``, those > 0."""
+    below = value // unit * unit
+    return [n for n in (below, below + unit) if n > 0]
+
+
+def _fitting(pp: int, model_ranks: int, world: int) -> str:
+    """A parallel.pp near ``pp`` that divides the world when the other degrees stay."""
+    others = model_ranks // pp
+    fits = [n for n in range(1, world + 1) if world % (n * others) == 0]
+    if not fits:
+        return "other degrees"
+    near = min(fits, key=lambda n: (abs(n - pp), n))
+    return f"parallel.pp = {near} with parallel.dp = {world // (near * others)}"

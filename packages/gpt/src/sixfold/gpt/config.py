@@ -1,0 +1,394 @@
+"""The configuration of a run: one frozen dataclass per TOML table, checked when it is made.
+
+    TOML + overrides --> toml.py --> TrainConfig (this file) --> checks.py --> train.py, launch.py, plan.py
+
+No torch: a typing error is reported within milliseconds, before a rank is started or a folder made.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Annotated, ClassVar, Literal
+
+from sixfold.gpt.checks import check_config, check_world, resume_changes
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.tables import AtLeast, Count, Fraction, Positive, Rate, Size, Table, build
+from sixfold.gpt.toml import read_tables, write_tables
+
+__all__ = [
+    "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
+    "LoopConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig", "ScheduleConfig", "TrainConfig",
+    "check_world", "resume_changes",
+]  # fmt: skip
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+ScheduleName = Literal[
+    "naive", "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v",
+    "v_half", "v_min", "hanayo", "dualpipe_v", "pipedream", "pipedream_2bw",
+]  # fmt: skip
+_LLAMA3_KEYS = {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(Table):
+    """[model]: the shape of the network. A 0 in ``num_query_groups`` or ``head_dim`` is replaced when made."""
+
+    TABLE: ClassVar[str] = "model"
+    num_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    num_query_groups: Count = 0  # = heads
+    head_dim: Count = 0  # = hidden / heads
+    ffn_hidden_size: Positive
+    vocab_size: Positive
+    vocab_multiple: Positive = 128  # independent of the layout, so that checkpoint shapes are too
+    rope_theta: Rate = 10000.0
+    rope_scaling: dict[str, float | str] = field(default_factory=dict)
+    norm_eps: Rate = 1e-5
+    tie_embeddings: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    init_std: Size = 0.02
+    num_experts: Count = 0
+    experts_per_token: Positive = 2
+    router_aux_loss: Size = 0.01
+
+    def check(self) -> None:
+        heads = self.num_attention_heads
+        object.__setattr__(self, "num_query_groups", self.num_query_groups or heads)
+        if heads % self.num_query_groups:
+            near = _nearest_divisor(heads, self.num_query_groups)
+            raise ConfigError(
+                f"model.num_query_groups is {self.num_query_groups} and model.num_attention_heads {heads}; "
+                f"groups divide heads: {near} works"
+            )
+        if not self.head_dim:
+            if self.hidden_size % heads:
+                near = max(1, round(self.hidden_size / heads)) * heads
+                raise ConfigError(
+                    f"model.hidden_size is {self.hidden_size} and model.num_attention_heads {heads}; without "
+                    f"model.head_dim heads divide the hidden size: {near} works"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim is {self.head_dim}; rotary positions need it even: {self.head_dim + 1} works"
+            )
+        self._check_rope_scaling()
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if not scaling:
+            return
+        if scaling.get("rope_type") != "llama3":
+            raise ConfigError(
+                f'model.rope_scaling is {scaling}; it is {{}} or a table with rope_type = "llama3" and '
+                f"{', '.join(sorted(_LLAMA3_KEYS - {'rope_type'}))}"
+            )
+        if set(scaling) != _LLAMA3_KEYS:
+            missing, extra = sorted(_LLAMA3_KEYS - set(scaling)), sorted(set(scaling) - _LLAMA3_KEYS)
+            raise ConfigError(f"model.rope_scaling: keys of llama3 missing: {missing}; not keys of llama3: {extra}")
+        for key in sorted(_LLAMA3_KEYS - {"rope_type"}):
+            value = scaling[key]
+            if isinstance(value, str) or value <= 0:
+                raise ConfigError(f"model.rope_scaling.{key} is {value!r}; it is a number > 0")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """``vocab_size`` rounded up to a multiple of ``vocab_multiple``: rows of the embedding and of the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def layer_matmul_parameters(self) -> int:
+        """Weights of one layer that multiply activations: q, k, v, out, gate, up, down."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
+        return self.hidden_size * (2 * queries + 2 * keys) + 3 * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters without vocabulary padding; a tied embedding counts once."""
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
+        per_layer = self.layer_matmul_parameters + 2 * self.hidden_size
+        per_layer += queries + 2 * keys if self.qkv_bias else 0
+        per_layer += 2 * self.head_dim if self.qk_norm else 0
+        tables = 1 if self.tie_embeddings else 2
+        return self.num_layers * per_layer + self.hidden_size + tables * self.vocab_size * self.hidden_size
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """Floating point operations that one token of a row of ``seq_length`` costs, forward and backward.
+
+        6 per matmul parameter (head included, embedding table not) plus 12 * layers * heads * head_dim * seq_length,
+        without halving for the causal mask: the convention of PaLM (arXiv 2204.02311, appendix B).
+        """
+        matmul = self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size
+        return 6 * matmul + 12 * self.num_layers * self.num_attention_heads * self.head_dim * seq_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChange(Table):
+    """An entry of data.changes: from position ``at`` on another blend. Fields left out keep what was."""
+
+    TABLE: ClassVar[str] = "data.changes"
+    at: Count
+    blend: tuple[str, ...] = ()
+    weights: tuple[Size, ...] = ()
+    sequence_length: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Table):
+    """[data]: which prefixes are read, in which proportion, in rows of how many tokens."""
+
+    TABLE: ClassVar[str] = "data"
+    blend: tuple[str, ...]
+    weights: tuple[Size, ...] = ()
+    valid: tuple[str, ...] = ()  # () = from split
+    names: tuple[str, ...] = ()  # () = base names of the prefixes
+    changes: tuple[DataChange, ...] = ()
+    eod_mask_loss: bool = False
+    split: str = "98,2,0"
+    seq_length: Positive
+    order: Literal["stateless", "megatron", "apportioned"] = "stateless"
+    document_mask: bool = True
+    cache_dir: str = ""
+    tokenizer: str = ""
+
+    def check(self) -> None:
+        if not self.blend:
+            raise ConfigError("data.blend is []; it names at least one prefix")
+        if self.weights and len(self.weights) != len(self.blend):
+            raise ConfigError(
+                f"data.weights has {len(self.weights)} entries and data.blend {len(self.blend)}; give one each"
+            )
+        if self.weights and not any(self.weights):
+            raise ConfigError(f"data.weights is {list(self.weights)}; at least one weight is > 0")
+        if self.names and len(self.names) != len(self.blend):
+            raise ConfigError(
+                f"data.names has {len(self.names)} entries and data.blend {len(self.blend)}; give one each"
+            )
+        twice = sorted({name for name in self.dataset_names if self.dataset_names.count(name) > 1})
+        if twice:
+            remedy = "make them differ" if self.names else "tell them apart by data.names"
+            raise ConfigError(f"data.blend: two datasets are called {twice[0]!r}; {remedy}")
+        try:
+            shares = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or min(shares) < 0 or not 0 < shares[0] < float("inf") or not sum(shares) < float("inf"):
+            raise ConfigError(f"data.split is {self.split!r}; it is three numbers >= 0, the first > 0, as 98,2,0")
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Names that fix the order of a run: ``names``, else base names, so that a moved folder changes nothing."""
+        return self.names or tuple(PurePath(prefix).name for prefix in self.blend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Table):
+    """[parallel]: degrees of the mesh and how the layers lie on it."""
+
+    TABLE: ClassVar[str] = "parallel"
+    pp: Positive = 1
+    cp: Positive = 1
+    tp: Positive = 1
+    ep: Positive = 1
+    dp: Count = 0  # 0 = what the world leaves
+    dp_replicate: Positive = 1
+    sequence: bool = True
+    schedule: ScheduleName = "one_f_one_b"
+    stages_per_rank: Positive = 1
+    layers_per_stage: tuple[Count, ...] = ()
+    sharding: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of the model."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def world(self) -> int:
+        """pp * dp * cp * tp, with dp = 1 where it is still 0: the ranks to start when nobody says how many."""
+        return self.pp * max(self.dp, 1) * self.cp * self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Table):
+    """[pipeline]: handed to sixfold.pipeline."""
+
+    TABLE: ClassVar[str] = "pipeline"
+    waves: Count = 0  # 0 = chunks / 2
+    steps: Positive = 2
+    group: Count = 0
+    lookahead: Count = 2
+    dynamic_shapes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(Table):
+    """[fsdp]: fields of sixfold.fsdp's MixedPrecision and BufferConfig by the same names; None is a key not given."""
+
+    TABLE: ClassVar[str] = "fsdp"
+    reduce_dtype: DTypeName | None = None
+    main_dtype: DTypeName = "float32"
+    grad_sum: Literal["backend", "rank_order"] = "backend"
+    grad_dtype: DTypeName | None = None
+    cast_inputs: bool = True
+    gathered_bytes: Literal["double", "all"] | Positive = "double"
+    prefetch_bytes: Count | None = None
+    reduce_buffers: Positive = 2
+    align_bytes: Positive = 128
+    user_buffers: Literal["off", "auto", "require"] = "auto"
+    bucket_bytes: Positive | None = None
+    nccl_min_ctas: Positive | None = None
+    nccl_max_ctas: Positive | None = None
+    offload: bool = False
+    grad_reduce: Literal["auto", "last", "microbatch"] = "auto"
+    checks: Literal["off", "order", "unit"] = "order"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(Table):
+    """[train]: length, batch, precision. A batch counts samples of all ranks."""
+
+    TABLE: ClassVar[str] = "train"
+    steps: Count
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    batch_ramp: tuple[tuple[Count, Positive], ...] = ()  # [step, batch]: from that step on, that global batch
+    seed: Count = 1234
+    precision: Literal["bf16", "fp32", "fp8"] = "bf16"
+    deterministic: bool = False
+    compile: bool = False
+    offload_activations: bool = False
+    cuda_graphs: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    clip_grad: Size = 1.0  # 0 = no clipping
+
+    def check(self) -> None:
+        steps = [step for step, _ in self.batch_ramp]
+        if steps != sorted(set(steps)):
+            raise ConfigError(f"train.batch_ramp starts at steps {steps}; they ascend")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Table):
+    """[optimizer]: AdamW, decoupled weight decay."""
+
+    TABLE: ClassVar[str] = "optimizer"
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: Size
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Rate = 1e-8
+    weight_decay: Size = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Table):
+    """[schedule]: the learning rate over the run; schedule_lr.py has the formulas."""
+
+    TABLE: ClassVar[str] = "schedule"
+    shape: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: Count = 0
+    decay_steps: Count = 0  # of wsd
+    min_lr_ratio: Annotated[float, AtLeast(0)] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Table):
+    """[checkpoint]: when to save, what to keep, what to start from."""
+
+    TABLE: ClassVar[str] = "checkpoint"
+    every: Count = 0  # 0 = only at the end
+    keep: Positive = 2  # newest
+    keep_every: Count = 0
+    background: bool = True
+    save_initial: bool = False
+    init_from: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Table):
+    """[eval]: validation during the run."""
+
+    TABLE: ClassVar[str] = "eval"
+    every: Count = 0  # 0 = never
+    batches: Positive = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Table):
+    """[log]: what is written beside checkpoints."""
+
+    TABLE: ClassVar[str] = "log"
+    every: Positive = 1
+    tensorboard: bool = False
+    profile_steps: tuple[Count, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Table):
+    """[run]: where the run lies and what it may wait for."""
+
+    TABLE: ClassVar[str] = "run"
+    dir: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: Rate = 600.0
+
+    def check(self) -> None:
+        if not self.dir:
+            raise ConfigError("run.dir is empty; it is the folder of the run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run, one attribute per table, checked between tables when it is made.
+
+    Raises:
+        ConfigError: naming keys, values, the rule and a value that works.
+    """
+
+    model: GPTConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    train: LoopConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "TrainConfig":
+        """Read a TOML file; ``overrides`` are ``section.key=value``, the value TOML, else a text.
+
+        Raises:
+            ConfigError: for everything that is wrong with the file, a name or a value.
+        """
+        values = read_tables(path, overrides, TABLES)
+        return cls(**{name: build(table, values[name], name) for name, table in TABLES.items()})
+
+    def to_toml(self) -> str:
+        """Every table and key as TOML text; ``from_toml`` makes an equal configuration of it."""
+        return write_tables(asdict(self))
+
+
+TABLES: Mapping[str, type[Table]] = {
+    table.TABLE: table
+    for table in (
+        GPTConfig, DataConfig, ParallelConfig, PipelineConfig, FsdpConfig, LoopConfig, OptimizerConfig,
+        ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, RunConfig,
+    )
+}  # fmt: skip
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

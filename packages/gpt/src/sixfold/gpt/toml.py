@@ -1,0 +1,116 @@
+"""Text of a configuration: TOML and command-line overrides in, TOML out.
+
+    file, overrides --> read_tables (this file) --> config.py --> write_tables (this file) --> config.toml
+
+The standard library reads TOML but does not write it. Nothing here knows the rule of a
+value: only names of tables and keys.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.tables import keys_of, nearest
+
+Tables = Mapping[str, type]  # table name -> its dataclass
+
+
+def read_tables(path: str | os.PathLike[str], overrides: Sequence[str], tables: Tables) -> dict[str, dict[str, Any]]:
+    """Read a TOML file and apply overrides.
+
+    Args:
+        path: the file.
+        overrides: each ``section.key=value``; the value is TOML, else a text.
+        tables: every table there is.
+    Returns:
+        Table name -> key -> value for each table, empty where the file has none.
+    Raises:
+        ConfigError: no such file, not TOML, or a table or key that does not exist (with the nearest that does).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(f"{path}: {problem.strerror}; give the path of a TOML configuration") from problem
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path}: byte {problem.start} is not UTF-8; a configuration is TOML in UTF-8") from problem
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{path}: not TOML: {problem}") from problem
+    values: dict[str, dict[str, Any]] = {name: {} for name in tables}
+    for name, table in found.items():
+        _check_table(name, tables)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} is {table!r}; it is a table: write [{name}] and its keys below")
+        for key, value in table.items():
+            _check_key(name, key, tables)
+            values[name][key] = value
+    for override in overrides:
+        name, key, value = parse_override(override, tables)
+        values[name][key] = value
+    return values
+
+
+def parse_override(override: str, tables: Tables) -> tuple[str, str, Any]:
+    """Split ``section.key=value`` into table, key and value.
+
+    Raises:
+        ConfigError: no ``=``, no ``.``, or a table or key that does not exist.
+    """
+    target, equals, text = override.partition("=")
+    name, dot, key = target.strip().partition(".")
+    if not equals or not dot:
+        raise ConfigError(f"override {override!r} is not section.key=value, as in optimizer.lr=1e-3")
+    _check_table(name, tables)
+    _check_key(name, key, tables)
+    if tables[name].__annotations__[key] is str and not text.strip().startswith(("'", '"')):
+        return name, key, text  # run.dir=2026 is a name, not a number
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return name, key, text
+    return name, key, parsed["value"] if len(parsed) == 1 else text
+
+
+def write_tables(values: Mapping[str, Mapping[str, Any]]) -> str:
+    """TOML text of tables; a key whose value is None is left out. ``read_tables`` gives the same values back."""
+    parts = []
+    for name, table in values.items():
+        lines = [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
+        parts.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # A JSON string is a TOML basic string but for DEL, which JSON leaves as it is.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Mapping():
+            entries = (f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items() if entry is not None)
+            return "{" + ", ".join(entries) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(_toml(entry) for entry in value) + "]"
+    raise TypeError(f"{value!r} ({type(value).__name__}) has no TOML form")
+
+
+def _check_table(name: str, tables: Tables) -> None:
+    if name not in tables:
+        near = nearest(name, tables)
+        raise ConfigError(
+            f"[{name}] is not a table of the configuration" + (f"; the nearest is [{near}]" if near else "")
+        )
+
+
+def _check_key(name: str, key: str, tables: Tables) -> None:
+    if key not in keys_of(tables[name]):
+        near = nearest(f"{name}.{key}", [f"{table}.{known}" for table in tables for known in keys_of(tables[table])])
+        raise ConfigError(f"{name}.{key} is not a key of [{name}]" + (f"; the nearest is {near}" if near else ""))

@@ -1,0 +1,245 @@
+"""The run's record: metrics.jsonl, one JSON object per line.
+
+    train.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, demo.py
+                                                                 `-> ProgressLine --> stderr
+
+One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written, floats
+are in shortest round-trip form, what is not finite is null. A kill may cut the last line: readers skip it, and the next
+writer begins on a new line. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "start": ("step", "world", "layout", "schedule", "sharding", "ranks", "parameters", "versions"),
+    "resume": ("step", "checkpoint", "layout"),
+    "step": (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "samples",
+        "batch_size",
+        "seconds",
+        "tokens_per_second",
+        "mfu",
+        "memory_bytes",
+    ),
+    "eval": ("step", "loss", "tokens"),
+    "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
+    "nonfinite": ("step", "rank", "where", "what"),
+    "end": ("step", "reason"),
+}
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity replaced by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+class MetricsWriter:
+    """Appends to one metrics.jsonl; opened by one rank of a run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        if _is_cut(self.path):
+            os.write(self._file, b"\n")
+
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append one line.
+
+        Args:
+            kind: a key of FIELDS.
+            fields: exactly the fields of that kind; numbers may be NaN and become null.
+        Returns:
+            The record as it was written.
+        """
+        wanted = FIELDS[kind]
+        assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
+        record = {"kind": kind, "time": time.time()} | {name: _finite(fields[name]) for name in wanted}
+        # One write call per line: a kill cuts a line at most, it never mixes two.
+        os.write(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        return record
+
+    def close(self) -> None:
+        """Close the file; further writes are errors."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_cut(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def parse_lines(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Records of whole lines, in order; lines that a kill cut are skipped."""
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "kind" in record:
+            records.append(record)
+    return records
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Records of a run, each step once: when a resumed run repeats a step, the last line of that step counts.
+
+    Args:
+        path: a metrics.jsonl or the run folder that holds it.
+    Returns:
+        Records in the order in which they were written; ``step`` and ``eval`` lines that were repeated are left out.
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    records = parse_lines(path.read_bytes().splitlines())
+    repeatable = {"step", "eval"}
+    last = {(r["kind"], r["step"]): i for i, r in enumerate(records) if r["kind"] in repeatable}
+    return [r for i, r in enumerate(records) if r["kind"] not in repeatable or last[r["kind"], r["step"]] == i]
+
+
+class MetricsTail:
+    """Reads the lines of a growing metrics.jsonl once each, from where the file ended when this was made."""
+
+    def __init__(self, path: str | Path, *, from_start: bool = False) -> None:
+        self.path = Path(path)
+        self._offset = self.path.stat().st_size if self.path.exists() and not from_start else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Records appended since the last call; a line still being written waits for the next one."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return parse_lines(whole.splitlines())
+
+
+class ProgressLine:
+    """Shows a run's steps on stderr: one line that updates on a terminal, else a line every few seconds.
+
+    Args:
+        path: the run's metrics.jsonl; only lines appended from now on are shown.
+        steps: train.steps, for the share done and the time left.
+        every_s: seconds between lines where the stream is no terminal.
+    """
+
+    def __init__(self, path: str | Path, steps: int, *, stream: TextIO | None = None, every_s: float = 5.0) -> None:
+        self._tail = MetricsTail(path)
+        self._steps = steps
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._every_s = 0.2 if self._terminal else every_s
+        self._shown_at = -math.inf
+        self._pending: dict[str, Any] | None = None
+        self._width = 0
+
+    def poll(self) -> None:
+        """Read what is new and show it if it is time to."""
+        for record in self._tail.read():
+            if record["kind"] == "step":
+                self._pending = record
+            elif record["kind"] in ("resume", "eval", "nonfinite", "end"):
+                self._flush()
+                self._print(describe(record))
+        if self._pending and time.monotonic() - self._shown_at >= self._every_s:
+            self._flush()
+
+    def close(self) -> None:
+        """Show what is left and leave the cursor on a fresh line."""
+        self.poll()
+        self._flush()
+        if self._terminal and self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._width = 0
+
+    def _flush(self) -> None:
+        if self._pending is None:
+            return
+        text = describe(self._pending, self._steps)
+        self._pending, self._shown_at = None, time.monotonic()
+        if self._terminal:
+            self._stream.write("\r" + text.ljust(self._width))
+            self._width = len(text)
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _print(self, text: str) -> None:
+        lead = "\n" if self._terminal and self._width else ""
+        self._stream.write(f"{lead}{text}\n")
+        self._stream.flush()
+        self._width = 0
+
+
+def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
+    """One line of text for one record."""
+    kind, step = record["kind"], record.get("step")
+    if kind == "step":
+        of = f"/{steps}" if steps else ""
+        rate = record.get("tokens_per_second") or 0.0
+        left = (
+            f"  {_clock((steps - record['step']) * record['seconds'])} left" if steps and record.get("seconds") else ""
+        )
+        return f"step {step}{of}  loss {_number(record['loss'])}  lr {record['lr']:.2e}  {rate:,.0f} tokens/s{left}"
+    if kind == "eval":
+        return f"step {step}  validation loss {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
+    if kind == "resume":
+        layout = " ".join(f"{axis}{size}" for axis, size in record["layout"].items() if size > 1) or "one process"
+        return f"step {step}  resumed from {record['checkpoint']} as {layout}"
+    if kind == "nonfinite":
+        return f"step {step}  {record['what']} is not finite on rank {record['rank']} in {record['where']}"
+    if kind == "end":
+        return f"step {step}  {record['reason']}"
+    return f"step {step}  {kind}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -9,12 +9,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from sixfold.gpt.checks import check_config, check_world, resume_changes
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.tables import AtLeast, Count, Fraction, Positive, Rate, Size, Table, build
-from sixfold.gpt.toml import read_tables, write_tables
+from sixfold.gpt.toml import read_file, read_tables, write_tables
 
 __all__ = [
     "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
@@ -27,6 +27,10 @@ ScheduleName = Literal[
     "naive", "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v",
     "v_half", "v_min", "hanayo", "dualpipe_v", "pipedream", "pipedream_2bw",
 ]  # fmt: skip
+_BUFFER_KEYS = (
+    "gathered_bytes", "prefetch_bytes", "reduce_buffers", "align_bytes", "user_buffers", "bucket_bytes",
+    "nccl_min_ctas", "nccl_max_ctas", "offload",
+)  # fmt: skip
 _LLAMA3_KEYS = {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
@@ -246,6 +250,15 @@ class FsdpConfig(Table):
     grad_reduce: Literal["auto", "last", "microbatch"] = "auto"
     checks: Literal["off", "order", "unit"] = "order"
 
+    def dtypes(self) -> dict[str, str]:
+        """The dtype fields of MixedPrecision that are given, as names of torch dtypes."""
+        named = {key: getattr(self, key) for key in ("reduce_dtype", "main_dtype", "grad_dtype")}
+        return {key: name for key, name in named.items() if name is not None}
+
+    def buffers(self) -> dict[str, Any]:
+        """The fields of BufferConfig."""
+        return {key: getattr(self, key) for key in _BUFFER_KEYS}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(Table):
@@ -373,7 +386,12 @@ class TrainConfig:
         Raises:
             ConfigError: for everything that is wrong with the file, a name or a value.
         """
-        values = read_tables(path, overrides, TABLES)
+        return cls.from_text(read_file(path), overrides, source=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> "TrainConfig":
+        """As ``from_toml``, of TOML text; ``source`` says in errors where the text is from."""
+        values = read_tables(text, overrides, TABLES, source)
         return cls(**{name: build(table, values[name], name) for name, table in TABLES.items()})
 
     def to_toml(self) -> str:

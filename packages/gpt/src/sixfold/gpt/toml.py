@@ -19,28 +19,37 @@ from sixfold.gpt.tables import keys_of, nearest
 Tables = Mapping[str, type]  # table name -> its dataclass
 
 
-def read_tables(path: str | os.PathLike[str], overrides: Sequence[str], tables: Tables) -> dict[str, dict[str, Any]]:
-    """Read a TOML file and apply overrides.
+def read_file(path: str | os.PathLike[str]) -> str:
+    """Text of a configuration file.
 
-    Args:
-        path: the file.
-        overrides: each ``section.key=value``; the value is TOML, else a text.
-        tables: every table there is.
-    Returns:
-        Table name -> key -> value for each table, empty where the file has none.
     Raises:
-        ConfigError: no such file, not TOML, or a table or key that does not exist (with the nearest that does).
+        ConfigError: it cannot be read, or is not UTF-8.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as problem:
         raise ConfigError(f"{path}: {problem.strerror}; give the path of a TOML configuration") from problem
     except UnicodeDecodeError as problem:
         raise ConfigError(f"{path}: byte {problem.start} is not UTF-8; a configuration is TOML in UTF-8") from problem
+
+
+def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str) -> dict[str, dict[str, Any]]:
+    """Read TOML and apply overrides.
+
+    Args:
+        text: TOML.
+        overrides: each ``section.key=value``; the value is TOML, else a text.
+        tables: every table there is.
+        source: where the text is from, for errors.
+    Returns:
+        Table name -> key -> value for each table, empty where the file has none.
+    Raises:
+        ConfigError: not TOML, or a table or key that does not exist (with the nearest that does).
+    """
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{path}: not TOML: {problem}") from problem
+        raise ConfigError(f"{source}: not TOML: {problem}") from problem
     values: dict[str, dict[str, Any]] = {name: {} for name in tables}
     for name, table in found.items():
         _check_table(name, tables)

@@ -1,0 +1,24 @@
+"""Token data on disk: the .bin/.idx pairs that Megatron-LM, NeMo, GPT-NeoX and Fast-LLM read, byte for byte.
+
+    text --> build --> IndexedDatasetBuilder --> PREFIX.bin, PREFIX.idx --> IndexedDataset --> token ids
+
+Needs numpy and nothing else.
+"""
+
+from sixfold.indexed_data.errors import IndexedDataError, Problem
+from sixfold.indexed_data.format import DType
+from sixfold.indexed_data.merging import merge
+from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.verifying import VerifyReport, verify
+from sixfold.indexed_data.writer import IndexedDatasetBuilder
+
+__all__ = [
+    "DType",
+    "IndexedDataError",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "Problem",
+    "VerifyReport",
+    "merge",
+    "verify",
+]

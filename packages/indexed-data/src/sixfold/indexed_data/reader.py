@@ -1,0 +1,241 @@
+"""Reading a pair: sequences by number, as views of the file.
+
+    index.py, storage.py --> IndexedDataset (this file) --> the user, merging.py, verifying.py
+
+Opening is O(1) in time and memory, whatever the number of sequences; so is every read.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.index import Index, all_problems, open_problems
+from sixfold.indexed_data.storage import FileBytes, ObjectBytes, Readable, file_identity, map_file
+
+
+class IndexedDataset:
+    """The sequences of ``PREFIX.bin`` and ``PREFIX.idx``: ``dataset[i]`` is a read-only array of token ids.
+
+    Picklable (by path) and safe in forked and spawned workers. Arrays outlive the dataset they came from.
+
+    Args:
+        path_prefix: the pair's path without extension.
+        multimodal: the pair was written with modes; every read then gives ``(ids, mode)``.
+        mmap: map ``.bin``. False reads each request by position instead, without a map.
+        open_bytes: for object stores, with ``mmap=False``: ``open_bytes(path)`` returns an object with
+            ``size() -> int`` and ``read(offset, nbytes) -> bytes``. The .idx is then read whole, once.
+    Raises:
+        IndexedDataError: a file is missing or cut, or breaks a rule that O(1) work can see.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str | os.PathLike[str],
+        multimodal: bool = False,
+        mmap: bool = True,
+        *,
+        open_bytes: Callable[[str], Readable] | None = None,
+    ) -> None:
+        self._open(os.fspath(path_prefix), multimodal, mmap, open_bytes)
+
+    def _open(self, prefix: str, multimodal: bool, mmap: bool, open_bytes: Callable[[str], Readable] | None) -> None:
+        if mmap and open_bytes is not None:
+            raise IndexedDataError(f"{prefix}: open_bytes reads without a map; it goes with mmap=False")
+        self._arguments = (prefix, multimodal, mmap, open_bytes)
+        self._source: FileBytes | ObjectBytes | None = None
+        data = None
+        if open_bytes is not None:
+            raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
+            self._source = ObjectBytes(prefix + ".bin", open_bytes)
+            bin_bytes = self._source.size
+        else:
+            before = file_identity(prefix + ".idx")
+            raw = map_file(prefix + ".idx")
+            if mmap:
+                data = map_file(prefix + ".bin")
+                bin_bytes = data.size
+            else:
+                self._source = FileBytes(prefix + ".bin")
+                bin_bytes = self._source.size
+            # A writer removes the old .idx before it touches .bin: the same .idx after opening .bin means one pair.
+            if file_identity(prefix + ".idx") != before:
+                raise IndexedDataError(f"{prefix}: the pair was replaced while it was being opened; open it again")
+        index = Index(raw, prefix, bin_bytes, multimodal)
+        for problem in open_problems(index):
+            raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then write the pair again")
+        self._index: Index | None = index
+        self._document_indices = index.boundaries_D
+        self._dtype = index.header.dtype
+        self._tokens: npt.NDArray[Any] | None = None if data is None else data.view(self._dtype)
+
+    # reading
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return self._opened().sequences
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        """Sequence ``idx``, negative from the end; or the list of sequences of a slice with step 1.
+
+        With ``multimodal`` they are ``(ids, mode)`` and ``(list of ids, modes)``.
+
+        Raises:
+            IndexError: no such sequence.
+            ValueError: the slice has a step.
+            IndexedDataError: the index is damaged there.
+        """
+        if isinstance(idx, slice):
+            return self._slice(idx)
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """``length`` tokens (default: the rest) of sequence ``idx`` from token ``offset``.
+
+        Raises:
+            IndexError: no such sequence.
+            IndexedDataError: the part does not lie in the sequence, or the index is damaged there.
+        """
+        index = self._index if self._index is not None else self._opened()
+        i = operator.index(idx)
+        if i < 0:
+            i += index.sequences
+        if not 0 <= i < index.sequences:
+            raise IndexError(f"{self.path_prefix}: sequence {idx} of {index.sequences}")
+        start, count = index.span(i)
+        if length is None:
+            length = count - offset
+        if offset < 0 or length < 0 or offset + length > count:
+            raise IndexedDataError(
+                f"{self.path_prefix}: sequence {i} has {count} tokens; asked were {length} from offset {offset}, "
+                "which must lie in the sequence"
+            )
+        ids = self._read(start + offset, length)
+        return ids if index.modes_S is None else (ids, index.modes_S[i])
+
+    def _slice(self, piece: slice) -> Any:
+        index = self._opened()
+        first, stop, step = piece.indices(index.sequences)
+        if step != 1:
+            raise ValueError(f"{self.path_prefix}: a slice has step 1, not {step}")
+        spans = [index.span(i) for i in range(first, stop)]
+        sequences: list[npt.NDArray[Any]] = []
+        if spans:
+            begin = spans[0][0]
+            whole = self._read(begin, spans[-1][0] + spans[-1][1] - begin)
+            sequences = [whole[start - begin : start - begin + count] for start, count in spans]
+        return sequences if index.modes_S is None else (sequences, index.modes_S[first : max(first, stop)])
+
+    def _read(self, start: int, count: int) -> npt.NDArray[Any]:
+        if self._tokens is not None:
+            return self._tokens[start : start + count]
+        assert self._source is not None, f"{self.path_prefix} is open without map and without source"
+        itemsize = self._dtype.itemsize
+        data = self._source.read(start * itemsize, count * itemsize) if count else b""
+        ids = np.frombuffer(data, self._dtype) if data else np.empty(0, self._dtype)
+        ids.setflags(write=False)
+        return ids
+
+    # the index
+
+    @property
+    def path_prefix(self) -> str:
+        """The pair's path without extension."""
+        return self._arguments[0]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """dtype of the ids."""
+        return self._dtype
+
+    @property
+    def tokens(self) -> npt.NDArray[Any] | None:
+        """The whole .bin, flat, read-only and not copied; None without mmap."""
+        self._opened()
+        return self._tokens
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """(S,) tokens of each sequence."""
+        return self._opened().lengths_S
+
+    @property
+    def sequence_pointers(self) -> npt.NDArray[np.int64]:
+        """(S,) first byte of each sequence in .bin."""
+        return self._opened().pointers_S
+
+    @property
+    def document_indices(self) -> npt.NDArray[np.int64]:
+        """(documents + 1,): document d holds the sequences ``[d]`` to ``[d + 1]``."""
+        self._opened()
+        return self._document_indices
+
+    @property
+    def sequence_modes(self) -> npt.NDArray[np.int8]:
+        """(S,) mode of each sequence; IndexedDataError unless opened with ``multimodal=True``."""
+        modes_S = self._opened().modes_S
+        if modes_S is None:
+            raise IndexedDataError(f"{self.path_prefix} was opened without modes; pass multimodal=True")
+        return modes_S
+
+    @property
+    def trailing_bytes(self) -> int:
+        """Bytes of .idx after its last array. Exactly S of them are probably modes: open with ``multimodal=True``."""
+        return self._opened().trailing_bytes
+
+    def get_document_indices(self) -> npt.NDArray[np.int64]:
+        """``document_indices``, under megatron-core's older name."""
+        return self.document_indices
+
+    def set_document_indices(self, document_indices: npt.NDArray[np.int64]) -> None:
+        """Replace ``document_indices`` in this object, as in megatron-core; the file stays as it is."""
+        self._opened()
+        self._document_indices = document_indices
+
+    def check(self) -> None:
+        """Check every rule of the index, O(S); IndexedDataError for the first one broken."""
+        for problem in all_problems(self._opened()):
+            raise IndexedDataError.broken(problem, "Write the pair again")
+
+    # lifetime
+
+    def close(self) -> None:
+        """Let go of the files. Arrays that were handed out stay valid. Twice is once."""
+        self._index = self._tokens = self._source = None
+        self._document_indices = np.empty(0, np.int64)
+
+    def _opened(self) -> Index:
+        if self._index is None:
+            raise IndexedDataError(f"{self.path_prefix} is closed; open it again")
+        return self._index
+
+    def __enter__(self) -> IndexedDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._arguments
+
+    def __setstate__(self, arguments: tuple[Any, ...]) -> None:
+        self._open(*arguments)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._index is None else f"{len(self)} sequences of {self._dtype}"
+        return f"IndexedDataset({self.path_prefix!r}, {state})"
+
+    @staticmethod
+    def exists(path_prefix: str | os.PathLike[str]) -> bool:
+        """Whether both files of the pair are there."""
+        prefix = os.fspath(path_prefix)
+        return os.path.exists(prefix + ".idx") and os.path.exists(prefix + ".bin")

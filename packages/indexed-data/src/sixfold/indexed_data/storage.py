@@ -1,0 +1,202 @@
+"""Bytes of a file: mapped, read by position, or from an object store.
+
+    path --> map_file, FileBytes, ObjectBytes (this file) --> reader.py
+
+Nothing here knows the format. No call leaves a descriptor open per file: a map needs none once it is made, and
+FileBytes shares a bounded pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.indexed_data.errors import IndexedDataError, Problem
+
+Bytes = npt.NDArray[np.uint8]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Readable(Protocol):
+    """What ``open_bytes(path)`` returns: a whole object that can be read in ranges."""
+
+    def size(self) -> int: ...
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+
+def missing(path: str, error: OSError) -> IndexedDataError:
+    """The error for a file that cannot be opened."""
+    problem = Problem("both files of a pair are there and can be read", path, error.strerror or str(error), "a file")
+    return IndexedDataError.broken(problem, "A path prefix has no extension: PREFIX.bin and PREFIX.idx are read")
+
+
+def map_file(path: str) -> Bytes:
+    """The whole file, read-only, mapped and not copied.
+
+    [Note: views keep the map alive] The array's base owns the map: it goes when the last view of it goes, never
+    when a dataset is closed or collected. (megatron-core closes the map in ``__del__``, so that
+    ``IndexedDataset(p)[0].tolist()`` is a segmentation fault.) mmap(2) is called by hand because Python before
+    3.13 keeps a duplicate descriptor per map, and 1,000 pairs would need 2,000.
+    """
+    descriptor = _open(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size == 0:
+            return _read_only(np.empty(0, np.uint8))
+        address = _LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise missing(path, OSError(code, os.strerror(code)))
+    finally:
+        os.close(descriptor)
+    return np.asarray(_Map(address, size))
+
+
+class _Map:
+    """Owner of one mapped range; numpy arrays made from it hold it as their base."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        read_only = True
+        self.__array_interface__: dict[str, Any] = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, read_only),
+            "version": 3,
+        }
+        # Not at exit: a view may outlive the finalizers that run there, and the kernel unmaps anyway.
+        weakref.finalize(self, _LIBC.munmap, address, size).atexit = False
+
+
+class _DescriptorPool:
+    """Open descriptors for positioned reads, at most ``limit``, the least recently used closed first.
+
+    A reader takes the descriptor out, uses it alone and puts it back. Each step is one atomic operation of
+    OrderedDict, so threads and forked workers need no lock (pread moves no shared offset).
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle: OrderedDict[object, int] = OrderedDict()
+
+    def take(self, key: object) -> int | None:
+        return self._idle.pop(key, None)
+
+    def put(self, key: object, descriptor: int) -> None:
+        other = self._idle.pop(key, None)
+        if other is not None:
+            os.close(other)
+        self._idle[key] = descriptor
+        while len(self._idle) > self._limit:
+            os.close(self._idle.popitem(last=False)[1])
+
+
+_POOL = _DescriptorPool(limit=16)  # of the process: the limit that matters, RLIMIT_NOFILE, is the process's too
+
+
+class FileBytes:
+    """A file read by position, for file systems where a map is slow or unwanted."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        descriptor = _open(path)
+        self._identity = _identity(os.fstat(descriptor))
+        self.size = os.fstat(descriptor).st_size
+        _POOL.put(self._identity, descriptor)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes from ``offset``; IndexedDataError if the file has fewer or was replaced."""
+        descriptor = _POOL.take(self._identity)
+        if descriptor is None:
+            descriptor = self._reopen()
+        try:
+            pieces, got = [], 0
+            while got < nbytes:  # one pread gives at most 2 GiB
+                piece = os.pread(descriptor, nbytes - got, offset + got)
+                if not piece:
+                    raise short_read(self.path, offset, nbytes, got)
+                pieces.append(piece)
+                got += len(piece)
+        finally:
+            _POOL.put(self._identity, descriptor)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _reopen(self) -> int:
+        descriptor = _open(self.path)
+        if _identity(os.fstat(descriptor)) != self._identity:
+            os.close(descriptor)
+            raise IndexedDataError(
+                f"{self.path}: this is another file than the one that was opened; a pair read without mmap must not "
+                "be replaced while it is in use. Open the dataset again"
+            )
+        return descriptor
+
+
+class ObjectBytes:
+    """An object of a store, read in ranges."""
+
+    def __init__(self, path: str, open_bytes: Callable[[str], Readable]) -> None:
+        self.path = path
+        self._object = open_bytes(path)
+        self.size = self._object.size()
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        data = self._object.read(offset, nbytes)
+        if len(data) != nbytes:
+            raise short_read(self.path, offset, nbytes, len(data))
+        return data
+
+    def read_all(self) -> Bytes:
+        """The whole object as a read-only array."""
+        data = self.read(0, self.size)
+        return _read_only(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8))
+
+
+def short_read(path: str, offset: int, wanted: int, got: int) -> IndexedDataError:
+    """The error for a source that gives another number of bytes than it was asked for."""
+    problem = Problem("a read is complete", f"{path}: byte {offset}", f"{got} bytes", f"{wanted} bytes")
+    return IndexedDataError.broken(problem, "The file or object was cut while it was open")
+
+
+def _open(path: str) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise missing(path, error) from error
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise missing(path, IsADirectoryError(errno.EISDIR, "a folder"))
+    return descriptor
+
+
+def file_identity(path: str) -> tuple[int, int, int, int]:
+    """Device, inode, size and mtime: what tells one file under a name from the next one under it."""
+    try:
+        return _identity(os.stat(path))
+    except OSError as error:
+        raise missing(path, error) from error
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_only(array: Bytes) -> Bytes:
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,81 @@
+"""Checking a pair from end to end, and saying all that is wrong with it.
+
+index.py rules, .bin --> verify (this file) --> VerifyReport
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sixfold.indexed_data.errors import IndexedDataError, Problem
+from sixfold.indexed_data.index import Index, all_problems
+from sixfold.indexed_data.storage import Bytes, map_file
+
+_CHUNK = 1 << 20  # ids per step when .bin is read
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found. ``problems`` holds the first place of each broken rule."""
+
+    ok: bool
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    sequences: int
+    documents: int
+    tokens: int
+
+
+def verify(
+    path_prefix: str | os.PathLike[str], *, multimodal: bool = False, vocab_size: int | None = None
+) -> VerifyReport:
+    """Check every rule of the index and the size of .bin; with ``vocab_size`` also every id in it.
+
+    Never raises for a bad pair: a missing or cut file is a problem in the report like any other.
+
+    Cost: one pass over the .idx, and one over the .bin with ``vocab_size``.
+    """
+    prefix = os.fspath(path_prefix)
+    try:
+        raw, data = map_file(prefix + ".idx"), map_file(prefix + ".bin")
+        index = Index(raw, prefix, data.size, multimodal)
+    except IndexedDataError as error:
+        problem = error.problem or Problem("a pair can be opened", prefix, str(error), "a pair")
+        return VerifyReport(False, (problem,), (), 0, 0, 0)
+    problems = list(all_problems(index))
+    if vocab_size is not None and not problems:
+        problems += _ids_outside(index, data, vocab_size)
+    tokens = data.size // index.itemsize
+    return VerifyReport(
+        not problems, tuple(problems), _notes(index), index.sequences, max(0, index.header.boundaries - 1), tokens
+    )
+
+
+def _ids_outside(index: Index, data: Bytes, vocab_size: int) -> Iterator[Problem]:
+    """The first id that is not in 0..vocab_size-1."""
+    ids = data.view(index.header.dtype)
+    for begin in range(0, ids.size, _CHUNK):
+        chunk = ids[begin : begin + _CHUNK]
+        if int(chunk.max()) < vocab_size and int(chunk.min()) >= 0:
+            continue
+        token = begin + int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
+        # Empty sequences share their pointer with the next one; "right" finds the one that holds the token.
+        sequence = int(np.searchsorted(index.pointers_S, token * index.itemsize, side="right")) - 1
+        document = int(np.searchsorted(index.boundaries_D, sequence, side="right")) - 1
+        position = token - index.pointers_S.item(sequence) // index.itemsize
+        where = f"{index.bin_path}: document {document}, sequence {sequence}, position {position}"
+        yield Problem("every id lies in the vocabulary", where, f"id {ids[token]}", f"0 to {vocab_size - 1}")
+        return
+
+
+def _notes(index: Index) -> tuple[str, ...]:
+    if not index.trailing_bytes:
+        return ()
+    note = f"{index.idx_path}: {index.trailing_bytes} bytes after the last array"
+    if index.trailing_bytes == index.sequences and index.modes_S is None:
+        note += ", one for each sequence: probably the modes of a multimodal pair"
+    return (note,)

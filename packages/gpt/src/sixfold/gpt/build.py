@@ -1,0 +1,202 @@
+"""One rank's share of the run: its stages in one container, wrapped once by fsdp, driven by a pipeline program.
+
+    config + mesh --> build (this file): GPTModel per local stage --> FullyShardedDataParallel
+                                          stage handles --> sixfold.pipeline.Stage --> PipelineRunner
+                                          optimizer over the rank's main parameters
+
+[Note: one FSDP object per rank] A rank may hold several stages; they live in one ModuleDict keyed by stage number, so
+that buffers, slots and recorded order are the rank's. The leading stage key is stripped wherever a canonical name is
+meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import sixfold.pipeline as pipeline
+from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.init import initializer
+from sixfold.gpt.mesh import RankMesh, pair_group
+from sixfold.gpt.model import Block, GPTModel
+from sixfold.gpt.optimizer import build_optimizer
+from sixfold.gpt.stages import stage_layers
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
+    from sixfold.gpt.launch import World
+
+TIED = "embedding.weight"
+
+
+class ModelProvider(Protocol):
+    """A user's own decoder, one virtual stage at a time; the three names are Megatron's."""
+
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int) -> nn.Module: ...
+
+
+def canonical(name: str) -> str:
+    """``1.layers.3.ffn.up.weight`` in the rank's container -> ``layers.3.ffn.up.weight``."""
+    return name.partition(".")[2]
+
+
+def make_program(config: TrainConfig, microbatches: int) -> pipeline.Program:
+    """The lowered program of a step of ``microbatches`` microbatches, for every rank of a pipeline."""
+    p = config.parallel
+    schedule = getattr(pipeline, p.schedule)
+    options: dict[str, Any] = {}
+    if p.schedule == "interleaved":
+        options = {"chunks": p.stages_per_rank, "group": config.pipeline.group or None}
+    return pipeline.passes.lower(schedule(p.pp, microbatches, **options))
+
+
+@dataclass(kw_only=True)
+class RankModel:
+    """What a rank trains: the wrapped container, its optimizer and the runner that drives both.
+
+    Attributes:
+        tied_group: the first and the last stage's rank where both hold a copy of the tied embedding, else None.
+        tied_copy: this rank's copy is the last stage's: counted in no norm, saved as a replica.
+    """
+
+    config: TrainConfig
+    mesh: RankMesh
+    device: torch.device
+    model: FullyShardedDataParallel
+    optimizer: torch.optim.Optimizer
+    runner: pipeline.PipelineRunner
+    placement: tuple[int, ...]
+    tied_group: dist.ProcessGroup | None = None
+    tied_copy: bool = False
+    programs: dict[int, pipeline.Program] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Stage 0 lives here."""
+        return self.placement[0] == self.mesh.pp_rank
+
+    @property
+    def is_last(self) -> bool:
+        """The last stage lives here, and with it the loss."""
+        return self.placement[-1] == self.mesh.pp_rank
+
+    def program(self, microbatches: int) -> pipeline.Program:
+        """The program for a step of that many microbatches; made once for each number (a batch ramp has several)."""
+        if microbatches not in self.programs:
+            self.programs[microbatches] = make_program(self.config, microbatches)
+        return self.programs[microbatches]
+
+    def counts_in_norm(self, name: str) -> bool:
+        """Whether a main parameter, named as in the container, is counted on this rank: a tied copy is not."""
+        return not (self.tied_copy and canonical(name) == TIED)
+
+
+def _stage_modules(
+    config: TrainConfig, mine: list[int], placement: tuple[int, ...], provider: ModelProvider | None
+) -> nn.ModuleDict:
+    last = len(placement) - 1
+    layers = stage_layers(config.model.num_layers, len(placement), config.parallel.layers_per_stage)
+    covered = [i for block in layers for i in block]
+    assert covered == list(range(config.model.num_layers)), f"stages hold layers {covered} of {config.model.num_layers}"
+    container = nn.ModuleDict()
+    for chunk, s in enumerate(mine):
+        if provider is not None:
+            container[str(s)] = provider(s == 0, s == last, chunk)
+            continue
+        container[str(s)] = GPTModel(
+            config.model, pre_process=s == 0, post_process=s == last, vp_stage=chunk, layers=layers[s], device="meta"
+        )
+    if config.model.tie_embeddings and provider is None and {0, last} <= set(mine) and last > 0:
+        # Both ends on this rank: one Parameter, so no second sum, no second record.
+        container[str(last)].embedding.weight = container["0"].embedding.weight  # type: ignore[union-attr]
+    return container
+
+
+def _mixed_precision(config: TrainConfig) -> MixedPrecision:
+    dtypes = {k: getattr(torch, v) for k, v in config.fsdp.dtypes().items()}
+    compute = torch.bfloat16 if config.train.precision == "bf16" else None
+    return MixedPrecision(
+        param_dtype=compute, grad_sum=config.fsdp.grad_sum, cast_inputs=config.fsdp.cast_inputs, **dtypes
+    )
+
+
+def _init_fn(config: TrainConfig) -> Callable[[str, nn.Module], None]:
+    fill = initializer(config.model, config.train.seed)
+    return lambda name, module: fill(canonical(name), module)
+
+
+def build_rank(
+    config: TrainConfig, mesh: RankMesh, world: World, *, model_provider: ModelProvider | None = None
+) -> RankModel:
+    """Build this rank's stages, sharded and ready to step. Collective over the mesh.
+
+    Args:
+        model_provider: replaces GPTModel. The module it returns is called as ``module(x, **kwargs)`` with the kwargs
+            of GPTModel.forward, the last stage returning per-token losses. Its attribute ``fsdp_unit_modules``, if
+            there is one, names the fsdp units; its parameters are initialised by itself.
+    """
+    placement = make_program(config, 1).placement if mesh.pp == 1 else make_program(config, max(mesh.pp, 1)).placement
+    mine = [s for s, rank in enumerate(placement) if rank == mesh.pp_rank]
+    container = _stage_modules(config, mine, placement, model_provider)
+    first, last = placement[0], placement[-1]
+    tied = config.model.tie_embeddings and model_provider is None and first != last
+    units: list[Any] = [Block] if any(isinstance(m, Block) for m in container.modules()) else []
+    for module in container.values():
+        units.extend(getattr(module, "fsdp_unit_modules", ()))
+        if tied and hasattr(module, "embedding"):
+            units.append(module.embedding)
+    groups = [(name, p) for name, p in container.named_parameters()]
+    optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
+    model = FullyShardedDataParallel(
+        container,
+        process_group=mesh.data,
+        strategy=config.parallel.sharding,
+        fsdp_unit_modules=units,
+        mixed_precision=_mixed_precision(config),
+        buffers=BufferConfig(**config.fsdp.buffers()),
+        grad_divisor=1.0,
+        grad_reduce=config.fsdp.grad_reduce,
+        init_fn=None if model_provider is not None else _init_fn(config),
+        initial="trust" if model_provider is None else "check",
+        checks=config.fsdp.checks,
+        fault_store=world.store,
+        timeout_s=config.run.timeout_seconds,
+    )
+    optimizer = fully_shard_optimizer(optimizer, model)
+    stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
+    program = make_program(config, max(mesh.pp, 1))
+    runner = pipeline.PipelineRunner(
+        program,
+        stages,
+        mesh.pipeline,
+        lambda losses, _: losses.sum(),
+        scale="sum",
+        timeout_s=config.run.timeout_seconds,
+        store=world.store,
+    )
+    return RankModel(
+        config=config,
+        mesh=mesh,
+        device=world.device,
+        model=model,
+        optimizer=optimizer,
+        runner=runner,
+        placement=placement,
+        tied_group=pair_group(mesh, first, last) if tied else None,
+        tied_copy=tied and mesh.pp_rank == last,
+    )
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Refuse a schedule that cannot run the configured numbers, before any rank is started."""
+    micro, dp = config.train.micro_batch_size, config.parallel.dp
+    try:
+        make_program(config, config.train.global_batch_size // (micro * dp))
+    except pipeline.ScheduleError as error:
+        raise ConfigError(f"parallel.schedule = {config.parallel.schedule!r}: {error}") from error

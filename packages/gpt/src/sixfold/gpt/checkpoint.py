@@ -1,0 +1,154 @@
+"""Training state to checkpoint and back: fsdp's records become ShardedTensors, everything else is common data.
+
+    model.state_records --> ShardedTensor --.
+    step, samples, config, data, scalars ----+--> sixfold.dist_ckpt.save   (this file)   load --> live tensors
+
+Keys, global shapes and dtypes are the same at every layout: ``model.<canonical name>`` (fp32 main weights) and
+``optimizer.state.<state>.model.<canonical name>``. Scalar optimizer state goes into common data by canonical name,
+after all ranks have gathered it, because a checkpoint writes common data from one rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import retention
+from sixfold.gpt.build import TIED, RankModel, canonical
+from sixfold.gpt.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run has come; ``step`` counts updates done."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, dist_ckpt.ShardedTensor]:
+    """Live shards of this rank by checkpoint key. No communication; the tensors are aliases."""
+    state = {}
+    for record in rank.model.state_records(None if weights_only else rank.optimizer):
+        name = canonical(record.name)
+        tied = int(rank.tied_copy and name == TIED)
+        key = f"model.{name}" if record.key == "param" else f"optimizer.state.{record.key}.model.{name}"
+        state[key] = dist_ckpt.ShardedTensor.from_rank_offsets_flat(
+            key,
+            record.tensor,
+            record.global_shape,
+            flattened_range=slice(record.start, record.stop),
+            replica_id=(0, tied, record.replica),
+        )
+    return state
+
+
+def _scalars(rank: RankModel) -> dict[str, dict[str, float]]:
+    """Scalar optimizer state of every parameter of the run, by canonical name; the same on every rank."""
+    mine: dict[str, dict[str, float]] = {}
+    for name, parameter in rank.model.main_parameters():
+        state = rank.optimizer.state.get(parameter, {})
+        mine[canonical(name)] = {
+            key: float(value) for key, value in state.items() if not torch.is_tensor(value) or value.dim() == 0
+        }
+    if rank.mesh.control is None:
+        return mine
+    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(rank.mesh.size)]
+    dist.all_gather_object(gathered, mine, group=rank.mesh.control)
+    return {name: values for part in gathered for name, values in sorted(part.items())}
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, type(None))
+    return [
+        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if isinstance(v, (*plain, tuple))}
+        for group in optimizer.param_groups
+    ]
+
+
+def save(
+    rank: RankModel, folder: Path, progress: Progress, data_state: Mapping[str, Any], versions: Mapping[str, str]
+) -> float:
+    """Write the whole training state to ``folder``, complete or not at all. Collective over all ranks.
+
+    Returns:
+        Seconds for which training was blocked.
+    """
+    start = time.monotonic()
+    state: dict[str, Any] = dict(sharded_state(rank))
+    state |= {
+        "step": progress.step,
+        "samples": progress.samples,
+        "tokens": progress.tokens,
+        "config": rank.config.to_toml(),
+        "data": dict(data_state),
+        "versions": dict(versions),
+        "optimizer": {"scalars": _scalars(rank), "groups": _groups(rank.optimizer)},
+    }
+    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    return time.monotonic() - start
+
+
+def _set_scalars(rank: RankModel, scalars: Mapping[str, Mapping[str, float]]) -> None:
+    for name, parameter in rank.model.main_parameters():
+        state = rank.optimizer.state.get(parameter, {})
+        for key, value in scalars.get(canonical(name), {}).items():
+            old = state.get(key)
+            if torch.is_tensor(old):
+                old.fill_(value)
+            elif old is not None:
+                state[key] = type(old)(value)
+
+
+def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
+    """Fill model and optimizer from a checkpoint of any layout. Collective over all ranks.
+
+    Returns:
+        How far it had come, and its common data.
+    """
+    rank.model.materialize_state(rank.optimizer)
+    timeout = rank.config.run.timeout_seconds
+    common = dist_ckpt.load(dict(sharded_state(rank)), folder, group=rank.mesh.control, timeout_s=timeout)
+    _set_scalars(rank, common["optimizer"]["scalars"])
+    rank.model.refresh()
+    return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"]), common
+
+
+def load_weights(rank: RankModel, folder: Path) -> None:
+    """Fill the model alone; optimizer state stays fresh. Collective over all ranks."""
+    state = dict(sharded_state(rank, weights_only=True))
+    dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    rank.model.refresh()
+
+
+def find(path: str | Path, step: int | None = None) -> Path:
+    """The checkpoint that ``path`` means: a checkpoint folder itself, or a run folder (newest whole one, or ``step``).
+
+    Raises:
+        ConfigError: neither.
+    """
+    path = Path(path)
+    if step is None and dist_ckpt.check_is_distributed_checkpoint(path):
+        return path
+    root = path / "checkpoints"
+    if step is not None:
+        folder = retention.step_path(root, step)
+        if dist_ckpt.check_is_distributed_checkpoint(folder):
+            return folder
+        known = [number for number, _ in retention.checkpoints(root)] if root.is_dir() else []
+        raise ConfigError(f"{path} has no whole checkpoint of step {step}; it has steps {known}")
+    newest = retention.latest(root) if root.is_dir() else None
+    if newest is None:
+        raise ConfigError(
+            f"{path} is neither a checkpoint nor a run folder with one: it holds no metadata.json and "
+            f"no whole checkpoints/step-*; name a folder that a run wrote"
+        )
+    return newest

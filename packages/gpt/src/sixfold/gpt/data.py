@@ -1,0 +1,213 @@
+"""Which tokens a step trains on: positions of one endless blended order, cut into microbatches.
+
+    config.data --> sixfold.blending --> TokenStream (this file) --> step.py
+                                      `-> global_batches (whole batches, one process, no group)
+
+The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
+position ``samples + (m*dp + d) * micro_batch_size + j``, so a change of layout or of the ramp repeats and skips
+nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sixfold.gpt.errors import ConfigError, TrainError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from sixfold.blending import BlendedDataset, GPTDataset
+    from sixfold.gpt.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """A whole global batch on the CPU.
+
+    Attributes:
+        tokens, labels: (B, S) int64.
+        loss_mask: (B, S) float32, 0 where a target does not count.
+        cu_seqlens: int32, document boundaries of the flattened batch, 0 ... B*S, every multiple of S present.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """What one forward takes: ``tokens`` (b, S) int64 for stage 0, ``kwargs`` for the module of every local stage."""
+
+    tokens: torch.Tensor
+    kwargs: dict[str, Any]
+    targets: float  # unmasked targets in it: the share of this microbatch in the count that divides the gradients
+
+
+def preflight(config: TrainConfig) -> None:
+    """Refuse data that cannot be read before a rank is started: pairs and tokenizers. Imports no torch.
+
+    Raises:
+        IndexedDataError: a prefix is missing or damaged.
+        ConfigError: a pair was prepared by another tokenizer than ``data.tokenizer``.
+    """
+    from sixfold.gpt.tokenizer import check_identity
+    from sixfold.indexed_data import IndexedDataset
+
+    for prefix in (*config.data.blend, *config.data.valid):
+        IndexedDataset(prefix).close()
+    check_identity((*config.data.blend, *config.data.valid), config.data.tokenizer)
+
+
+def train_samples(config: TrainConfig, steps: int | None = None) -> int:
+    """Samples that the first ``steps`` updates consume (default: all of the run), ramp included."""
+    from sixfold.gpt.schedule_lr import batch_size
+
+    n = config.train.steps if steps is None else steps
+    return (
+        sum(batch_size(config, step) for step in range(n))
+        if config.train.batch_ramp
+        else n * config.train.global_batch_size
+    )
+
+
+def build_datasets(config: TrainConfig) -> tuple[BlendedDataset | GPTDataset, BlendedDataset | GPTDataset | None]:
+    """Open the blend and its validation part. Builds no index: the order is computed from positions.
+
+    Returns:
+        (train, valid); valid is None where the split leaves it nothing.
+    """
+    from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from sixfold.gpt.tokenizer import tokenizer_of
+
+    data = config.data
+    # One prefix gets the weight 1, so that the part is a BlendedDataset whatever the number of prefixes.
+    weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
+    train_blend = (list(data.blend), weights)
+    names = dict(zip(data.blend, data.dataset_names, strict=True))
+    parts: dict[str, Any]
+    if data.valid:
+        for prefix in data.valid:
+            names.setdefault(prefix, Path(prefix).name)
+        parts = {"blend_per_split": [train_blend, (list(data.valid), None), None]}
+    else:
+        parts = {"blend": train_blend, "split": data.split}
+    options = GPTDatasetConfig(
+        random_seed=config.train.seed,
+        sequence_length=data.seq_length,
+        tokenizer=tokenizer_of(data.blend, data.tokenizer),
+        order=data.order,
+        dataset_names=names,
+        eod_mask_loss=data.eod_mask_loss,
+        path_to_cache=data.cache_dir or None,
+        create_cu_seqlens=True,
+        **parts,
+    )
+    sizes = [train_samples(config), config.eval.batches * config.train.global_batch_size, 0]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options).build()
+    if train is None:
+        raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
+    return train, valid
+
+
+def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.int64]:
+    """(B, S) int64: how far each token is from the start of its document.
+
+    Args:
+        cu_seqlens: int32, boundaries of the flattened batch, first 0, last B*S.
+    """
+    starts = np.repeat(cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens))
+    return (np.arange(int(cu_seqlens[-1]), dtype=np.int64) - starts).reshape(-1, seq_length)
+
+
+class TokenStream:
+    """Microbatches of one part of the data, by position. Holds no cursor: the position is always an argument."""
+
+    def __init__(self, dataset: BlendedDataset | GPTDataset, config: TrainConfig) -> None:
+        self.dataset = dataset
+        self.vocab_size = config.model.vocab_size
+        self.seq_length = config.data.seq_length
+        self.document_mask = config.data.document_mask
+        self.name = "data"
+
+    def arrays(self, positions: range) -> dict[str, npt.NDArray[Any]]:
+        """The batch at ``positions``, ids checked against the vocabulary.
+
+        Raises:
+            TrainError: an id >= vocab_size; names dataset, document, position in it and id.
+        """
+        batch = self.dataset.get_batch(positions)
+        largest = max(int(batch["tokens"].max()), int(batch["labels"].max()))
+        if largest >= self.vocab_size:
+            self._refuse_ids(positions, batch)
+        return batch
+
+    def _refuse_ids(self, positions: range, batch: dict[str, npt.NDArray[Any]]) -> None:
+        ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
+        row, column = (int(i) for i in np.argwhere(ids >= self.vocab_size)[0])
+        why, at = self.dataset.why(positions[row]), column
+        for r in why.ranges:
+            if at < r.length:
+                raise TrainError(
+                    f"{why.dataset_name}: document {r.document}, token {r.offset + at} is id {ids[row, column]}; "
+                    f"model.vocab_size is {self.vocab_size}, ids lie below it. Use the tokenizer that made the data"
+                )
+            at -= r.length
+        raise TrainError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
+
+    def microbatch(self, first: int, size: int, device: torch.device) -> Microbatch:
+        """The ``size`` samples from position ``first`` on, as tensors on ``device``."""
+        import torch
+
+        batch = self.arrays(range(first, first + size))
+
+        def put(array: npt.NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+        kwargs = {"labels": put(batch["labels"]), "loss_mask": put(batch["loss_mask"])}
+        if self.document_mask:
+            cu_seqlens = batch["cu_seqlens"]
+            kwargs["cu_seqlens"] = put(cu_seqlens)
+            kwargs["position_ids"] = put(positions_in_documents(cu_seqlens, self.seq_length))
+        return Microbatch(
+            tokens=put(batch["tokens"]), kwargs=kwargs, targets=float(batch["loss_mask"].sum(dtype=np.float64))
+        )
+
+    def step(
+        self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int, device: torch.device
+    ) -> list[Microbatch]:
+        """This rank's microbatches of the global batch that starts at position ``samples``."""
+        count = batch_size // (micro * dp)
+        return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro, device) for m in range(count)]
+
+
+def global_batches(config: TrainConfig, first_step: int = 0) -> Iterator[Batch]:
+    """What each step trains on, whole, in one process and without a group: the oracle of every layout.
+
+    Args:
+        first_step: updates already done; the first batch is the one that update ``first_step`` trains on.
+    """
+    import torch
+
+    from sixfold.gpt.schedule_lr import batch_size
+
+    stream = TokenStream(build_datasets(config)[0], config)
+    samples = train_samples(config, first_step)
+    for step in range(first_step, config.train.steps):
+        size = batch_size(config, step)
+        batch = stream.arrays(range(samples, samples + size))
+        yield Batch(
+            **{
+                k: torch.from_numpy(np.ascontiguousarray(batch[k]))
+                for k in ("tokens", "labels", "loss_mask", "cu_seqlens")
+            }
+        )
+        samples += size

@@ -1,0 +1,413 @@
+"""The run: join the ranks, build, resume, loop, save.
+
+    TrainConfig --> loop (this file): mesh --> build --> [ data --> step --> metrics --> checkpoint ]* --> TrainResult
+
+Every rank runs this same code; a world of one has no process group and every group is None. State that outlives a rank
+is a step number, ``samples`` consumed, and what checkpoint.py saves: a killed run continues from the newest whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sixfold.dist_ckpt import retention
+from sixfold.gpt import checkpoint, launch
+from sixfold.gpt.build import ModelProvider, RankModel, build_rank, canonical, check_schedule
+from sixfold.gpt.checkpoint import Progress
+from sixfold.gpt.checks import check_world, resume_changes
+from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, preflight
+from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.mesh import RankMesh, make_mesh
+from sixfold.gpt.metrics import MetricsWriter
+from sixfold.gpt.schedule_lr import batch_size, learning_rate
+from sixfold.gpt.step import evaluate, train_step
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: updates done. loss: of the last one, None if none was done.
+        reason: "finished" or "sigterm".
+    """
+
+    step: int
+    loss: float | None
+    run_dir: Path
+    reason: str
+
+
+def versions() -> dict[str, str]:
+    """What made a run: python, torch and the six packages."""
+    from importlib import metadata
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp", "gpt"):
+        try:
+            found[f"sixfold-{name}"] = metadata.version(f"sixfold-{name}")
+        except metadata.PackageNotFoundError:
+            found[f"sixfold-{name}"] = "not installed"
+    return found
+
+
+def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T]) -> T:
+    """Run ``task`` on every rank; if it fails on one, raise that error on all of them, so that none waits for it.
+
+    Raises:
+        The rank's own exception where it happened; elsewhere its type and text, led by ``rank R:``.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = task()
+    except Exception as error:
+        failure = error
+    if control is not None:
+        mine = None if failure is None else (isinstance(failure, ConfigError), f"{type(failure).__name__}: {failure}")
+        reports: list[tuple[bool, str] | None] = [None] * ranks
+        dist.all_gather_object(reports, mine, group=control)
+        for rank, report in enumerate(reports):
+            if report is not None and failure is None:
+                raise (ConfigError if report[0] else TrainError)(f"rank {rank}: {report[1]}")
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+class StopFlag:
+    """SIGTERM asks for a stop after the step at hand; a second one ends the process at once.
+
+    Armed after the first step: before it there is nothing to save, and the default action is right.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._old: Any = None
+
+    def arm(self) -> None:
+        """Take over SIGTERM. Python handles signals in the main thread only; elsewhere this does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            self._old = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def disarm(self) -> None:
+        """Give SIGTERM back."""
+        if self._old is not None:
+            signal.signal(signal.SIGTERM, self._old)
+            self._old = None
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True
+
+
+class Run:
+    """One rank's view of a run: what it trains, where it stands, and what it writes."""
+
+    def __init__(self, config: TrainConfig, rank: RankModel, metrics: MetricsWriter | None) -> None:
+        self.config = config
+        self.rank = rank
+        self.metrics = metrics  # on rank 0 only
+        self.train_data, valid = build_datasets(config)
+        self.stream = TokenStream(self.train_data, config)
+        self.valid = None if valid is None else TokenStream(valid, config)
+        self.progress = Progress()
+        self.loss: float | None = None
+        self.versions = versions()
+        self.root = Path(config.run.dir) / "checkpoints"
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sixfold-data")
+        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """One line of metrics.jsonl, written by one rank."""
+        if self.metrics is not None:
+            self.metrics.write(kind, **fields)
+
+    def close(self) -> None:
+        """Let the data thread go."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _fetch(self, step: int, samples: int) -> list[Microbatch]:
+        mesh, size = self.rank.mesh, batch_size(self.config, step)
+        micro = self.config.train.micro_batch_size
+        return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank, self.rank.device)
+
+    def next_batch(self) -> list[Microbatch]:
+        """This step's microbatches; the next step's are fetched on a thread while this one runs."""
+        step, samples = self.progress.step, self.progress.samples
+        if self._ahead is not None and self._ahead[0] == step:
+            batch = self._ahead[1].result(timeout=self.config.run.timeout_seconds)
+        else:
+            batch = self._fetch(step, samples)
+        self._ahead = None
+        if step + 1 < self.config.train.steps:
+            after = samples + batch_size(self.config, step)
+            self._ahead = (step + 1, self._thread.submit(self._fetch, step + 1, after))
+        return batch
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, then drop what retention says."""
+        folder = retention.step_path(self.root, self.progress.step)
+        data = self.train_data.state_dict(self.progress.samples)
+        start = time.monotonic()
+        blocked = checkpoint.save(self.rank, folder, self.progress, data, self.versions)
+        if self.rank.mesh.rank == 0:
+            keep = self.config.checkpoint
+            retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
+        self.note(
+            "save",
+            step=self.progress.step,
+            checkpoint=str(folder),
+            blocked_seconds=blocked,
+            seconds=time.monotonic() - start,
+        )
+
+    def evaluate(self) -> None:
+        """Loss on the validation part: always the same positions, whatever the training position is."""
+        if self.valid is None:
+            return
+        mesh, train = self.rank.mesh, self.config.train
+        size = train.global_batch_size
+        batches = [
+            self.valid.step(i * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
+            for i in range(self.config.eval.batches)
+        ]
+        loss, targets = evaluate(self.rank, batches)
+        self.note("eval", step=self.progress.step, loss=loss, tokens=int(targets))
+
+    def step(self, stop: bool) -> bool:
+        """One update. Returns whether all ranks agreed to stop after it."""
+        start = time.monotonic()
+        at = self.progress
+        batch = self.next_batch()
+        lr = learning_rate(self.config, at.step)
+        outcome = train_step(self.rank, batch, lr, stop=stop)
+        if isinstance(outcome, TrainError):
+            self._end_nonfinite(outcome, batch)
+        size = batch_size(self.config, at.step)
+        tokens = size * self.config.data.seq_length
+        self.progress = Progress(step=at.step + 1, samples=at.samples + size, tokens=at.tokens + tokens)
+        self.loss = outcome.loss
+        seconds = time.monotonic() - start
+        if self.progress.step % self.config.log.every == 0 or self.progress.step == self.config.train.steps:
+            self.note(
+                "step",
+                step=self.progress.step,
+                loss=outcome.loss,
+                grad_norm=outcome.grad_norm,
+                lr=lr,
+                tokens=self.progress.tokens,
+                samples=self.progress.samples,
+                batch_size=size,
+                seconds=seconds,
+                tokens_per_second=tokens / seconds,
+                mfu=None if self.rank.device.type == "cpu" else self._mfu(tokens / seconds),
+                memory_bytes=outcome.memory_bytes,
+            )
+        return outcome.stop
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        name = torch.cuda.get_device_name(self.rank.device)
+        peak = next((tflops for key, tflops in PEAK_TFLOPS.items() if key in name), None)
+        if peak is None:
+            return None
+        flops = self.config.model.flops_per_token(self.config.data.seq_length)
+        return tokens_per_second * flops / (peak * 1e12 * self.rank.mesh.size)
+
+    def _end_nonfinite(self, error: TrainError, batch: list[Microbatch]) -> None:
+        """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
+        mine = first_nonfinite(self.rank, batch)
+        found: list[tuple[int, str] | None] = [mine]
+        if self.rank.mesh.control is not None:
+            found = [None] * self.rank.mesh.size
+            dist.all_gather_object(found, mine, group=self.rank.mesh.control)
+        places = [(stage, rank, name) for rank, place in enumerate(found) if place for stage, name in [place]]
+        _, rank, where = min(places, default=(0, 0, ""))
+        what = "output" if where else "gradient"
+        self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
+        raise TrainError(
+            f"step {self.progress.step}, rank {rank}: {error}; first non-finite {what} "
+            f"{('in ' + where) if where else 'after a finite forward'}. Weights are those of the step before"
+        )
+
+    def loop(self, flag: StopFlag) -> str:
+        """Train to the last step or to an agreed stop. Returns the reason."""
+        every = self.config.checkpoint.every
+        while self.progress.step < self.config.train.steps:
+            stopped = self.step(flag.asked)
+            flag.arm()
+            step = self.progress.step
+            last = step == self.config.train.steps
+            if self.config.eval.every and (step % self.config.eval.every == 0):
+                self.evaluate()
+            if last or stopped or (every and step % every == 0):
+                self.save()
+            if stopped and not last:
+                return "sigterm"
+        return "finished"
+
+
+# Dense bf16 peak of one device, TFLOP/s, from the vendors' data sheets.
+PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
+
+
+def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> tuple[int, str] | None:
+    """(stage, module) of the first non-finite output on this rank, found by replaying the forward with hooks."""
+    found: list[tuple[int, str]] = []
+    handles = []
+
+    def watch(stage: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.is_tensor(output) and output.is_floating_point() and not bool(output.isfinite().all()):
+                found.append((stage, name))
+
+        return hook
+
+    for name, module in rank.model.module.named_modules():
+        if "." in name:  # below a stage of the container
+            handles.append(module.register_forward_hook(watch(int(name.partition(".")[0]), canonical(name))))
+    try:
+        inputs = [m.tokens for m in batch] if rank.is_first else None
+        rank.runner.evaluate(inputs, None, kwargs=[m.kwargs for m in batch], program=rank.program(len(batch)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _resume_from(config: TrainConfig) -> Path | None:
+    """The checkpoint to continue from, None for a fresh start."""
+    root = Path(config.run.dir) / "checkpoints"
+    newest = retention.latest(root) if root.is_dir() else None
+    if config.checkpoint.resume == "must" and newest is None:
+        raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')
+    if config.checkpoint.resume == "never" and newest is not None:
+        raise ConfigError(f'checkpoint.resume is "never" and {newest} is there; choose another run.dir')
+    return newest
+
+
+def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
+    """Continue from ``newest``, or take weights from ``checkpoint.init_from``, or start fresh."""
+    from sixfold.gpt.load import saved_config
+
+    control, ranks = run.rank.mesh.control, run.rank.mesh.size
+    if newest is not None:
+        step = next(number for number, path in retention.checkpoints(newest.parent) if path == newest)
+        together(control, ranks, lambda: resume_changes(saved_config(newest), config, step=step))
+        run.progress, common = checkpoint.load(run.rank, newest)
+        together(control, ranks, lambda: run.train_data.load_state_dict(common["data"]))
+        run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=run.rank.mesh.layout)
+    elif config.checkpoint.init_from:
+        source = together(control, ranks, lambda: checkpoint.find(config.checkpoint.init_from))
+        checkpoint.load_weights(run.rank, source)
+
+
+def _start_line(run: Run, mesh: RankMesh) -> None:
+    me = {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()}
+    ranks = [me]
+    if mesh.control is not None:
+        ranks = [{} for _ in range(mesh.size)]
+        dist.all_gather_object(ranks, me, group=mesh.control)
+    run.note(
+        "start",
+        step=run.progress.step,
+        world=mesh.size,
+        layout=mesh.layout,
+        schedule=run.config.parallel.schedule,
+        sharding=run.config.parallel.sharding,
+        ranks=ranks,
+        parameters=run.config.model.num_parameters,
+        versions=run.versions,
+    )
+
+
+def _write_config(config: TrainConfig) -> None:
+    """run.dir/config.toml, whole or not at all."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".config.toml.{os.getpid()}"
+    draft.write_text(config.to_toml(), encoding="utf-8")
+    draft.replace(folder / "config.toml")
+
+
+def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProvider | None = None) -> TrainResult:
+    """`train` for ranks that have met already: ``world`` is this process among them."""
+    config = replace(config, parallel=check_world(config, world.size))
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    mesh = make_mesh(config.parallel, world, world.device)
+
+    def prepare() -> Path | None:
+        preflight(config)
+        check_schedule(config)
+        newest = _resume_from(config)
+        if mesh.rank == 0:
+            _write_config(config)
+        return newest
+
+    newest = together(mesh.control, mesh.size, prepare)
+    rank = build_rank(config, mesh, world, model_provider=model_provider)
+    metrics = MetricsWriter(Path(config.run.dir) / "metrics.jsonl") if mesh.rank == 0 else None
+    run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics))
+    flag = StopFlag()
+    try:
+        _start_line(run, mesh)
+        _restore(run, config, newest)
+        if config.checkpoint.save_initial and newest is None:
+            run.save()
+        reason = run.loop(flag)
+        run.note("end", step=run.progress.step, reason=reason)
+    except BaseException:
+        run.note("end", step=run.progress.step, reason="error")
+        raise
+    finally:
+        flag.disarm()
+        run.close()
+        if metrics is not None:
+            metrics.close()
+    return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
+
+
+def train(
+    config: TrainConfig, *, model_provider: ModelProvider | None = None, forward_step: Callable[..., Any] | None = None
+) -> TrainResult:
+    """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
+
+    Args:
+        model_provider: builds a stage of another decoder; see ``sixfold.gpt.build.build_rank``.
+        forward_step: not in this release.
+    Returns:
+        How it ended, on every rank.
+    Raises:
+        ConfigError: the config cannot work with this world or this data. TrainError: the run failed; the newest
+        whole checkpoint in ``run.dir`` is what a next start continues from.
+    """
+    if forward_step is not None:
+        raise ConfigError("forward_step comes with a later release; a model_provider's module can compute its losses")
+    world = launch.join(launch.detect(os.environ), device=config.run.device, timeout_s=config.run.timeout_seconds)
+    try:
+        return train_in(config, world, model_provider)
+    finally:
+        launch.leave(world)

@@ -1,0 +1,74 @@
+"""Where a rank stands: its coordinates, and the groups that its data and its control messages take.
+
+    config.parallel + launch.World --> mesh (this file) --> build.py, step.py, checkpoint.py
+
+One DeviceMesh with axes ("pp", "dp", "cp", "tp"), outermost first, so tp varies fastest. A group of one rank is
+``None`` everywhere, which is how the packages below spell "this process alone". Data moves on the groups of the mesh;
+control (errors, small objects, checkpoint plans) on ``control``, which is always a CPU channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import ParallelConfig
+    from sixfold.gpt.launch import World
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMesh:
+    """Coordinates and groups of this rank; a group that would hold one rank is None."""
+
+    rank: int
+    size: int
+    pp: int
+    pp_rank: int
+    dp: int
+    dp_rank: int
+    pipeline: dist.ProcessGroup | None = None  # the pp ranks of this rank's pipeline, in stage order
+    data: dist.ProcessGroup | None = None  # dp x cp: what fsdp shards over
+    control: dist.ProcessGroup | None = None  # every rank, on the CPU
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The degrees, as the metrics' start line shows them."""
+        return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": 1, "ep": 1}
+
+
+def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> RankMesh:
+    """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in config.py)."""
+    if world.size == 1:
+        return RankMesh(rank=0, size=1, pp=1, pp_rank=0, dp=1, dp_rank=0)
+    shape = (parallel.pp, parallel.dp, parallel.cp, parallel.tp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+    return RankMesh(
+        rank=world.rank,
+        size=world.size,
+        pp=parallel.pp,
+        pp_rank=mesh.get_local_rank("pp"),
+        dp=parallel.dp,
+        dp_rank=mesh.get_local_rank("dp"),
+        pipeline=mesh.get_group("pp") if parallel.pp > 1 else None,
+        data=mesh.get_group("dp") if parallel.dp > 1 else None,
+        control=control,
+    )
+
+
+def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | None:
+    """The group of pipeline ranks ``first`` and ``last`` of this rank's pipeline; None where the rank is neither.
+
+    Made by its two members alone, so the ranks between them need not call.
+    """
+    if mesh.pipeline is None or first == last or mesh.pp_rank not in (first, last):
+        return None
+    members = [dist.get_global_rank(mesh.pipeline, r) for r in (first, last)]
+    return dist.new_group(members, use_local_synchronization=True)

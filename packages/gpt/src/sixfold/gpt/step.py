@@ -1,0 +1,144 @@
+"""One update: program, the sums that are gpt's, one division, norm, clip, optimizer.
+
+    data.py --> runner.step --> finish_grad_sync --> tied embedding --> / count --> norm --> clip --> AdamW
+                                              (this file)
+
+[Note: who sums what] fsdp sums every gradient over dp x cp (SUM, never mean). The tied embedding, when its two copies
+live on different ranks, is summed over that pair. The number of unmasked targets is summed over dp x cp and divides
+once. The squares for the norm are summed over dp x cp by fsdp and over pp here; loss, stop flag and memory ride along,
+so a step has one host read, before the optimizer: a non-finite value must stop it.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from sixfold.gpt.build import TIED, RankModel, canonical
+from sixfold.gpt.data import Microbatch
+from sixfold.gpt.errors import TrainError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What a step tells: the same on every rank.
+
+    Attributes:
+        loss: nats per unmasked target of the global batch.
+        grad_norm: global norm before clipping.
+        stop: some rank was asked to stop; all of them know it at this step.
+        memory_bytes: of the largest rank.
+    """
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    memory_bytes: int
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _sum_tied_embedding(rank: RankModel) -> None:
+    """Add the gradients of the two copies of the tied embedding; two terms have one sum in any order."""
+    if rank.tied_group is None:
+        return
+    for name, parameter in rank.model.main_parameters():
+        if canonical(name) == TIED:
+            assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
+            dist.all_reduce(parameter.grad, group=rank.tied_group)
+
+
+def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Tensor, dist.Work | None]:
+    """Start the sum of unmasked targets over dp x cp; it travels while the program runs."""
+    count = torch.tensor(sum(m.targets for m in batch), dtype=torch.float64, device=rank.device)
+    if rank.mesh.data is None:
+        return count, None
+    return count, dist.all_reduce(count, group=rank.mesh.data, async_op=True)
+
+
+def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool) -> list[float]:
+    """[loss sum, stop flags, squares, memory of each rank ...], summed over the ranks that hold a part of each."""
+    mesh = rank.mesh
+    values = torch.zeros(3 + mesh.size, dtype=torch.float64, device=rank.device)
+    values[0] = loss
+    values[1] = float(stop)
+    values[3 + mesh.rank] = float(memory_bytes(rank.device))
+    if mesh.data is not None:
+        dist.all_reduce(values, group=mesh.data)
+    values[2] = square  # fsdp has summed it over dp x cp already
+    if mesh.pipeline is not None:
+        dist.all_reduce(values, group=mesh.pipeline)
+    return values.tolist()
+
+
+def train_step(
+    rank: RankModel, batch: Sequence[Microbatch], lr: float, *, stop: bool = False
+) -> StepOutcome | TrainError:
+    """Run one update on this rank's microbatches. Collective over the mesh.
+
+    Args:
+        batch: this rank's microbatches, in order.
+        lr: learning rate of this update.
+        stop: this rank was asked to stop.
+    Returns:
+        The outcome; or, with weights untouched, the error of a non-finite loss or norm (the same on every rank).
+    """
+    for group in rank.optimizer.param_groups:
+        group["lr"] = lr
+    count, counted = _sum_targets(rank, batch)
+    result = rank.runner.step(
+        [m.tokens for m in batch] if rank.is_first else None,
+        None,
+        kwargs=[m.kwargs for m in batch],
+        program=rank.program(len(batch)),
+    )
+    rank.model.finish_grad_sync()
+    _sum_tied_embedding(rank)
+    if counted is not None:
+        counted.wait()
+    rank.model.divide_gradients(count)
+    square = rank.model.grad_square_sum(rank.counts_in_norm)
+    losses = result.losses
+    loss_sum = torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+    loss, stopped, total, *memory = _agree(rank, loss_sum / count, square, stop)
+    norm = math.sqrt(total) if total >= 0 else total
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        rank.model.zero_grad()
+        return TrainError(f"loss {loss}, gradient norm {norm}: not finite")
+    if rank.config.train.clip_grad > 0:
+        coefficient = rank.config.train.clip_grad / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+        rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
+    rank.optimizer.step()
+    rank.model.zero_grad()
+    return StepOutcome(loss=loss, grad_norm=norm, stop=stopped > 0, memory_bytes=int(max(memory)))
+
+
+def evaluate(rank: RankModel, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, float]:
+    """(nats per target, targets) over several global batches; leaves no trace in training. Collective over the mesh."""
+    totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    for batch in batches:
+        result = rank.runner.evaluate(
+            [m.tokens for m in batch] if rank.is_first else None,
+            None,
+            kwargs=[m.kwargs for m in batch],
+            program=rank.program(len(batch)),
+        )
+        for loss in result.losses:
+            totals[0] += loss.double()
+        if rank.is_last:
+            totals[1] += sum(m.targets for m in batch)
+    for group in (rank.mesh.data, rank.mesh.pipeline):
+        if group is not None:
+            dist.all_reduce(totals, group=group)
+    nats, targets = totals.tolist()
+    return nats / targets, targets

@@ -50,8 +50,8 @@ def topics() -> list[bytes]:
         found: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise ConfigError(
-            "this Python has no module pydoc_data.topics, half of the demo's text; use a Python from python.org, uv or a "
-            "distribution's full package, or `sixfold prepare` with text of your own"
+            "this Python has no module pydoc_data.topics, half of the demo's text; use a Python from python.org or "
+            "uv, or a distribution's full package, or `sixfold prepare` with text of your own"
         ) from error
     return [found[name].strip().encode(errors="replace") for name in sorted(found)]
 

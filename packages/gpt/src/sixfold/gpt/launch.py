@@ -2,14 +2,15 @@
 
     torchrun, srun or processes.py set variables --> detect --> Rendezvous --> join --> World   (this file) --> loop.py
 
-The one place of the package that reads a launcher's variables and that makes or ends the default process group. A process
-without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
+The one place of the package that reads a launcher's variables and that makes or ends the default process group. A
+process without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def _slurm_url(environ: Mapping[str, str]) -> str:
     hosts = expand_hosts(nodes)
     if not hosts:
         raise ConfigError(
-            "srun set SLURM_PROCID, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST; the first host of them is the master"
+            "srun set SLURM_PROCID, but no SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; their first host is the master"
         )
     if "MASTER_PORT" in environ:
         port = _number(environ, "MASTER_PORT")
@@ -228,7 +229,9 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> dist.Store:
 
 def leave(world: World) -> None:
     """End the process group that ``join`` made. Rank 0 goes last, because the store may live in its process."""
-    if world.store is None:
+    # [Note: a failed rank keeps its connections] In the finally of a failed run nothing is closed: peers would see
+    # closed connections and report those instead of what happened first. The process ends soon, and they with it.
+    if world.store is None or sys.exception() is not None:
         return
     import torch.distributed as dist
 

@@ -3,9 +3,9 @@
     train.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, demo.py
                                                                  `-> ProgressLine --> stderr
 
-One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written, floats
-are in shortest round-trip form, what is not finite is null. A kill may cut the last line: readers skip it, and the next
-writer begins on a new line. No torch here.
+One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written,
+floats are in shortest round-trip form, what is not finite is null. A kill may cut the last line: readers skip it, and
+the next writer begins on a new line. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -126,10 +126,19 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: there is none.
     """
+    return last_of_each_step(read_all(path))
+
+
+def read_all(path: str | Path) -> list[dict[str, Any]]:
+    """Every record of a run folder or metrics.jsonl, repeated steps included, as they were written."""
     path = Path(path)
     if path.is_dir():
         path = path / "metrics.jsonl"
-    records = parse_lines(path.read_bytes().splitlines())
+    return parse_lines(path.read_bytes().splitlines())
+
+
+def last_of_each_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``records`` without the ``step`` and ``eval`` lines that a later line of the same step replaces."""
     repeatable = {"step", "eval"}
     last = {(r["kind"], r["step"]): i for i, r in enumerate(records) if r["kind"] in repeatable}
     return [r for i, r in enumerate(records) if r["kind"] not in repeatable or last[r["kind"], r["step"]] == i]

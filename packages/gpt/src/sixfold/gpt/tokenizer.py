@@ -59,8 +59,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A ``tokenizer.json`` as Hugging Face writes it.
 
-    The end of a document is the special token of that meaning (``<|endoftext|>``, ``</s>``, ``<|end_of_text|>``, ``<eos>``,
-    ``[SEP]``), the first that the vocabulary holds.
+    The end of a document is the first of ENDS that the vocabulary holds.
     """
 
     ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[SEP]")
@@ -72,7 +71,7 @@ class FileTokenizer:
             text = self.path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"tokenizer {str(path)!r} cannot be read ({error.strerror}); it is 'bytes' or the path of a tokenizer.json"
+                f"tokenizer {str(path)!r} cannot be read ({error.strerror}); name 'bytes' or a tokenizer.json"
             ) from error
         try:
             from tokenizers import Tokenizer as Library

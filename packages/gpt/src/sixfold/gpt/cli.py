@@ -1,0 +1,274 @@
+"""The command ``sixfold``: verbs, exit status, and one line for an error.
+
+    argv --> cli (this file) --> train | demo | prepare | plot | sample
+
+Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 stopped by SIGTERM after saving. A verb imports
+what it needs when it runs; a wrong configuration is refused before torch is imported, a rank started or a folder made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.processes import STOPPED, RankError, is_typed, start_ranks
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
+    from sixfold.gpt.launch import Rendezvous
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit status. An error of a sixfold package or of the operating system is one line on stderr; any other is a
+        fault of this program and leaves its traceback.
+    """
+    try:
+        args = _parse(argv)
+        return int(args.run(args))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
+    except KeyboardInterrupt:
+        return 130
+    except ConfigError as error:
+        return _fail(error, 2)
+    except RankError as error:
+        return _fail(error, error.exit_code)
+    except Exception as error:
+        if is_typed(error) or isinstance(error, OSError):
+            return _fail(error, 1)
+        raise
+
+
+def _fail(error: BaseException, status: int) -> int:
+    sys.stdout.flush()
+    print(f"sixfold: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse stops filling a list at the next option; overrides may stand anywhere.
+    if rest and args.verb == "train" and not any(word.startswith("-") for word in rest):
+        args.overrides += rest
+        rest = []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sixfold", description="Train a GPT from a TOML file.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    train = verbs.add_parser("train", help="train as a TOML file says; continues the run that lies in run.dir")
+    train.add_argument("config", metavar="CONFIG", help="TOML file")
+    train.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
+    train.add_argument(
+        "--ranks", type=_positive, help="ranks to start here (default: product of the degrees; GPUs: all)"
+    )
+    train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
+    train.set_defaults(run=_train)
+
+    demo = verbs.add_parser(
+        "demo", help="train on this Python's documentation, be killed, resume, plot; about 4 minutes"
+    )
+    demo.add_argument("--dir", type=Path, default=Path("sixfold-demo"), help="where everything goes (%(default)s)")
+    demo.add_argument("--minutes", type=_minutes, default=3.0, help="how long to train (%(default)s)")
+    demo.add_argument(
+        "--ranks", type=_positive, default=2, help="processes, first a pipeline, then sharded (%(default)s)"
+    )
+    demo.set_defaults(run=_demo)
+
+    prepare = verbs.add_parser("prepare", help="text files to token pairs; txt: a file is a document, jsonl: a line")
+    prepare.add_argument("inputs", nargs="*", metavar="INPUT")
+    prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
+    prepare.add_argument("--out", required=True, metavar="PREFIX", help="path of the pair, without extension")
+    prepare.add_argument("--tokenizer", default="bytes", help="bytes or a tokenizer.json (%(default)s)")
+    prepare.add_argument("--key", default="text", help="where a jsonl line holds its text (%(default)s)")
+    prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
+    prepare.set_defaults(run=_prepare)
+
+    plot = verbs.add_parser("plot", help="draw the losses of runs")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or metrics.jsonl")
+    plot.add_argument("--out", type=Path, default=Path("loss.svg"), help=".svg or .png (%(default)s)")
+    plot.add_argument("--x", choices=("step", "tokens", "seconds"), default="step")
+    plot.set_defaults(run=_plot)
+
+    sample = verbs.add_parser("sample", help="let a trained model write")
+    sample.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
+    sample.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    sample.add_argument("--tokens", type=_positive, default=200, help="tokens at most (%(default)s)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
+    sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sample.set_defaults(run=_sample)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes > 0")
+    return value
+
+
+def train_rank(config: TrainConfig) -> int:
+    """Body of one rank of ``sixfold train``; its exit status."""
+    from sixfold.gpt.loop import train
+
+    return STOPPED if train(config).reason == "sigterm" else 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sixfold.gpt.config import TrainConfig
+
+    with _early_sigterm():
+        config = TrainConfig.from_toml(args.config, overrides=args.overrides)
+        if args.print_config:
+            sys.stdout.write(config.to_toml())
+            return 0
+        from sixfold.gpt.data import preflight
+        from sixfold.gpt.launch import detect
+
+        rendezvous = detect(os.environ)
+        ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
+        _check_world(config, ranks)
+        preflight(config)
+        if rendezvous is not None:
+            return _be_a_rank(config, rendezvous)
+        return run_ranks(config, ranks)
+
+
+def run_ranks(config: TrainConfig, ranks: int) -> int:
+    """Start ``ranks`` ranks here that train as ``config`` says, with a progress line. Returns the exit status."""
+    from sixfold.gpt.metrics import ProgressLine
+
+    line = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps)
+    try:
+        return start_ranks(train_rank, ranks, (config,), watch=line.poll)
+    finally:
+        line.close()
+
+
+def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """Train as the rank that torchrun or srun made this process; rank 0 shows the progress line."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from sixfold.gpt.metrics import ProgressLine
+
+    if rendezvous.rank != 0:
+        return int(record(train_rank)(config))
+    line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
+
+    def follow() -> None:
+        while not done.wait(0.2):
+            line.poll()
+
+    thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
+    thread.start()
+    try:
+        return int(record(train_rank)(config))
+    finally:
+        done.set()
+        thread.join()
+        line.close()
+
+
+def _check_world(config: TrainConfig, ranks: int) -> None:
+    from sixfold.gpt.checks import check_world
+
+    check_world(config, ranks)
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """Ranks to start when nobody says how many: the product of the degrees; with dp open, all GPUs that are here."""
+    degrees = config.parallel.world
+    if config.parallel.dp or config.run.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return degrees
+    import torch
+
+    return max(torch.cuda.device_count() // degrees, 1) * degrees
+
+
+@contextmanager
+def _early_sigterm() -> Iterator[None]:
+    """Exit with 143 on a SIGTERM that comes before the ranks, or the train loop, take it over."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(STOPPED)
+
+    old = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sixfold.gpt.demo import demo
+
+    with _early_sigterm():
+        return demo(args.dir, minutes=args.minutes, ranks=args.ranks)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from sixfold.gpt import prepare
+
+    if not args.cpython:
+        done = prepare.prepare(args.inputs, args.out, tokenizer=args.tokenizer, key=args.key, workers=args.workers)
+        print(done)
+        return 0
+    if args.inputs or args.tokenizer != "bytes":
+        raise ConfigError("prepare --cpython takes no other INPUT and writes bytes; prepare the files by a second call")
+    corpus = prepare.prepare_cpython(args.out)
+    for pair in (*corpus.train, corpus.valid):
+        print(pair)
+    print(f"sha256 of the text: {corpus.sha256}")
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from sixfold.gpt.plot import plot
+
+    plot(args.runs, args.out, x=args.x)
+    print(args.out)
+    return 0
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from sixfold.gpt.sample import sample_run
+
+    written = sample_run(
+        args.path, args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+    )
+    print(
+        json.dumps({"prompt": args.prompt, "text": written, "seed": args.seed}) if args.json else args.prompt + written
+    )
+    return 0

@@ -1,0 +1,220 @@
+"""The losses of runs as a picture, from their metrics.jsonl alone.
+
+    metrics.jsonl --> read_all --> Curve (pure) --> draw (this file) --> .svg or .png
+
+Needs matplotlib (the extra ``plot``), which is imported when something is drawn. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.metrics import last_of_each_step, read_all
+
+Axis = Literal["step", "tokens", "seconds"]
+AXIS_LABELS: dict[str, str] = {
+    "step": "updates",
+    "tokens": "tokens trained on",
+    "seconds": "seconds since the first start",
+}
+COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
+GREY = "#8a8a8a"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """A restart: the last step before it, the step it went on from, and the layout that went on."""
+
+    x: float
+    ended_after: int
+    resumed_at: int
+    layout: str
+
+    def __str__(self) -> str:
+        return f"ended after {self.ended_after}, resumed at {self.resumed_at} as {self.layout}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """What one run contributes; every list of x is on the chosen axis."""
+
+    name: str
+    x: list[float]
+    loss: list[float]
+    smooth: list[float]
+    eval_x: list[float]
+    eval_loss: list[float]
+    resumes: list[Resume]
+
+
+def smoothed(values: Sequence[float], window: float) -> list[float]:
+    """Exponential mean over about ``window`` values, without the bias towards the first one."""
+    keep = 1 - 1 / max(window, 1.0)
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        out.append(mean / weight)
+    return out
+
+
+def layout_text(layout: Mapping[str, int]) -> str:
+    """``{"pp": 2, "dp": 1, ...}`` -> ``pp2``; degrees of one are left out."""
+    return " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process"
+
+
+def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
+    """Turn records into points, ordered by step. Steps whose loss is null have no point.
+
+    Args:
+        records: from ``read_all``: the lines that a resumed run replaced tell how far it had come.
+    """
+    once = last_of_each_step(records)
+    steps = sorted((r for r in once if r["kind"] == "step" and r["loss"] is not None), key=lambda r: int(r["step"]))
+    began = min((float(r["time"]) for r in records), default=0.0)
+
+    def place(record: Mapping[str, Any]) -> float:
+        return float(record["time"]) - began if axis == "seconds" else float(record[axis])
+
+    at = {int(r["step"]): place(r) for r in steps}
+    evals = [r for r in once if r["kind"] == "eval" and r["loss"] is not None and int(r["step"]) in at]
+    loss = [float(r["loss"]) for r in steps]
+    return Curve(
+        name=name,
+        x=[at[int(r["step"])] for r in steps],
+        loss=loss,
+        smooth=smoothed(loss, len(loss) / 40),
+        eval_x=[at[int(r["step"])] for r in evals],
+        eval_loss=[float(r["loss"]) for r in evals],
+        resumes=_resumes(records, at, float(began), axis),
+    )
+
+
+def _resumes(records: Sequence[Mapping[str, Any]], at: Mapping[int, float], began: float, axis: Axis) -> list[Resume]:
+    """Restarts, each with the last step that was reported before it."""
+    found, reached = [], 0
+    for record in records:
+        if record["kind"] == "step":
+            reached = int(record["step"])
+        elif record["kind"] == "resume":
+            step = int(record["step"])
+            x = float(record["time"]) - began if axis == "seconds" else at.get(step, 0.0)
+            text = layout_text(record["layout"])
+            found.append(Resume(x=x, ended_after=max(reached, step), resumed_at=step, layout=text))
+    return found
+
+
+def plot(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    x: Axis = "step",
+    references: Mapping[str, float] | None = None,
+    unit: str = "nats per token",
+    title: str = "",
+) -> Path:
+    """Draw the losses of ``runs`` into ``out``.
+
+    Args:
+        runs: run folders or metrics.jsonl files; one colour each.
+        out: ``.svg`` or ``.png``.
+        x: what lies along the axis.
+        references: dashed lines by name, in ``unit``.
+    Raises:
+        ConfigError: another ending, a run without metrics or without a step, or matplotlib is not installed.
+    """
+    out = Path(out)
+    if out.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--out is {str(out)!r}; a plot ends in .svg or .png")
+    curves = [_read(Path(run), x) for run in runs]
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'sixfold-gpt[plot]'") from error
+    figure = Figure(figsize=(9, 5), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    _draw_references(axes, references or {})
+    for number, one in enumerate(curves):
+        _draw_curve(axes, one, COLOURS[number % len(COLOURS)])
+    _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # No date in the file: the same losses give the same bytes.
+    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    return out
+
+
+def _read(run: Path, axis: Axis) -> Curve:
+    try:
+        records = read_all(run)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{run} holds no metrics.jsonl; name the run.dir of a run") from error
+    found = curve(records, run.parent.name if run.name == "metrics.jsonl" else run.name, axis)
+    if not found.x:
+        raise ConfigError(f"{run} has no step with a loss yet; train first")
+    return found
+
+
+def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
+    for name, value in references.items():
+        axes.axhline(value, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"{name} {value:.2f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color="#5c5c5c",
+            fontsize=9,
+        )
+
+
+def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
+    axes.plot(one.x, one.loss, color=colour, alpha=0.25, linewidth=0.8, zorder=2)
+    axes.plot(one.x, one.smooth, color=colour, linewidth=2, zorder=3, label=one.name)
+    if one.eval_x:
+        axes.plot(
+            one.eval_x, one.eval_loss, "o", color=colour, markersize=5, markeredgecolor="white", zorder=4,
+            label=f"{one.name}, validation",
+        )  # fmt: skip
+    for resume in one.resumes:
+        axes.axvline(resume.x, color=colour, linewidth=1, linestyle=":", zorder=1)
+        axes.annotate(
+            str(resume),
+            (resume.x, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, -6),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            rotation=90,
+            fontsize=8,
+            color=colour,
+        )
+
+
+def _dress(
+    axes: Any, curves: Sequence[Curve], references: Mapping[str, float], x_label: str, unit: str, title: str
+) -> None:
+    """Limits that show where the curve is flat, not only its first fall; quiet frame and grid."""
+    lowest = min([min(c.smooth) for c in curves] + list(references.values()))
+    first = max(c.smooth[0] for c in curves)
+    typical = max(sorted(c.loss)[len(c.loss) * 9 // 10] for c in curves)
+    highest = min(first, max([typical, lowest + 0.5, *references.values()]))
+    room = 0.08 * max(highest - lowest, 1e-3)
+    axes.set_ylim(lowest - room, highest + 2 * room)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.01)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(f"loss, {unit}")
+    axes.grid(axis="y", color="#ececec", zorder=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, loc="upper right" if not references else "upper center")

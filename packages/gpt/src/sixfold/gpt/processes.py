@@ -1,0 +1,296 @@
+"""Starting ranks on this machine, and what becomes of them.
+
+    cli.py, demo.py --> start_ranks (this file) --> forkserver with torch loaded --> N ranks, each target(*args)
+                                                <-- one report per rank, signals, exit status
+
+The ranks meet over a FileStore in a temporary folder: no port, no "address in use". They stay in the launcher's session
+and die with it. The first failing rank's error is raised here, once; the others are ended within 5 s. The parent side
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sixfold.gpt.errors import TrainError
+
+STOPPED = 143  # 128 + SIGTERM, as a shell would say
+POLL_S = 0.1
+GATHER_S = 0.3  # after the first failure: time for the reports that belong to the same moment
+TERM_S = 1.0  # from SIGTERM to SIGKILL once the run has failed: there is nothing to save
+END_S = 3.0  # for a finished rank to leave, and for the others once SIGTERM has ended one
+PRELOAD = ("torch", "torch.distributed", "sixfold.gpt.loop")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one rank failed, in its own words or, if it could not speak, in the launcher's."""
+
+    rank: int
+    time: float
+    text: str
+    exit_code: int = 1
+    killed_by: signal.Signals | None = None
+
+
+class RankError(TrainError):
+    """A rank failed: the text is its error, led by its number."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.rank = failure.rank
+        self.exit_code = failure.exit_code
+        self.killed_by = failure.killed_by
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    rank: int
+    process: BaseProcess
+    channel: Connection
+    result: int | None = None
+    failure: Failure | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stop:
+    """SIGTERM and SIGINT of the launcher: the first is forwarded, the second ends the ranks at once."""
+
+    ranks: list[_Rank] = field(default_factory=list)
+    asked: int = 0
+    forwarded: bool = False
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.asked += 1
+
+    def forward(self) -> None:
+        if self.asked and not self.forwarded:
+            self.forwarded = True
+            _signal(self.ranks, signal.SIGTERM)
+        if self.asked > 1:
+            _signal(self.ranks, signal.SIGKILL)
+
+
+def warm_up() -> None:
+    """Start the server that ranks are forked from, which loads torch meanwhile. Costs this process a few milliseconds.
+
+    The server has SIGTERM blocked for good: one sent to a whole process group must reach the ranks, not kill what they
+    were forked from. Its environment, and so the ranks', has one OpenMP thread and gloo on the loopback interface
+    unless the user's says otherwise, for a host name may resolve to nothing.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    resource_tracker.ensure_running()  # it would unblock SIGTERM half way below
+    added = {k: v for k, v in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")) if k not in os.environ}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.environ.update(added)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in added:
+            del os.environ[name]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_ranks(
+    target: Callable[..., int], ranks: int, args: tuple[Any, ...] = (), *, watch: Callable[[], None] | None = None
+) -> int:
+    """Run ``target(*args)`` in ``ranks`` processes and wait for all of them.
+
+    In each, ``launch.detect`` finds the rank. SIGTERM or Ctrl-C here is forwarded as SIGTERM; a second one ends the
+    ranks at once.
+
+    Args:
+        target: module-level function; returns 0, or 143 if it stopped because of SIGTERM.
+        watch: called here about ten times a second while ranks run; what it raises ends them.
+    Returns:
+        0 if every rank finished, 143 if they were stopped by SIGTERM.
+    Raises:
+        RankError: the first failing rank's error; or that a rank was killed, with its number and signal.
+    """
+    with tempfile.TemporaryDirectory(prefix="sixfold-") as folder, _stop_signals() as stop:
+        warm_up()
+        context = multiprocessing.get_context("forkserver")
+        started = stop.ranks
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe(duplex=False)
+                job = (rank, ranks, str(Path(folder) / "store"), there, target, args)
+                process = context.Process(target=_rank_main, args=job, name=f"sixfold rank {rank}")
+                process.start()
+                there.close()
+                started.append(_Rank(rank=rank, process=process, channel=here))
+            _wait_for_end(started, stop, watch)
+        finally:
+            _end(started)
+        return _outcome(started, stop)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """Take SIGTERM and SIGINT while ranks run. Python handles signals in the main thread only; elsewhere it is left."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    old = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_end(ranks: list[_Rank], stop: _Stop, watch: Callable[[], None] | None) -> None:
+    """Return when all ranks have ended, or a moment after the first has failed."""
+    give_up_at: float | None = None
+    while (running := [r for r in ranks if r.result is None and r.failure is None]) and (
+        give_up_at is None or time.monotonic() < give_up_at
+    ):
+        wait([w for r in running for w in (r.channel, r.process.sentinel)], timeout=POLL_S)
+        stop.forward()
+        for rank in running:
+            _hear(rank)
+        if watch is not None:
+            watch()
+        if give_up_at is None and any(r.failure is not None for r in ranks):
+            give_up_at = time.monotonic() + (END_S if stop.asked else GATHER_S)
+
+
+def _hear(rank: _Rank) -> None:
+    """Take what a rank reported; if it ended without a word, say so for it."""
+    ended = not rank.process.is_alive()  # before the pipe is read: a report may come between
+    if rank.channel.poll():
+        try:
+            message = rank.channel.recv()
+        except EOFError:
+            message = None
+        if isinstance(message, Failure):
+            rank.failure = message
+        elif message is not None:
+            rank.result = message
+        if message is not None:
+            return
+        rank.process.join(END_S)  # the pipe closes a moment before the process has ended
+        ended = not rank.process.is_alive()
+    if ended and rank.result is None:
+        rank.failure = _silent_end(rank.rank, rank.process.exitcode)
+
+
+def _silent_end(rank: int, exit_code: int | None) -> Failure:
+    now = time.time()
+    if exit_code is not None and exit_code < 0:
+        number = signal.Signals(-exit_code)
+        hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
+        return Failure(rank=rank, time=now, text=f"rank {rank} was killed by {number.name}{hint}", killed_by=number)
+    return Failure(rank=rank, time=now, text=f"rank {rank} ended with exit status {exit_code} and no message")
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Let finished ranks leave, end the others: SIGTERM, after a while SIGKILL, which also reaches a stopped one."""
+    unfinished = [r for r in ranks if r.result is None]
+    _signal(unfinished, signal.SIGTERM)
+    for part, seconds in ((unfinished, TERM_S), (ranks, END_S)):
+        deadline = time.monotonic() + seconds
+        for rank in part:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        _signal(part, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.join()
+        rank.channel.close()
+
+
+def _signal(ranks: list[_Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.process.is_alive() and rank.process.pid is not None:
+            try:
+                os.kill(rank.process.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+def _outcome(ranks: list[_Rank], stop: _Stop) -> int:
+    failures = [r.failure for r in ranks if r.failure is not None]
+    # A rank that SIGTERM ended before it could save took its peers with it: that is a stop, not a failure.
+    if stop.asked > 1 or any(f.killed_by == signal.SIGTERM for f in failures):
+        return STOPPED
+    if failures:
+        raise RankError(_first(failures))
+    return max(r.result or 0 for r in ranks)
+
+
+def _first(failures: list[Failure]) -> Failure:
+    """The cause among failures of one moment.
+
+    A killed rank comes before errors, which are then its peers' closed connections; SIGABRT does not count, because
+    torch aborts a process whose peers are gone. Among errors the earliest by the machine's clock.
+    """
+    killed = [f for f in failures if f.killed_by not in (None, signal.SIGABRT)]
+    return min(killed or failures, key=lambda f: f.time)
+
+
+def _rank_main(
+    rank: int, ranks: int, store: str, channel: Connection, target: Callable[..., int], args: tuple[Any, ...]
+) -> None:
+    """Body of a rank's process."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher too, which asks all ranks to stop
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
+    try:
+        report: Any = target(*args)
+    except BaseException as error:  # SystemExit too: the launcher must hear of it
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
+        report = Failure(rank=rank, time=time.time(), text=_text_of(error, rank, ranks), exit_code=_exit_code(error))
+    try:
+        channel.send(report)
+    except (OSError, pickle.PicklingError):
+        os._exit(1)
+    if isinstance(report, Failure):
+        # See launch.py [Note: a failed rank keeps its connections]: the launcher ends this process.
+        signal.pause()
+
+
+def _die_with_parent() -> None:
+    """End this process with the server that forked it, which ends with the launcher."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it went before the line above
+        os._exit(1)
+
+
+def is_typed(error: BaseException) -> bool:
+    """Whether an error is one that a sixfold package defines: its text says all, a traceback would not help."""
+    return any(kind.__module__.startswith("sixfold.") for kind in type(error).__mro__)
+
+
+def _text_of(error: BaseException, rank: int, ranks: int) -> str:
+    lead = f"rank {rank}: " if ranks > 1 else ""
+    if is_typed(error):
+        return f"{lead}{error}"
+    return lead + "".join(traceback.format_exception(error)).strip()
+
+
+def _exit_code(error: BaseException) -> int:
+    from sixfold.gpt.errors import ConfigError
+
+    return 2 if isinstance(error, ConfigError) else 1

@@ -1,7 +1,7 @@
 """Every check of this repository, by name: ``nox -l`` lists them, ``nox`` runs what CI runs.
 
-    packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ranks, integration, ...
-                                               --> wheels --> one fresh venv per package --> isolation
+    packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
+                                               --> wheels --> a fresh venv per package --> isolation
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -85,7 +85,7 @@ def ranks(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """All packages together, under torchrun too; `-- --system-torch` installs nothing and takes the torch that is there."""
+    """All packages together, under torchrun too; `-- --system-torch` installs nothing."""
     environment = shared_environment(session)
     environment.run(session, *pytest_on(ROOT / "tests-integration"), *environment.arguments)
 
@@ -185,7 +185,7 @@ def install_shared(session: nox.Session) -> None:
     stamp = SHARED / "stamp"
     if stamp.exists() and stamp.read_text() == shared_key():
         return
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - nox itself runs on older ones
         session.error(f"Sixfold needs Python 3.11 or newer; nox runs on {sys.version.split()[0]}")
     python = str(SHARED / "bin" / "python")
     if not Path(python).exists():

@@ -36,6 +36,9 @@ EXIT_WAIT_S = 10.0  # for a released rank to leave
 OTHERS_WAIT_S = 0.05  # after the first failure, for the failures of other ranks
 
 
+JOBS: list[int] = []  # the number of ranks of each job that this process has run; plugin.py counts them
+
+
 @dataclass(slots=True)
 class _Rank:
     process: ForkServerProcess
@@ -78,6 +81,7 @@ def run_ranks(
         raise ValueError(f"ranks is {ranks}; it is >= 1")
     call = _describe_call(function, args)
     start_server()
+    JOBS.append(ranks)
     # The folder is on the default temporary path and not pytest's: paths of sockets and stores stay short.
     with tempfile.TemporaryDirectory(prefix="ranktest-") as folder:
         environment = {**os.environ, **RANK_ENVIRONMENT}

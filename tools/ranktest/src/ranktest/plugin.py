@@ -1,12 +1,16 @@
 """pytest's side: the fixture ``ranks``, and a server that loads torch while the first tests run."""
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from ranktest.launch import run_ranks
+from ranktest.launch import JOBS, run_ranks
 from ranktest.server import start_server
+
+TEST_SECONDS = pytest.StashKey[list[float]]()
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +30,22 @@ def _uses_ranks(item: pytest.Item) -> bool:
         return True
     names = vars(item.module) if isinstance(item, pytest.Function) else {}
     return any(str(getattr(value, "__module__", "")).startswith("ranktest.") for value in names.values())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Note how long a test took, if it ran a job."""
+    before, started = len(JOBS), time.perf_counter()
+    try:
+        return (yield)
+    finally:
+        if len(JOBS) > before:
+            item.config.stash.setdefault(TEST_SECONDS, []).append(time.perf_counter() - started)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if seconds := config.stash.get(TEST_SECONDS, []):
+        terminalreporter.write_line(
+            f"ranktest: {len(seconds)} tests of several ranks, median {statistics.median(seconds):.2f} s, "
+            f"slowest {max(seconds):.2f} s (the first waits until torch is loaded)"
+        )

@@ -1,0 +1,69 @@
+"""What the documentation tells a reader to run does run, as written."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from repository_helpers import PACKAGES, ROOT, Package
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MOST_README_LINES = 25
+EXAMPLES = [path for package in PACKAGES for path in sorted((package.folder / "examples").glob("*.py"))]
+
+each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+
+
+def run_python(arguments: list[str], folder) -> str:
+    """Run Python in ``folder`` as a reader would; its output. One thread: other tests run beside it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for found, body in FENCED.findall(text) if found == language]
+
+
+@each_package
+def test_the_python_block_of_a_readme_runs(package: Package, tmp_path):
+    found = blocks((package.folder / "README.md").read_text(), "python")
+    assert len(found) == 1, f"packages/{package.name}/README.md has {len(found)} python blocks; it has one"
+    lines = found[0].count("\n")
+    assert lines <= MOST_README_LINES, f"the block has {lines} lines; at most {MOST_README_LINES}"
+    (tmp_path / "block.py").write_text(found[0])
+    run_python(["block.py"], tmp_path)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parts[-3]}/{path.name}")
+def test_an_example_runs_and_prints(example, tmp_path):
+    assert run_python([str(example)], tmp_path).strip(), f"{example.name} printed nothing"
+
+
+@each_package
+def test_a_readme_says_how_to_install_the_package_alone(package: Package):
+    assert f"sixfold-{package.name}" in (package.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["pip install nox && nox -s demo", "pip install nox && nox"])
+def test_the_two_commands_of_the_root_readme_stand_alone(command):
+    bodies = [body.strip() for _, body in FENCED.findall((ROOT / "README.md").read_text())]
+    assert command in bodies, f"README.md has no fenced block that is `{command}` and nothing else"
+
+
+def test_links_between_documents_lead_somewhere():
+    wrong = []
+    for document in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("packages/*/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text()):
+            if "://" not in target and not (document.parent / target).exists():
+                wrong.append(f"{document.relative_to(ROOT)}: {target}")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,85 @@
+"""`sixfold demo`, shortened: real text, a pipeline, its ranks killed, sharded data parallel, a plot and a sample.
+
+How low the loss gets is a matter of minutes and not tested here; that it falls, goes on where it stopped and leaves
+what it promised is.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUMMARY_KEYS = {
+    "nats_per_byte",
+    "references",
+    "seconds_to_first_loss",
+    "layouts",
+    "killed_after_step",
+    "resumed_at_step",
+    "tokens",
+    "corpus_sha256",
+    "run",
+    "train_data",
+    "valid_data",
+    "plot",
+    "sample",
+}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, dict, str]:
+    """Folder, summary and output of one demo of 18 seconds of training."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "sixfold.gpt", "demo", "--minutes", "0.3", "--dir", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return folder / "out", json.loads((folder / "out/summary.json").read_text()), done.stdout
+
+
+# The first test that asks for the fixture waits for the demo.
+pytestmark = pytest.mark.timeout(300)
+
+
+def located(folder: Path, written: str) -> Path:
+    """A path of the summary: in the demo's folder, or as seen from where it was started."""
+    return next(path for path in (folder / written, folder.parent / written) if path.exists())
+
+
+def steps_of(folder: Path, summary: dict) -> dict[int, float]:
+    """Loss by step; the last line of a repeated step counts."""
+    lines = map(json.loads, (located(folder, summary["run"]) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+def test_the_summary_is_whole(demo):
+    folder, summary, _ = demo
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["layouts"] == ["pp2", "dp2"]
+    assert set(summary["references"]) == {"unigram", "bigram", "zlib", "lzma"}
+    assert len(summary["train_data"]) == 2, "the demo blends two datasets"
+    for name in ("run", "plot"):
+        assert located(folder, summary[name]).exists()
+
+
+def test_the_loss_falls_below_letter_frequencies(demo):
+    _, summary, _ = demo
+    assert summary["nats_per_byte"] < summary["references"]["unigram"]
+
+
+def test_the_run_goes_on_after_its_ranks_were_killed(demo):
+    folder, summary, _ = demo
+    losses = steps_of(folder, summary)
+    assert sorted(losses) == list(range(1, len(losses) + 1)), "a step is missing"
+    resumed = summary["resumed_at_step"]
+    assert 0 < resumed <= summary["killed_after_step"] < max(losses)
+    before = sum(losses[step] for step in range(resumed - 4, resumed + 1)) / 5
+    after = sum(losses[step] for step in range(resumed + 1, resumed + 6)) / 5
+    assert after < before + 0.15 * (losses[1] - before), "the loss jumped back towards its start"
+
+
+def test_the_sample_is_shown(demo):
+    _, summary, output = demo
+    assert summary["sample"].strip()
+    assert summary["sample"].strip().splitlines()[0][:40] in output

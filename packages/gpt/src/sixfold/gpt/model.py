@@ -1,0 +1,244 @@
+"""The GPT: a Llama-style decoder, whole or one pipeline stage of it.
+
+    tokens --> embedding --> layers (Block) --> norm --> head --> losses      (this file)
+               pre_process      any range       \\___ post_process ___/
+
+Parameters carry canonical names with global layer numbers (``layers.3.attention.q.weight``), whatever stage holds them.
+The model computes in the dtype of its weights, has no dropout, and knows neither ranks nor sharding: Block is the unit
+that sixfold.fsdp gathers.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sixfold.gpt.attention import Rows, plan_rows
+from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.init import initializer
+from sixfold.gpt.loss import token_losses
+from sixfold.gpt.norm import RMSNorm
+from sixfold.gpt.rope import rotate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from sixfold.dist_ckpt import ShardedTensor
+
+DEFAULT_SEED = 1234  # as train.seed
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; projections stay apart, as in the checkpoint."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_query_groups * config.head_dim
+        self.q = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias, device="meta")
+        self.k = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
+        self.v = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
+        self.out = nn.Linear(queries, config.hidden_size, bias=False, device="meta")
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """(b, s, hidden) -> (b, s, hidden)."""
+        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q, self.k, self.v))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
+        mixed: Tensor = self.out(rows.attend(q, k, v).flatten(2))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False, device="meta")
+        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False, device="meta")
+        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, hidden) -> (b, s, hidden)."""
+        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+class Block(nn.Module):
+    """One layer; the unit that fsdp gathers and frees."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """(b, s, hidden) -> (b, s, hidden)."""
+        # Recomputed inside the layer, not around it: hooks on the layer see one forward.
+        if rows.recompute == "full" and torch.is_grad_enabled():
+            return _again(self._layer, x, rows)
+        return self._layer(x, rows)
+
+    def _layer(self, x: Tensor, rows: Rows) -> Tensor:
+        if rows.recompute == "selective" and torch.is_grad_enabled():
+            x = x + _again(self._attend, x, rows)
+        else:
+            x = x + self._attend(x, rows)
+        fed: Tensor = x + self.ffn(self.ffn_norm(x))
+        return fed
+
+    def _attend(self, x: Tensor, rows: Rows) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), rows)
+        return attended
+
+
+class TiedHead(nn.Module):
+    """The last stage's copy of the tied embedding; its forward is the head projection.
+
+    A module of its own on both stages, so that fsdp can make it a unit with the same layout on both (seams of gpt).
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, hidden) -> logits (b, s, padded vocabulary)."""
+        return F.linear(x, self.weight)
+
+
+class GPTModel(nn.Module):
+    """A decoder, or the part of it that a pipeline stage holds.
+
+    Args:
+        config: shape of the whole model.
+        mesh: the run's device mesh; axis ``tp`` has size 1 in this release.
+        pre_process: holds the embedding and takes tokens.
+        post_process: holds the last norm and the head and gives logits or losses.
+        vp_stage: number of this stage among those of its rank; kept as an attribute.
+        layers: global numbers of the layers held; None is all of them.
+        device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
+            seed 1234, as ``initialize`` does.
+    Raises:
+        ConfigError: layers outside the model, or what comes with a later release (experts, tensor parallelism).
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        mesh: "DeviceMesh | None" = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        layers: range | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        held = range(config.num_layers) if layers is None else layers
+        _check(config, mesh, held)
+        self.config = config
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.recompute = "none"  # train.recompute: "none", "selective" or "full"
+        if pre_process:
+            self.embedding: nn.Module = nn.Embedding(config.padded_vocab_size, config.hidden_size, device="meta")
+        self.layers = nn.ModuleDict({str(number): Block(config) for number in held})
+        if post_process:
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+            if not config.tie_embeddings:
+                self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False, device="meta")
+            elif not pre_process:
+                self.embedding = TiedHead(config)
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self.initialize(DEFAULT_SEED)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers held.
+
+        Args:
+            x: int64 tokens (b, s) with ``pre_process``, else hidden states (b, s, hidden).
+            position_ids: (b, s); None counts from 0 in each document.
+            cu_seqlens: int32 document boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s;
+                None: a row is one document.
+            labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
+            loss_mask: (b, s), 0 where a target does not count.
+        Returns:
+            Hidden states (b, s, hidden) without ``post_process``; logits (b, s, vocab_size) without ``labels``; else
+            losses of each token in nats, float32 (b, s), 0 where masked.
+        """
+        if self.pre_process:
+            x = self.embedding(x)
+        if self.layers:
+            rows = plan_rows(self.config, x, position_ids=position_ids, cu_seqlens=cu_seqlens, recompute=self.recompute)
+            for layer in self.layers.values():
+                x = layer(x, rows)
+        if not self.post_process:
+            return x
+        logits = self._project(self.norm(x))
+        if labels is None:
+            return logits[..., : self.config.vocab_size]
+        return token_losses(logits, labels, loss_mask, self.config.vocab_size)
+
+    def initialize(self, seed: int) -> None:
+        """Fill all parameters held: a function of seed, canonical name and index, not of stage or order."""
+        fill = initializer(self.config, seed)
+        for name, module in self.named_modules():
+            fill(name, module)
+
+    def sharded_state_dict(self, prefix: str = "model.") -> "dict[str, ShardedTensor]":
+        """Weights as sixfold.dist_ckpt takes them; the tensors are the live ones, a tied copy is a replica."""
+        from sixfold.dist_ckpt import ShardedTensor
+
+        copy = isinstance(getattr(self, "embedding", None), TiedHead)
+        state: dict[str, Any] = {}
+        for name, parameter in self.named_parameters():
+            replica = (0, int(copy and name == "embedding.weight"), 0)
+            key = prefix + name
+            state[key] = ShardedTensor.from_rank_offsets(key, parameter.detach(), replica_id=replica)
+        return state
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Hidden states -> logits (b, s, padded vocabulary)."""
+        if not self.config.tie_embeddings:
+            logits: Tensor = self.head(x)
+        elif self.pre_process:
+            logits = F.linear(x, self.embedding.weight)  # type: ignore[arg-type]
+        else:
+            logits = self.embedding(x)
+        return logits
+
+
+def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
+    """``function(x, rows)``, inner activations computed again in backward. Without dropout there is no random state."""
+    out: Tensor = checkpoint(function, x, rows, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _check(config: GPTConfig, mesh: "DeviceMesh | None", held: range) -> None:
+    if config.num_experts:
+        raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts comes with a later release")
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
+        raise ConfigError(f"parallel.tp is {mesh['tp'].size()}; tensor parallelism comes with a later release")
+    if any(number not in range(config.num_layers) for number in held):
+        raise ConfigError(
+            f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"
+        )

@@ -181,7 +181,7 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     from sixfold.gpt.metrics import ProgressLine
 
     if rendezvous.rank != 0:
-        return int(record(train_rank)(config))
+        return record(train_rank)(config) or 0
     line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
 
     def follow() -> None:
@@ -191,7 +191,7 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
     thread.start()
     try:
-        return int(record(train_rank)(config))
+        return record(train_rank)(config) or 0
     finally:
         done.set()
         thread.join()

@@ -20,7 +20,7 @@ from sixfold.gpt.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -61,7 +61,7 @@ class World:
     rank: int
     size: int
     local_rank: int
-    store: dist.Store | None
+    store: Store | None
     device: torch.device
 
 
@@ -189,8 +189,9 @@ def join(rendezvous: Rendezvous | None, device: str = "auto", timeout_s: float =
     return World(rank=rank, size=size, local_rank=local_rank, store=store, device=chosen)
 
 
-def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> dist.Store:
+def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) -> Store:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     timeout = datetime.timedelta(seconds=timeout_s)
     on_gpu = device.type == "cuda"
@@ -198,7 +199,7 @@ def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) 
         store = _store(rendezvous, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore("default", store),
+            store=PrefixStore("default", store),
             rank=rendezvous.rank,
             world_size=rendezvous.size,
             timeout=timeout,
@@ -212,17 +213,17 @@ def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) 
     return store
 
 
-def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> dist.Store:
-    import torch.distributed as dist
+def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous as meet
 
     if rendezvous.launcher == "sixfold":
-        store: dist.Store = dist.FileStore(rendezvous.url.removeprefix("file://"), rendezvous.size)
+        store: Store = FileStore(rendezvous.url.removeprefix("file://"), rendezvous.size)
     elif rendezvous.launcher == "torchrun":
         store = next(iter(meet("env://", rendezvous.rank, rendezvous.size, timeout=timeout)))[0]
     else:
         host, _, port = rendezvous.url.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), rendezvous.size, is_master=rendezvous.rank == 0, timeout=timeout)
+        store = TCPStore(host, int(port), rendezvous.size, is_master=rendezvous.rank == 0, timeout=timeout)
     store.set_timeout(timeout)
     return store
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ class Resume:
     layout: str
 
     def __str__(self) -> str:
-        return f"ended after {self.ended_after}, resumed at {self.resumed_at} as {self.layout}"
+        return f"ended after {self.ended_after:,},\nresumed at {self.resumed_at:,} as {self.layout}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +52,13 @@ class Curve:
     resumes: list[Resume]
 
 
-def smoothed(values: Sequence[float], window: float) -> list[float]:
-    """Exponential mean over about ``window`` values, without the bias towards the first one."""
-    keep = 1 - 1 / max(window, 1.0)
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        out.append(mean / weight)
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of each value and the ``reach`` before and after it, fewer near the ends; it lags behind no fall."""
+    sums = [0.0, *accumulate(values)]
+    out = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        out.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
     return out
 
 
@@ -86,7 +87,7 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         name=name,
         x=[at[int(r["step"])] for r in steps],
         loss=loss,
-        smooth=smoothed(loss, len(loss) / 40),
+        smooth=smoothed(loss, len(loss) // 60),
         eval_x=[at[int(r["step"])] for r in evals],
         eval_loss=[float(r["loss"]) for r in evals],
         resumes=_resumes(records, at, float(began), axis),
@@ -113,6 +114,7 @@ def plot(
     *,
     x: Axis = "step",
     references: Mapping[str, float] | None = None,
+    marks: Mapping[str, tuple[float, float]] | None = None,
     unit: str = "nats per token",
     title: str = "",
 ) -> Path:
@@ -123,6 +125,7 @@ def plot(
         out: ``.svg`` or ``.png``.
         x: what lies along the axis.
         references: dashed lines by name, in ``unit``.
+        marks: points by name, (x, loss) each.
     Raises:
         ConfigError: another ending, a run without metrics or without a step, or matplotlib is not installed.
     """
@@ -139,6 +142,18 @@ def plot(
     _draw_references(axes, references or {})
     for number, one in enumerate(curves):
         _draw_curve(axes, one, COLOURS[number % len(COLOURS)])
+    for name, (at, loss) in (marks or {}).items():
+        axes.plot([at], [loss], "D", color=COLOURS[1], markersize=6, markeredgecolor="white", zorder=5)
+        axes.annotate(
+            name,
+            (at, loss),
+            xytext=(0, -9),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=COLOURS[1],
+            fontsize=9,
+        )
     _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title)
     out.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same losses give the same bytes.
@@ -187,12 +202,11 @@ def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
             str(resume),
             (resume.x, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(-4, -6),
+            xytext=(5, -4),
             textcoords="offset points",
-            ha="right",
+            ha="left",
             va="top",
-            rotation=90,
-            fontsize=8,
+            fontsize=9,
             color=colour,
         )
 
@@ -206,7 +220,7 @@ def _dress(
     typical = max(sorted(c.loss)[len(c.loss) * 9 // 10] for c in curves)
     highest = min(first, max([typical, lowest + 0.5, *references.values()]))
     room = 0.08 * max(highest - lowest, 1e-3)
-    axes.set_ylim(lowest - room, highest + 2 * room)
+    axes.set_ylim(lowest - 2 * room, highest + 2 * room)
     axes.set_xlim(left=0)
     axes.margins(x=0.01)
     axes.set_xlabel(x_label)
@@ -217,4 +231,7 @@ def _dress(
         axes.spines[side].set_visible(False)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(frameon=False, loc="upper right" if not references else "upper center")
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(
+            frameon=True, framealpha=0.9, edgecolor="none", loc="upper right" if not references else "center right"
+        )

@@ -1,0 +1,351 @@
+"""``sixfold demo``: the whole of Sixfold in about four minutes on two cores, without a network, a GPU or a flag.
+
+    corpus.py --> prepare.py --> ranks as a pipeline --SIGKILL--> ranks as sharded data parallel --> score, plot, sample
+                                 (this file: the plot of the play, its clock and summary.json)
+
+Everything lies in one folder; demo.toml in it is an ordinary config that `sixfold train` takes. A demo that was run
+before in the same folder is replaced; any other folder with content is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.corpus import Corpus, cpython_corpus
+from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.metrics import MetricsTail, ProgressLine
+from sixfold.gpt.prepare import PreparedCorpus, prepare_cpython
+from sixfold.gpt.processes import STOPPED, RankError, start_ranks, warm_up
+
+# A first guess, for the learning rate of the first half only; the number of updates is set at the resume, from what
+# this machine did until then.
+GUESSED_TOKENS_PER_SECOND = 20_000.0
+SEQ_LENGTH = 256
+GLOBAL_BATCH = 8
+SAMPLE_TOKENS = 400
+
+TOML = """\
+# Written by `sixfold demo`. The same run by hand: sixfold train {toml}
+
+[model]
+num_layers = 4
+hidden_size = 192
+num_attention_heads = 6
+ffn_hidden_size = 512
+vocab_size = 257
+
+[data]
+blend = {blend}
+weights = {weights}
+valid = {valid}
+seq_length = {seq_length}
+
+[parallel]
+pp = {ranks}
+dp = 1
+
+[train]
+steps = {steps}
+global_batch_size = {global_batch}
+micro_batch_size = {micro_batch}
+
+[optimizer]
+lr = 2e-3
+
+[schedule]
+shape = "cosine"
+warmup_steps = {warmup}
+min_lr_ratio = 0.05
+
+[checkpoint]
+every = {every}
+
+[run]
+dir = {run}
+device = "cpu"
+timeout_seconds = 120.0
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batches:
+    """Batch sizes that fit both layouts of ``ranks`` ranks."""
+
+    ranks: int
+
+    @property
+    def sharded(self) -> int:
+        """Samples of a microbatch when every rank takes its share of the global batch at once."""
+        return max(1, GLOBAL_BATCH // self.ranks)
+
+    @property
+    def total(self) -> int:
+        """Samples of a step."""
+        return self.sharded * self.ranks
+
+    @property
+    def pipeline(self) -> int:
+        """Samples of a microbatch of the pipeline: half of the other where that divides."""
+        return self.sharded // 2 if self.sharded % 2 == 0 else 1
+
+
+@dataclass(kw_only=True)
+class FirstHalf:
+    """Watches the pipeline's metrics and kills its ranks near half of the time, once a checkpoint lies behind them."""
+
+    metrics: Path
+    seconds: float
+    most_steps: int
+    line: ProgressLine
+    tail: MetricsTail = field(init=False)
+    pids: list[int] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    saved_step: int = 0
+    killed: bool = False
+
+    def __post_init__(self) -> None:
+        self.tail = MetricsTail(self.metrics, from_start=True)
+
+    def watch(self) -> None:
+        """Called about ten times a second while the ranks run."""
+        self.line.poll()
+        for record in self.tail.read():
+            if record["kind"] == "start":
+                self.pids = [int(rank["pid"]) for rank in record["ranks"]]
+            elif record["kind"] == "step":
+                self.steps.append(record)
+            elif record["kind"] == "save":
+                self.saved_step = int(record["step"])
+        if self._is_time() and not self.killed:
+            self.killed = True
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def _is_time(self) -> bool:
+        if not self.steps or not self.saved_step or self.last["step"] <= self.saved_step:
+            return False
+        half = time.time() - self.steps[0]["time"] >= self.seconds
+        return half or int(self.last["step"]) >= self.most_steps
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step line."""
+        return self.steps[-1]
+
+    def steps_for(self, seconds: float) -> int:
+        """Updates that this machine does in ``seconds``, by the median of what it did."""
+        each = sorted(float(record["seconds"]) for record in self.steps)
+        return max(1, int(seconds / each[len(each) // 2]))
+
+
+def demo(folder: Path, *, minutes: float = 3.0, ranks: int = 2) -> int:
+    """Run the demo in ``folder``, which then holds summary.json.
+
+    Args:
+        minutes: how long to train, both halves together.
+        ranks: stages of the pipeline, then data-parallel ranks.
+    Returns:
+        The exit status: 0, or 143 if SIGTERM stopped it.
+    Raises:
+        ConfigError: the folder holds something else. TrainError: a run failed.
+    """
+    began = time.time()
+    folder = folder.resolve()
+    warm_up()  # torch loads in another process while the text is collected here
+    _clear(folder)
+    corpus = cpython_corpus()
+    prepared = prepare_cpython(folder / "data" / "cpython", corpus)
+    size = sum(len(d) for documents in (*corpus.train.values(), corpus.valid) for d in documents)
+    _say(f"Text: {size:,} bytes of documentation from this Python, 10 % kept aside (sha256 {corpus.sha256[:16]}...)")
+
+    config = _config(folder, prepared, minutes=minutes, ranks=ranks)
+    model = f"{config.model.num_parameters:,} parameters"
+    _say(f"First half: a GPT of {model} as a pipeline of {ranks} stages, one per process")
+    first = _first_half(config, minutes * 30, ranks)
+    if first is None:
+        return STOPPED
+    _say(f"Killed all {ranks} processes (SIGKILL) after step {first.last['step']}, loss {first.last['loss']:.4f}")
+
+    second = _resumed_config(folder, first, minutes=minutes, ranks=ranks)
+    _say(f"Second half: the same run, fully sharded data parallel over {ranks} processes")
+    resume = _second_half(second, ranks)
+    if resume is None:
+        return STOPPED
+    after = resume["first"]
+    _say(f"Resumed at step {resume['step']}; loss of step {after['step']}, the first after it: {after['loss']:.4f}")
+    summary = {
+        "seconds_to_first_loss": first.steps[0]["time"] - began,
+        "layouts": [f"pp{ranks}", f"dp{ranks}"],
+        "killed_after_step": first.last["step"],
+        "resumed_at_step": resume["step"],
+        "tokens": resume["last"]["tokens"],
+        "corpus_sha256": corpus.sha256,
+        "run": second.run.dir,
+        "train_data": [pair.prefix for pair in prepared.train],
+        "valid_data": prepared.valid.prefix,
+    }
+    _finish(folder, second, corpus, summary, int(resume["last"]["step"]))
+    _say(f"Done in {time.time() - began:.0f} s; the first loss came after {summary['seconds_to_first_loss']:.1f} s.")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _clear(folder: Path) -> None:
+    """Make room for a demo: replace an older one, refuse anything else."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give --dir a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "demo.toml").exists():
+        raise ConfigError(f"{folder} holds files that no demo wrote; give --dir a new or empty folder")
+    for part in ("data", "run"):
+        shutil.rmtree(folder / part, ignore_errors=True)
+    for part in ("summary.json", "loss.svg", "loss.png"):
+        (folder / part).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "demo.toml").write_text("# a demo begins here\n", encoding="utf-8")
+
+
+def _config(folder: Path, prepared: PreparedCorpus, *, minutes: float, ranks: int) -> TrainConfig:
+    """Write demo.toml and read it: the run as its first half sees it."""
+    batches = Batches(ranks=ranks)
+    steps = max(40, int(minutes * 60 * GUESSED_TOKENS_PER_SECOND / (batches.total * SEQ_LENGTH)))
+    tokens = [pair.tokens for pair in prepared.train]
+    path = folder / "demo.toml"
+    text = TOML.format(
+        toml=path,
+        blend=json.dumps([pair.prefix for pair in prepared.train]),
+        weights=json.dumps([round(n / sum(tokens), 4) for n in tokens]),
+        valid=json.dumps([prepared.valid.prefix]),
+        run=json.dumps(str(folder / "run")),
+        seq_length=SEQ_LENGTH,
+        ranks=ranks,
+        steps=steps,
+        global_batch=batches.total,
+        micro_batch=batches.pipeline,
+        warmup=max(2, min(100, steps // 20)),
+        every=max(5, steps // 24),
+    )
+    path.write_text(text, encoding="utf-8")
+    return TrainConfig.from_toml(path)
+
+
+def _resumed_config(folder: Path, first: FirstHalf, *, minutes: float, ranks: int) -> TrainConfig:
+    """The run as its second half sees it: another layout, and as many updates as the time left allows."""
+    steps = max(first.saved_step + first.steps_for(minutes * 30), int(first.last["step"]) + 5)
+    changes = (
+        "parallel.pp=1",
+        f"parallel.dp={ranks}",
+        'parallel.sharding="optim_grads_params"',
+        f"train.micro_batch_size={Batches(ranks=ranks).sharded}",
+        f"train.steps={steps}",
+        'checkpoint.resume="must"',
+    )
+    return TrainConfig.from_toml(folder / "demo.toml", overrides=changes)
+
+
+def _first_half(config: TrainConfig, seconds: float, ranks: int) -> FirstHalf | None:
+    """Train until the kill. None if SIGTERM came."""
+    from sixfold.gpt.cli import train_rank
+
+    metrics = Path(config.run.dir) / "metrics.jsonl"
+    line = ProgressLine(metrics, config.train.steps)
+    first = FirstHalf(metrics=metrics, seconds=seconds, most_steps=config.train.steps * 9 // 10, line=line)
+    try:
+        status = start_ranks(train_rank, ranks, (config,), watch=first.watch)
+    except RankError as error:
+        if not (first.killed and error.killed_by == signal.SIGKILL):
+            raise
+        return first
+    finally:
+        line.close()
+    if status == STOPPED:
+        return None
+    raise TrainError(
+        f"the first half ended by itself after {len(first.steps)} steps; it was to be killed before. Use more --minutes"
+    )
+
+
+def _second_half(config: TrainConfig, ranks: int) -> dict[str, Any] | None:
+    """Resume and finish. Returns where it resumed, its first and its last step line; None if SIGTERM came."""
+    from sixfold.gpt.cli import run_ranks
+
+    tail = MetricsTail(Path(config.run.dir) / "metrics.jsonl")
+    if run_ranks(config, ranks) == STOPPED:
+        return None
+    records = tail.read()
+    resumes = [r for r in records if r["kind"] == "resume"]
+    steps = [r for r in records if r["kind"] == "step"]
+    if not resumes or not steps:
+        raise TrainError(f"{config.run.dir}/metrics.jsonl has no resumed step; the second half did not train")
+    return {"step": resumes[-1]["step"], "first": steps[0], "last": steps[-1]}
+
+
+def _finish(folder: Path, config: TrainConfig, corpus: Corpus, summary: dict[str, Any], step: int) -> None:
+    """Score the whole validation text, plot, sample, write summary.json and say where everything lies."""
+    from sixfold.gpt.plot import plot
+    from sixfold.gpt.references import references
+
+    lines = references([d for documents in corpus.train.values() for d in documents], corpus.valid)
+    score, text = _score_and_sample(config)
+    svg, png = folder / "loss.svg", folder / "loss.png"
+    for out in (svg, png):
+        plot(
+            [config.run.dir],
+            out,
+            references=lines,
+            unit="nats per byte",
+            title=f"sixfold demo: {config.model.num_parameters:,} parameters, {summary['tokens']:,} tokens",
+            marks={f"whole validation text {score:.3f}": (step, score)},
+        )
+    summary = {"nats_per_byte": score, "references": lines} | summary | {"plot": str(svg), "sample": text}
+    draft = folder / "summary.json.part"
+    draft.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    draft.replace(folder / "summary.json")
+    _report(folder, summary, lines)
+
+
+def _score_and_sample(config: TrainConfig) -> tuple[float, str]:
+    """Nats per byte of the whole validation text, and a few documents that the model writes."""
+    import torch
+
+    from sixfold.gpt.sample import open_run, sample
+    from sixfold.gpt.score import nats_per_byte
+    from sixfold.indexed_data import IndexedDataset
+
+    torch.set_num_threads(min(8, len(os.sched_getaffinity(0))))
+    model, _, tokenizer = open_run(config.run.dir)
+    with IndexedDataset(config.data.valid[0]) as valid:
+        assert valid.tokens is not None, "a mapped pair has its tokens as one array"
+        score = nats_per_byte(model, valid.tokens, seq_length=config.data.seq_length, eod=tokenizer.eod)
+    texts, left = list[str](), SAMPLE_TOKENS
+    while left > 0:
+        text = sample(model, tokenizer, tokens=left, seed=len(texts), context=config.data.seq_length)
+        texts.append(text)
+        left -= len(tokenizer.encode(text)) + 1
+    return score, "\n\n".join(texts)
+
+
+def _report(folder: Path, summary: Mapping[str, Any], lines: Mapping[str, float]) -> None:
+    _say("\nA sample:\n" + "-" * 72 + f"\n{summary['sample']}\n" + "-" * 72)
+    others = ", ".join(f"{name} {value:.3f}" for name, value in lines.items())
+    _say(f"\nWhole validation text: {summary['nats_per_byte']:.4f} nats per byte ({others})")
+    _say(f"Everything lies in {folder}:")
+    for name, what in (
+        ("loss.svg, loss.png", "the losses against those lines"),
+        ("summary.json", "the figures above"),
+        ("demo.toml", "the config; change it and call `sixfold train`"),
+        ("run/", "metrics.jsonl, checkpoints; `sixfold sample` reads it"),
+        ("data/", "the text as token pairs"),
+    ):
+        _say(f"  {name:<20} {what}")

@@ -91,6 +91,13 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Run what the READMEs and examples tell a reader to run. Part of integration."""
+    environment = shared_environment(session)
+    environment.run(session, *pytest_on(ROOT / "tests-integration/test_docs.py"), *environment.arguments)
+
+
+@nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Tests that need CUDA devices; `-- --system-torch` takes the machine's own build of torch."""
     environment = shared_environment(session)

@@ -155,7 +155,8 @@ def _imports(node: ast.AST, path: Path, *, at_load: bool, for_types: bool) -> It
 def _from_import(node: ast.ImportFrom, path: Path, at_load: bool, for_types: bool) -> Iterator[Import]:
     base = node.module or ""
     if node.level:
-        package = path.parent.relative_to(path.parents[path.parts[::-1].index("src") - 1]).parts
+        parts = path.parent.parts
+        package = parts[len(parts) - parts[::-1].index("src") :]
         kept = package[: len(package) - node.level + 1]
         base = ".".join([*kept, base] if base else kept)
     # `from sixfold import fsdp` names a package; of other imports the module is enough.

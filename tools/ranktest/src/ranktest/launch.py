@@ -77,6 +77,7 @@ def run_ranks(
         RanksTimeout: the deadline passed; holds the stack of every thread of every rank still running.
     Cost: about 0.1 s for two ranks.
     """
+    __tracebackhide__ = True  # pytest then shows the test's line and the rank's traceback, and nothing between
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; it is >= 1")
     call = _describe_call(function, args)
@@ -132,6 +133,7 @@ def _start(job: Job, call: Call, outcome: _Outcome) -> None:
 
 def _collect(outcome: _Outcome, deadline: float, allow_exit: set[int], folder: Path, timeout_s: float) -> None:
     """Wait until every rank has reported or ended; raise at the first bad end or at the deadline."""
+    __tracebackhide__ = True
     while waiting := outcome.waiting():
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not _receive(outcome, waiting, left_s):
@@ -172,6 +174,7 @@ def _bad(outcome: _Outcome, allow_exit: set[int]) -> dict[int, _Rank]:
 
 
 def _raise_bad(outcome: _Outcome, allow_exit: set[int]) -> None:
+    __tracebackhide__ = True
     bad = _bad(outcome, allow_exit)
     failed = {rank: state for rank, state in bad.items() if state.report is None or state.report.kind == "failed"}
     if not failed:

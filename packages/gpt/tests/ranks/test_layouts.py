@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranktest
 import torch
 from gpt_helpers import plain_losses, tiny_config
 
+import ranktest
 from sixfold import dist_ckpt
 from sixfold.gpt import TrainConfig
 from sixfold.gpt.launch import World
@@ -94,7 +94,12 @@ def test_initial_weights_are_bitwise_the_same_at_every_layout(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(1, ()), (2, ("parallel.pp=2",)), (2, ("parallel.sharding=optim_grads_params",)), (2, ("parallel.sharding=optim",))],
+    [
+        (1, ()),
+        (2, ("parallel.pp=2",)),
+        (2, ("parallel.sharding=optim_grads_params",)),
+        (2, ("parallel.sharding=optim",)),
+    ],
     ids=["single", "pp2", "zero3", "zero1"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -109,9 +109,11 @@ def _stage_modules(
         if provider is not None:
             container[str(s)] = provider(s == 0, s == last, chunk)
             continue
-        container[str(s)] = GPTModel(
+        stage = GPTModel(
             config.model, pre_process=s == 0, post_process=s == last, vp_stage=chunk, layers=layers[s], device="meta"
         )
+        stage.recompute = config.train.recompute
+        container[str(s)] = stage
     if config.model.tie_embeddings and provider is None and {0, last} <= set(mine) and last > 0:
         # Both ends on this rank: one Parameter, so no second sum, no second record.
         container[str(last)].embedding.weight = container["0"].embedding.weight  # type: ignore[union-attr]
@@ -141,7 +143,8 @@ def build_rank(
             of GPTModel.forward, the last stage returning per-token losses. Its attribute ``fsdp_unit_modules``, if
             there is one, names the fsdp units; its parameters are initialised by itself.
     """
-    placement = make_program(config, 1).placement if mesh.pp == 1 else make_program(config, max(mesh.pp, 1)).placement
+    program = make_program(config, mesh.pp)
+    placement = program.placement
     mine = [s for s, rank in enumerate(placement) if rank == mesh.pp_rank]
     container = _stage_modules(config, mine, placement, model_provider)
     first, last = placement[0], placement[-1]
@@ -170,7 +173,6 @@ def build_rank(
     )
     optimizer = fully_shard_optimizer(optimizer, model)
     stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
-    program = make_program(config, max(mesh.pp, 1))
     runner = pipeline.PipelineRunner(
         program,
         stages,

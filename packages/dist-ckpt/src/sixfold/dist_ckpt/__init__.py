@@ -1,0 +1,70 @@
+"""Distributed checkpoints in torch DCP's own format: save at one layout, load at any other.
+
+    from sixfold import dist_ckpt
+
+    state = {"weight": dist_ckpt.ShardedTensor.from_rank_offsets("weight", w, (0, rank, ranks)), "step": 7}
+    dist_ckpt.save(state, "run/step-00000007")
+    dist_ckpt.load(state, "run/step-00000007")
+
+The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
+import line changed. How it works, in the order of the data: box, mapping, tree, factory, manifest,
+unpickle, metadata, frame, integrity, plan, validation, exchange, storage, folder, transfer, saving,
+loading.
+"""
+
+from sixfold.dist_ckpt import retention
+from sixfold.dist_ckpt.background import AsyncSave, async_save
+from sixfold.dist_ckpt.errors import (
+    CheckpointError,
+    CheckpointingException,
+    CorruptError,
+    LostPeerError,
+    MismatchError,
+    ShardingError,
+    StorageError,
+    UnsafeError,
+)
+from sixfold.dist_ckpt.loading import (
+    check_is_distributed_checkpoint,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+)
+from sixfold.dist_ckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from sixfold.dist_ckpt.saving import save
+from sixfold.dist_ckpt.validation import StrictHandling
+
+__all__ = [
+    "AsyncSave",
+    "CheckpointError",
+    "CheckpointingException",
+    "CorruptError",
+    "LocalNonpersistentObject",
+    "LostPeerError",
+    "MismatchError",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "ShardingError",
+    "StorageError",
+    "StrictHandling",
+    "UnsafeError",
+    "async_save",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "retention",
+    "save",
+]

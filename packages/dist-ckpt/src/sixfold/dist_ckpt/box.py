@@ -1,0 +1,150 @@
+"""Boxes: axis-aligned blocks of an n-dimensional tensor, and row-major ranges as boxes.
+
+    box.py (this file) --> mapping.py --> plan.py, validation.py
+
+Pure integers: no tensors, no files, no ranks. A box of dimension 0 holds one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+Ints = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """The elements ``offset[d] <= i[d] < offset[d] + size[d]`` for every axis d."""
+
+    offset: Ints
+    size: Ints
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.size)
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The same box moved by ``by``."""
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.size)
+
+    def within(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of ``shape``."""
+        return len(shape) == len(self.size) and all(
+            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.size, shape, strict=True)
+        )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor of ``shape``."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of one tensor, or None where they share no element."""
+    low = tuple(map(max, a.offset, b.offset))
+    size = tuple(
+        min(ao + an, bo + bn) - lo for ao, an, bo, bn, lo in zip(a.offset, a.size, b.offset, b.size, low, strict=True)
+    )
+    return Box(low, size) if all(n > 0 for n in size) else None
+
+
+def subtract(a: Box, b: Box) -> list[Box]:
+    """The elements of ``a`` outside ``b`` as at most 2n disjoint boxes."""
+    common = intersect(a, b)
+    if common is None:
+        return [a] if a.volume else []
+    rest: list[Box] = []
+    offset, size = list(a.offset), list(a.size)
+    for axis, (low, length) in enumerate(zip(common.offset, common.size, strict=True)):
+        for start, stop in ((offset[axis], low), (low + length, offset[axis] + size[axis])):
+            if stop > start:
+                piece_offset, piece_size = list(offset), list(size)
+                piece_offset[axis], piece_size[axis] = start, stop - start
+                rest.append(Box(tuple(piece_offset), tuple(piece_size)))
+        offset[axis], size[axis] = low, length
+    return rest
+
+
+def holes(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
+    """What ``boxes`` leave uncovered of a tensor of ``shape``. Cost: boxes x pieces; for error reports."""
+    left = [whole(shape)] if prod(shape) else []
+    for box in boxes:
+        left = [rest for piece in left for rest in subtract(piece, box)]
+    return left
+
+
+def overlaps(boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    """Pairs of indices of boxes that share an element, in ascending order.
+
+    A sweep along the axis with the most distinct starts: near linear for grids and for flattened
+    ranges, quadratic only where all boxes start together on every axis.
+    """
+    filled = [i for i, box in enumerate(boxes) if box.volume]
+    if len(filled) < 2 or not boxes[filled[0]].size:
+        return [(a, b) for n, a in enumerate(filled) for b in filled[n + 1 :]]
+    axis = max(range(len(boxes[filled[0]].size)), key=lambda d: len({boxes[i].offset[d] for i in filled}))
+    found: list[tuple[int, int]] = []
+    active: list[int] = []
+    for i in sorted(filled, key=lambda i: boxes[i].offset[axis]):
+        start = boxes[i].offset[axis]
+        active = [j for j in active if boxes[j].offset[axis] + boxes[j].size[axis] > start]
+        found.extend((min(i, j), max(i, j)) for j in active if intersect(boxes[i], boxes[j]))
+        active.append(i)
+    return sorted(found)
+
+
+def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The row-major range ``[start, stop)`` of a tensor as boxes, in the order of the range.
+
+    Partial first row (recursively), whole middle rows, partial last row: at most ``2n - 1`` boxes,
+    each contiguous in the flat data. So a flattened shard needs no special shape on disk.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        return _in_row(shape, first, start - first * row, stop - first * row)
+    boxes: list[Box] = []
+    if start % row:
+        boxes += _in_row(shape, first, start % row, row)
+        first += 1
+    whole_rows = stop // row - first
+    if whole_rows:
+        tail = tuple(shape[1:])
+        boxes.append(Box((first, *(0,) * len(tail)), (whole_rows, *tail)))
+    if stop % row:
+        boxes += _in_row(shape, stop // row, 0, stop % row)
+    return boxes
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:
+    inner = range_boxes(shape[1:], start, stop)
+    return [Box((index, *box.offset), (1, *box.size)) for box in inner]
+
+
+def is_contiguous(part: Box, shape: Sequence[int]) -> bool:
+    """Whether the elements of ``part`` are one run of the row-major flattening of ``shape``."""
+    axis = 0
+    while axis < len(shape) and part.size[axis] == 1:
+        axis += 1
+    return all(part.size[d] == shape[d] for d in range(axis + 1, len(shape)))
+
+
+def first_element(part: Box, shape: Sequence[int]) -> int:
+    """Row-major index of the first element of ``part`` in a tensor of ``shape``."""
+    index = 0
+    for offset, length in zip(part.offset, shape, strict=True):
+        index = index * length + offset
+    return index
+
+
+def describe(key: str, box: Box, shape: Sequence[int], flattened: tuple[int, int] | None = None) -> str:
+    """Text form of a shard, ``decoder.qkv[512:1024, :]``; with its range ``{96:192}`` if flattened."""
+    axes = [":" if (o, s) == (0, n) else f"{o}:{o + s}" for o, s, n in zip(box.offset, box.size, shape, strict=True)]
+    text = f"{key}[{', '.join(axes)}]"
+    return text if flattened is None else f"{text}{{{flattened[0]}:{flattened[1]}}}"

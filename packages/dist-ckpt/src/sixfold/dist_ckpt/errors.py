@@ -1,0 +1,61 @@
+"""Errors of the package: one base, six children, each for one party at fault.
+
+    errors.py (this file) --> everything else
+
+``ShardingError`` blames the state dict, ``MismatchError`` what was asked against what is
+stored, ``CorruptError`` the bytes, ``UnsafeError`` a pickle or a path, ``StorageError`` the
+operating system, ``LostPeerError`` a rank that died or hangs.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """Base of every error that this package raises on purpose."""
+
+
+#: The name that code written for the reference guide catches.
+CheckpointingException = CheckpointError
+
+
+class ShardingError(CheckpointError):
+    """The state dict cannot be saved or asked for: holes, overlaps, unlike shapes or types."""
+
+
+class MismatchError(CheckpointError):
+    """What was asked for is not what is stored: keys, shapes, types, or not a checkpoint at all."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes on disk are not the bytes that were written, or a save never finished."""
+
+
+class UnsafeError(CheckpointError):
+    """A pickle names a global that was not asked for, or a path leaves the folder. Nothing was run."""
+
+
+class StorageError(CheckpointError):
+    """The operating system refused; ``errno`` is its number, or None for a rule of this package."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class LostPeerError(CheckpointError):
+    """A rank of the group died, is absent, or missed the deadline."""
+
+
+#: How an error travels between ranks: by the name of its class.
+BY_NAME: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        ShardingError,
+        MismatchError,
+        CorruptError,
+        UnsafeError,
+        StorageError,
+        LostPeerError,
+    )
+}

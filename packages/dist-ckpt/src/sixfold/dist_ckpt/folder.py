@@ -1,0 +1,171 @@
+"""An existing checkpoint, opened: found, told from what only looks like one, its files mapped.
+
+    path --> folder.py (this file) --> Checkpoint(manifest, integrity, files) --> plan.py, transfer.py
+
+Opening reads the small files and the sizes of the others, no tensor.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from sixfold.dist_ckpt import integrity as checks
+from sixfold.dist_ckpt import metadata, storage
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.integrity import Integrity
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest
+
+VERIFY_MODES = ("touched", "full", "off")
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder that holds a whole checkpoint.
+
+    ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``.
+    """
+
+    folder: Path
+    manifest: Manifest
+    integrity: Integrity | None
+    verify: str
+    _maps: dict[str, mmap.mmap] = field(default_factory=dict)
+
+    def map(self, name: str) -> mmap.mmap:
+        """A file mapped privately. Its size was checked when the checkpoint was opened."""
+        if name not in self._maps:
+            with (self.folder / name).open("rb") as file:
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[name]
+
+    def frame(self, frame: ByteRange) -> memoryview:
+        """The bytes of a frame, not copied."""
+        if not frame.length:
+            raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
+        return memoryview(self.map(frame.file))[frame.offset : frame.offset + frame.length]
+
+    def small_file(self, name: str) -> bytes | None:
+        """A whole small file, its digest checked unless verify is "off"; None if there is none."""
+        path = self.folder / name
+        data = _read(path)
+        if data is not None and self.integrity is not None and self.verify != "off":
+            self.integrity.check_file_bytes(path, data)
+        return data
+
+
+def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
+    """Open a checkpoint of this package, of torch DCP or of megatron.
+
+    Raises:
+        MismatchError: no such folder, not a checkpoint, a backend that is not read.
+        CorruptError: damaged, or a save that never finished.
+        UnsafeError: a pickle or a path that leaves what a checkpoint may name.
+    """
+    if verify not in VERIFY_MODES:
+        raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
+    folder = Path(path).resolve()
+    if not folder.exists():
+        folder = _fallback(folder)
+    if not folder.is_dir():
+        raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
+    config = _read(folder / "metadata.json")
+    if config is not None:
+        _at(folder / "metadata.json", lambda: metadata.check_config(config))
+    integrity = _open_integrity(folder)
+    if integrity is not None and config is not None and verify != "off":
+        integrity.check_file_bytes(folder / "metadata.json", config)
+    manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
+    if config is None and manifest.needs_metadata_json:
+        raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")
+    _check_identity(folder, manifest, integrity)
+    _check_ranges(folder, manifest)
+    return Checkpoint(folder, manifest, integrity, verify)
+
+
+def is_complete(path: str | Path) -> bool:
+    """Whether a folder opens as a whole checkpoint: its small files and the sizes of the others, no digest."""
+    try:
+        open_checkpoint(path, verify="off")
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _fallback(folder: Path) -> Path:
+    """The newest complete sibling of a missing folder whose replacement was cut short; see storage.commit."""
+    if storage.siblings(folder, "old"):
+        candidates = [*storage.siblings(folder, "tmp"), *storage.siblings(folder, "old")]
+        for sibling in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            if is_complete(sibling):
+                return sibling
+    raise MismatchError(f"{folder} does not exist")
+
+
+def _open_integrity(folder: Path) -> Integrity | None:
+    data = _read(folder / checks.FILE_NAME)
+    if data is None:
+        return None
+    integrity = checks.decode(folder / checks.FILE_NAME, data)
+    for name in integrity.files:
+        if "/" in name or name in ("", ".", ".."):
+            raise UnsafeError(f"{folder / checks.FILE_NAME}: the file name {name!r} leaves the folder")
+    integrity.check_sizes(folder)
+    return integrity
+
+
+def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, has_config: bool) -> Manifest:
+    path = folder / ".metadata"
+    data = _read(path)
+    if data is None:
+        if has_config or any(folder.glob("*.distcp")):
+            raise CorruptError(f"{path} is missing: a save never finished, or the file was lost")
+        raise MismatchError(f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata")
+    trusted = integrity is not None and verify != "off"
+    if integrity is not None and trusted:
+        integrity.check_file_bytes(path, data)
+    return _at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
+
+
+def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None) -> None:
+    if manifest.save_id is not None and integrity is None:
+        raise CorruptError(f"{folder / checks.FILE_NAME} is missing; save {manifest.save_id} wrote one")
+    if integrity is not None and integrity.save_id != manifest.save_id:
+        raise CorruptError(
+            f"{folder / '.metadata'} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "
+            "files of two saves are mixed"
+        )
+
+
+def _check_ranges(folder: Path, manifest: Manifest) -> None:
+    ends: dict[str, ByteRange] = {}
+    for frame in manifest.frames():
+        last = ends.setdefault(frame.file, frame)
+        if frame.offset + frame.length > last.offset + last.length:
+            ends[frame.file] = frame
+    for name, frame in sorted(ends.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CorruptError(f"{folder / name} is missing; .metadata names bytes of it") from None
+        if frame.offset + frame.length > size:
+            raise CorruptError(f"{folder / name} has {size} bytes; .metadata names {frame}")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _at(path: Path, action: Callable[[], _Value]) -> _Value:
+    """Put the path before the text of an error."""
+    try:
+        return action()
+    except CheckpointError as error:
+        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error

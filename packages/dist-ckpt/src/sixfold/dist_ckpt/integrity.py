@@ -1,0 +1,174 @@
+"""Checksums of a folder: ``integrity.json``, one digest per file and block of 4 MiB.
+
+    bytes as they are written --> integrity.py (this file) --> integrity.json
+    integrity.json + touched byte ranges --> integrity.py --> CorruptError, or nothing
+
+DCP and megatron check nothing at load: flipped bytes, zeroed pages and a shard file of another step
+load silently there (pytorch#126952, torchtitan#4011).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.manifest import ByteRange
+
+FILE_NAME = "integrity.json"
+BLOCK_BYTES = 4 * 2**20
+_ALGORITHMS = ("crc32", "sha256")
+
+
+class FileDigest(NamedTuple):
+    """Size of a file and a digest of each of its blocks, the last one shorter."""
+
+    size: int
+    digests: tuple[str, ...]
+
+
+class Block(NamedTuple):
+    """Block ``number`` of a file, counted from 0."""
+
+    file: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integrity:
+    """What every file of a checkpoint must be, this one apart."""
+
+    save_id: str
+    files: dict[str, FileDigest]
+    algorithm: str = "crc32"
+    block_bytes: int = BLOCK_BYTES
+
+    def encode(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces, with a digest of the rest under ``self``."""
+        rest = {
+            "algorithm": self.algorithm,
+            "block_bytes": self.block_bytes,
+            "files": {name: {"size": file.size, "digests": file.digests} for name, file in self.files.items()},
+            "save_id": self.save_id,
+        }
+        return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
+
+    def blocks_of(self, ranges: Iterable[ByteRange]) -> set[Block]:
+        """The blocks that hold any byte of ``ranges``."""
+        size = self.block_bytes
+        return {
+            Block(r.file, index)
+            for r in ranges
+            if r.length
+            for index in range(r.offset // size, (r.offset + r.length - 1) // size + 1)
+        }
+
+    def all_blocks(self) -> set[Block]:
+        """Every block of every file."""
+        return {Block(name, index) for name, file in self.files.items() for index in range(len(file.digests))}
+
+    def check_sizes(self, folder: Path) -> None:
+        """CorruptError for the first file that is missing, short or long."""
+        for name, expected in sorted(self.files.items()):
+            try:
+                size = (folder / name).stat().st_size
+            except FileNotFoundError:
+                raise CorruptError(f"{folder / name} is missing; {expected.size} bytes were saved") from None
+            if size != expected.size:
+                raise CorruptError(f"{folder / name} has {size} bytes; {expected.size} were saved")
+
+    def check_file_bytes(self, path: Path, data: bytes) -> None:
+        """CorruptError unless ``data`` is the whole content of the file."""
+        for index in range(max(1, -(-len(data) // self.block_bytes))):
+            start = index * self.block_bytes
+            self._compare(path, index, data[start : start + self.block_bytes])
+
+    def check_blocks(self, folder: Path, blocks: Iterable[Block]) -> int:
+        """Read and hash ``blocks``; CorruptError names the first that differs. Returns the bytes read."""
+        total, handle, opened = 0, None, None
+        try:
+            for block in sorted(blocks):
+                if block.file != opened:
+                    if handle:
+                        handle.close()
+                    opened, handle = block.file, (folder / block.file).open("rb", buffering=0)
+                assert handle is not None, block
+                handle.seek(block.number * self.block_bytes)
+                data = handle.read(self.block_bytes)
+                self._compare(folder / block.file, block.number, data)
+                total += len(data)
+        finally:
+            if handle:
+                handle.close()
+        return total
+
+    def _compare(self, path: Path, index: int, data: bytes) -> None:
+        expected = self.files[path.name].digests if path.name in self.files else ()
+        if index >= len(expected) or digest(self.algorithm, data) != expected[index]:
+            start = index * self.block_bytes
+            raise CorruptError(
+                f"{path}: bytes {start}:{start + len(data)} are not those that were saved ({self.algorithm} differs)"
+            )
+
+
+class BlockHasher:
+    """CRC-32 per block of a stream of bytes, updated as it is written."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._digests: list[str] = []
+        self._crc = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add the next bytes of the file."""
+        view = memoryview(data)
+        while len(view):
+            take = min(len(view), BLOCK_BYTES - self.size % BLOCK_BYTES)
+            self._crc = crc32(view[:take], self._crc)
+            self.size += take
+            view = view[take:]
+            if self.size % BLOCK_BYTES == 0:
+                self._digests.append(f"{self._crc:08x}")
+                self._crc = 0
+
+    def finish(self) -> FileDigest:
+        """Size and digests of all that was added; an empty file has one digest."""
+        rest = (f"{self._crc:08x}",) if self.size % BLOCK_BYTES or not self.size else ()
+        return FileDigest(self.size, (*self._digests, *rest))
+
+
+def digest(algorithm: str, data: bytes | memoryview) -> str:
+    """Lower-case hex digest."""
+    return f"{crc32(data):08x}" if algorithm == "crc32" else hashlib.sha256(data).hexdigest()
+
+
+def digest_of(data: bytes) -> FileDigest:
+    """The entry of a file with this content."""
+    hasher = BlockHasher()
+    hasher.update(data)
+    return hasher.finish()
+
+
+def decode(path: Path, data: bytes) -> Integrity:
+    """Read ``integrity.json``; CorruptError if one character of it has changed."""
+    try:
+        content = json.loads(data)
+        claimed = content.pop("self")
+        algorithm, block_bytes = content["algorithm"], content["block_bytes"]
+        if algorithm not in _ALGORITHMS or not isinstance(block_bytes, int) or block_bytes < 1:
+            raise CorruptError(f"{path}: algorithm {algorithm!r} with blocks of {block_bytes!r} bytes is unknown")
+        if _canonical({**content, "self": claimed}) != data or digest(algorithm, _canonical(content)) != claimed:
+            raise CorruptError(f"{path} is damaged: it does not match its own digest")
+        files = {name: FileDigest(file["size"], tuple(file["digests"])) for name, file in content["files"].items()}
+        return Integrity(save_id=content["save_id"], files=files, algorithm=algorithm, block_bytes=block_bytes)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

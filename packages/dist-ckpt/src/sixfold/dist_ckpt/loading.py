@@ -1,0 +1,308 @@
+"""Loading: the story of ``load`` and of the functions that only look.
+
+state dicts + folder --> request --> agree --> verify and read --> assemble (this file) --> result
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sixfold.dist_ckpt import factory, plan, transfer, tree, validation, weights_only
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
+from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
+from sixfold.dist_ckpt.integrity import Block
+from sixfold.dist_ckpt.manifest import Manifest
+from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.saving import check_strategies, object_report
+from sixfold.dist_ckpt.validation import StrictHandling
+
+
+class _Report(NamedTuple):
+    """What a rank tells the first one before anything is read."""
+
+    tensors: list[plan.ShardReport]
+    objects: list[plan.ObjectReport]
+    asked: set[str]
+    unexpected: set[str]
+    mismatches: list[str]
+    blocks: set[Block]
+    stored: frozenset[str]
+
+
+class _Decision(NamedTuple):
+    """What the first rank decides: the key sets, and which blocks each rank hashes."""
+
+    missing: set[str]
+    unexpected: set[str]
+    blocks: list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What this rank wants, and how."""
+
+    checkpoint: Checkpoint
+    expanded: Any
+    merges: list[factory.Merge]
+    parts: tree.Split
+    tensors: list[ShardedTensor]
+    reads: plan.LoadPlan
+    common: dict[Any, Any]
+
+
+def load(
+    sharded_state_dict: Mapping[Any, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    group: Group = "world",
+    dtype_policy: str = "exact",
+    verify: str = "touched",
+    safe_globals: Sequence[Any] = (),
+    timeout_s: float = 600.0,
+) -> Any:
+    """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
+
+    Collective over ``group``. Data goes into the tensors of the records, and those (detached, same
+    storage) are what the result holds; after an error their content is undefined.
+
+    Args:
+        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed.
+        checkpoint_dir: a folder of this package, of torch DCP or of megatron-core.
+        sharded_strategy, common_strategy: None, or the tuples of ``save``.
+        validate_access_integrity: all ranks together ask for each element once; False allows
+            parts of tensors and overlapping parts.
+        strict: ``StrictHandling`` or its string.
+        group: a process group, None for this process alone, or "world".
+        dtype_policy: where the asked dtype is not the stored: "exact" converts and each value must
+            survive the way there and back, "cast" converts and warns once, "strict" refuses.
+        verify: "touched" checks the digests of what is read, each block on one rank of the group;
+            "full" of everything; "off" only sizes and structure.
+        safe_globals: classes that common data and objects may name besides torch's own list.
+        timeout_s: longest wait for one peer, seconds.
+    Returns:
+        The state dict with plain tensors and the saved common data; for ``return_*`` modes the
+        tuple (state dict, missing keys, unexpected keys).
+    Raises:
+        MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
+            errors.py; raised on every rank, and before the result is returned.
+    """
+    check_strategies(sharded_strategy, common_strategy)
+    transfer.check_policy(dtype_policy)
+    mode = validation.parse_strict(strict)
+    exchange = Exchange(group, timeout_s)
+    request, decision = exchange.together(
+        lambda: _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals),
+        lambda reports: _agree(reports, mode, validate_access_integrity, exchange.ranks),
+    )
+    values, casts = exchange.together(
+        lambda: _read(request, decision.blocks[exchange.rank], dtype_policy, safe_globals), _union
+    )
+    if casts and dtype_policy == "cast":
+        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
+    result = _assemble(request, values)
+    missing = decision.missing if mode.minds_missing else set()
+    if mode.logs and (missing or decision.unexpected):
+        _log(missing, decision.unexpected)
+    return (result, missing, decision.unexpected) if mode.returns else result
+
+
+def _union(keys_by_rank: list[set[str]]) -> list[str]:
+    return sorted({key for keys in keys_by_rank for key in keys})
+
+
+def _request(
+    state: Mapping[Any, Any], path: str | Path, dtype_policy: str, verify: str, safe_globals: Sequence[Any]
+) -> tuple[_Request, _Report]:
+    checkpoint = open_checkpoint(path, verify=verify)
+    expanded, merges = factory.expand(dict(state))
+    parts = tree.split(expanded)
+    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
+    objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
+    manifest = checkpoint.manifest
+    reads = plan.plan_load(tensors, manifest, dtype_policy=dtype_policy)
+    mismatches, unknown = _object_mismatches(objects, manifest)
+    unexpected = {tensors[index].key for index in reads.unexpected} | unknown
+    request = _Request(checkpoint, expanded, merges, parts, tensors, reads, _common(checkpoint, safe_globals))
+    report = _Report(
+        [plan.report(record) for record in tensors],
+        [object_report(record) for record in objects],
+        {record.key for record in tensors} | {record.unique_key for record in objects},
+        unexpected,
+        [*reads.mismatches, *mismatches],
+        _touched(checkpoint, reads, objects),
+        frozenset([*manifest.tensors, *manifest.objects]),
+    )
+    return request, report
+
+
+def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> tuple[list[str], set[str]]:
+    """Objects whose grid is another than the saved one, and objects that are not stored at all."""
+    absent = [record for record in objects if record.unique_key not in manifest.objects]
+    if not absent:
+        return [], set()
+    grids: dict[str, tuple[int, ...]] = {}
+    for stored_key in manifest.objects:
+        try:
+            record = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:  # bytes of plain DCP, which have no grid
+            continue
+        grids[record.key] = record.global_shape
+    lines, unknown = [], set()
+    for record in absent:
+        if record.key in grids and grids[record.key] != record.global_shape:
+            lines.append(
+                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grids[record.key]}; "
+                "objects cannot be cut anew"
+            )
+        else:
+            unknown.add(record.unique_key)
+    return lines, unknown
+
+
+def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[ShardedObject]) -> set[Block]:
+    integrity = checkpoint.integrity
+    if integrity is None or checkpoint.verify == "off":
+        return set()
+    if checkpoint.verify == "full":
+        return integrity.all_blocks()
+    stored = checkpoint.manifest.objects
+    frames = reads.frames() | {stored[record.unique_key] for record in objects if record.unique_key in stored}
+    return integrity.blocks_of(frames)
+
+
+def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, ranks: int) -> _Decision:
+    if any(report.stored != reports[0].stored for report in reports):
+        raise CorruptError("the ranks see different checkpoints under this path; they must share one file system")
+    asked: set[str] = set().union(*(report.asked for report in reports))
+    unexpected: set[str] = set().union(*(report.unexpected for report in reports))
+    missing = set(reports[0].stored) - asked
+    validation.check_keys(strict, missing, unexpected)
+    mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
+    validation.raise_problems(mismatches, "asked for", MismatchError)
+    if validate_access_integrity:
+        problems = validation.tensor_problems([report.tensors for report in reports], "asked for")
+        problems += validation.object_problems([report.objects for report in reports], "asked for")
+        validation.raise_problems(problems, "asked for", ShardingError)
+    blocks = sorted(set().union(*(report.blocks for report in reports)))
+    return _Decision(missing, unexpected, plan.assign(blocks, ranks))
+
+
+def _read(
+    request: _Request, blocks: Sequence[Any], dtype_policy: str, safe_globals: Sequence[Any]
+) -> tuple[dict[tree.Path, Any], set[str]]:
+    checkpoint = request.checkpoint
+    if checkpoint.integrity is not None:
+        checkpoint.integrity.check_blocks(checkpoint.folder, (Block(*block) for block in blocks))
+    tensors, allocated = [], {}
+    for path, record in request.parts.records:
+        if isinstance(record, ShardedTensor):
+            if record.data is None:
+                record = record.without_data()  # a copy: the caller's record stays without data
+                record.init_data("cpu")
+            tensors.append(record)
+            allocated[path] = record
+    reader = transfer.Reader(checkpoint, dtype_policy)
+    reader.run(tensors, request.reads)
+    values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in request.parts.local}
+    for path, record in request.parts.records:
+        if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
+            data = allocated[path].data
+            assert data is not None, f"{record} has no data after init_data"
+            values[path] = data.detach()
+        elif isinstance(record, ShardedObject) and record.unique_key in checkpoint.manifest.objects:
+            frame = checkpoint.manifest.objects[record.unique_key]
+            values[path] = reader.read_object(record.unique_key, frame, safe_globals)
+    return values, reader.cast_keys
+
+
+def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]:
+    result = tree.assemble(request.common, request.expanded, values)
+    wanted = [path for path, _ in (*request.parts.records, *request.parts.local)]
+    factory.merge(result, request.merges, [path for path in wanted if path not in values])
+    return {} if result is tree.GONE else result
+
+
+def _log(missing: set[str], unexpected: set[str]) -> None:
+    for keys, text in ((unexpected, "asked for, not in the checkpoint"), (missing, "in the checkpoint, not asked for")):
+        if keys:
+            warnings.warn(f"{len(keys)} keys are {text}: {', '.join(sorted(keys))}", stacklevel=3)
+
+
+def _common(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
+    data = checkpoint.small_file("common.pt")
+    path = checkpoint.folder / "common.pt"
+    if data is None:
+        if (checkpoint.folder / "metadata.json").exists():
+            raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
+        return {}
+    common = weights_only.load(data, str(path), safe_globals)
+    if not isinstance(common, dict):
+        raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+    """The common data alone: what decides on config and version before any tensor is read.
+
+    Raises: as ``load``. {} for a plain DCP folder.
+    """
+    return _common(open_checkpoint(checkpoint_dir), safe_globals)
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[Any, Any] | None = None
+) -> Any:
+    """What ``save`` was given as ``content_metadata``, or None; from a folder or from loaded common data."""
+    if (checkpoint_dir is None) == (preloaded_state_dict is None):
+        raise CheckpointError("load_content_metadata takes a folder or a preloaded_state_dict, one of the two")
+    if preloaded_state_dict is None:
+        assert checkpoint_dir is not None, "one of the two is given"
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get("content_metadata")
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
+    check_strategies(sharded_strategy, None)
+    manifest = open_checkpoint(checkpoint_dir).manifest
+    return {
+        key: ShardedTensor(
+            key, None, stored.dtype, stored.shape, stored.shape, (0,) * len(stored.shape), (1,) * len(stored.shape)
+        )
+        for key, stored in manifest.tensors.items()
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
+    check_strategies(sharded_strategy, common_strategy)
+    found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
+    for stored_key in open_checkpoint(checkpoint_dir).manifest.objects:
+        try:
+            found[stored_key] = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:
+            continue
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
+    tensors = load_tensors_metadata(checkpoint_dir)
+    loaded = load(tensors, checkpoint_dir, group=None)
+    return {key: loaded[key] for key in tensors}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether the folder opens as a whole checkpoint; no tensor is read."""
+    return is_complete(checkpoint_dir)

@@ -1,0 +1,191 @@
+"""The schema of ``.metadata`` and ``metadata.json``: torch DCP's classes <-> our manifest.
+
+    Manifest (manifest.py) <--> metadata.py (this file) <--> bytes of .metadata
+
+Writing uses torch's own classes, since the pickle must name them. Reading imports none of them
+(unpickle.py) and believes nothing: types, shapes, boxes and names are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.box import Box
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.unpickle import Node, loads
+
+#: metadata.json, to the letter: megatron-core refuses any further key.
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def encode_config() -> bytes:
+    """The bytes of metadata.json."""
+    return json.dumps(CONFIG).encode()
+
+
+def check_config(data: bytes) -> None:
+    """Refuse a metadata.json that is damaged (CorruptError) or names a backend unknown here (MismatchError)."""
+    try:
+        config = json.loads(data)
+        found = tuple((config[f"{kind}_backend"], config[f"{kind}_backend_version"]) for kind in ("sharded", "common"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptError(f"metadata.json is damaged: {type(error).__name__}: {error}") from error
+    sharded, common = found
+    if sharded == ("zarr", 1):
+        raise MismatchError("sharded backend ('zarr', 1): reading zarr folders comes after 0.1.0; convert it first")
+    if sharded != ("torch_dist", 1) or common != ("torch", 1):
+        raise MismatchError(f"unknown backend {sharded} with common data {common}; ('torch_dist', 1) is read here")
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``.metadata``: a protocol 4 pickle of torch DCP's ``Metadata``.
+
+    One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
+    megatron writes it: that nearly doubles the file and nobody needs it.
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for key, tensor in manifest.tensors.items():
+        properties = dcp.TensorProperties(dtype=tensor.dtype)
+        chunks = []
+        for box, frame in tensor.chunks:
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
+            places[dcp.MetadataIndex(key, box.offset)] = _StorageInfo(*frame)
+        entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    for key, frame in manifest.objects.items():
+        entries[key] = dcp.BytesStorageMetadata()
+        places[dcp.MetadataIndex(key)] = _StorageInfo(*frame)
+    root = dcp.Metadata(entries, None, places, dcp.StorageMeta(save_id=manifest.save_id), version=_dcp_version())
+    root.sixfold_save_id = manifest.save_id  # type: ignore[attr-defined]
+    return pickle.dumps(root, protocol=4)
+
+
+def _dcp_version() -> str | None:
+    try:
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    except ImportError:  # before torch 2.6; there None is what DCP writes
+        return None
+    return str(CURRENT_DCP_VERSION)
+
+
+def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
+    """Read ``.metadata`` of this package, of DCP or of megatron.
+
+    Raises:
+        CorruptError: it is not what such a file is, or contradicts itself.
+        UnsafeError: a foreign global, or a file name that leaves the folder.
+        MismatchError: megatron's flattened tensors of before 0.15 (read in a later version).
+    """
+    root = loads(data, trusted_bytes=trusted_bytes)
+    if not isinstance(root, Node) or root.kind not in ("Metadata", "MCoreMetadata"):
+        raise CorruptError(f"the pickle holds {_kind(root)}, not a Metadata")
+    entries = _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata")
+    places = _places(_typed(root.get("storage_data"), dict, "storage_data"))
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, ByteRange] = {}
+    for key, entry in entries.items():
+        if not isinstance(key, str) or not isinstance(entry, Node):
+            raise CorruptError(f"entry {key!r} is {_kind(entry)}")
+        if entry.kind == "TensorStorageMetadata":
+            tensors[key] = _tensor(key, entry, places)
+        elif entry.kind == "BytesStorageMetadata":
+            objects[key] = _place(places, key, None)
+        else:
+            raise CorruptError(f"entry {key!r} is a {entry.kind}")
+    state = root.state
+    save_id = state.get("sixfold_save_id")
+    if save_id is not None and not isinstance(save_id, str):
+        raise CorruptError(f"sixfold_save_id is {_kind(save_id)}, not text")
+    _refuse_legacy_shapes(state.get("mcore_data"))
+    marked = any(name in state for name in ("sixfold_save_id", "all_local_plans", "mcore_data"))
+    return Manifest(tensors, objects, save_id, needs_metadata_json=marked)
+
+
+def _tensor(key: str, entry: Node, places: dict[tuple[str, Any], ByteRange]) -> StoredTensor:
+    dtype, shape = _dtype(key, entry.get("properties")), _ints(entry.get("size"), f"size of {key}")
+    chunks = []
+    for chunk in _typed(entry.get("chunks"), list, f"chunks of {key}"):
+        if not isinstance(chunk, Node):
+            raise CorruptError(f"a chunk of {key} is {_kind(chunk)}")
+        box = Box(_ints(chunk.get("offsets"), f"offsets of {key}"), _ints(chunk.get("sizes"), f"sizes of {key}"))
+        if not box.within(shape):
+            raise CorruptError(f"{key}: chunk {box.offset} + {box.size} leaves the shape {shape}")
+        if box.volume:
+            chunks.append(StoredChunk(box, _place(places, key, box.offset)))
+    return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
+    places: dict[tuple[str, Any], ByteRange] = {}
+    for index, info in storage_data.items():
+        if not isinstance(index, Node) or not isinstance(info, Node):
+            raise CorruptError(f"storage_data maps {_kind(index)} to {_kind(info)}")
+        key, offset = index.get("fqn"), index.get("offset")
+        file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(key, str) or not isinstance(file, str):
+            raise CorruptError(f"storage_data: key {key!r} lies in file {file!r}; both are text")
+        if file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
+        if not _is_count(start) or not _is_count(length):
+            raise CorruptError(f"{key}: bytes {start!r} + {length!r} of {file}")
+        if info.get("transform_descriptors"):
+            raise MismatchError(f"{key}: stored with the transforms {info.get('transform_descriptors')}; none is read")
+        places[key, None if offset is None else _ints(offset, f"offset of {key}")] = ByteRange(file, start, length)
+    return places
+
+
+def _place(places: dict[tuple[str, Any], ByteRange], key: str, offset: tuple[int, ...] | None) -> ByteRange:
+    try:
+        return places[key, offset]
+    except KeyError:
+        raise CorruptError(f"{key}: no bytes are named for the part at {offset}") from None
+
+
+def _dtype(key: str, properties: Any) -> torch.dtype:
+    state = properties.state if isinstance(properties, Node) else None
+    dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"{key}: its properties name no dtype")
+    return dtype
+
+
+def _refuse_legacy_shapes(mcore_data: Any) -> None:
+    keys = [key for key, value in mcore_data.items() if value] if isinstance(mcore_data, dict) else []
+    if keys:
+        raise MismatchError(
+            f"{len(keys)} tensors ({keys[0]}, ...) lie in megatron's flattened layout of before 0.15, "
+            "which 0.1.0 does not read yet; save the checkpoint again with megatron-core 0.15 or later"
+        )
+
+
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise CorruptError(f"{name} is {_kind(value)}, not a {kind.__name__}")
+    return value
+
+
+def _ints(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or not all(_is_count(part) for part in value):
+        raise CorruptError(f"{name} is {value!r}; it is a tuple of counts")
+    return tuple(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _kind(value: Any) -> str:
+    return value.kind if isinstance(value, Node) else type(value).__name__

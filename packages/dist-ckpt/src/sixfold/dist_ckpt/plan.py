@@ -1,0 +1,172 @@
+"""Plans: which boxes a rank writes, and which parts of which frames it reads.
+
+    records --> plan_save (this file) --> transfer.write
+    records + manifest --> plan_load (this file) --> transfer.read
+
+Pure: no files, no ranks, no tensor data. Each step prints as one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.box import Box, describe, intersect, whole
+from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk
+from sixfold.dist_ckpt.mapping import Piece, ShardedTensor, is_main_replica
+
+
+class ShardReport(NamedTuple):
+    """What other ranks must know of a shard; small, because it travels."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    main: bool
+
+
+class ObjectReport(NamedTuple):
+    """The same of a ShardedObject."""
+
+    key: str
+    stored_key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    main: bool
+
+
+class Write(NamedTuple):
+    """One box to write: a piece of record number ``record`` of this rank."""
+
+    record: int
+    key: str
+    dtype: torch.dtype
+    piece: Piece
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.box.volume * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"write {describe(self.key, self.piece.box, self.shape)}"
+
+
+class Read(NamedTuple):
+    """One part to read: what a piece of record number ``record`` and a stored chunk share."""
+
+    record: int
+    key: str
+    piece: Piece
+    chunk: StoredChunk
+    part: Box
+    stored_dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"read {describe(self.key, self.part, self.shape)} from {self.chunk.frame}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadPlan:
+    """Reads in the order of files and offsets; pieces to zero first; what cannot be read at all.
+
+    ``unexpected`` are indices of records whose key is not stored, ``mismatches`` one line each.
+    """
+
+    reads: tuple[Read, ...]
+    zeroed: tuple[tuple[int, Piece], ...]
+    unexpected: tuple[int, ...]
+    mismatches: tuple[str, ...]
+
+    def frames(self) -> set[ByteRange]:
+        """Every frame that is touched."""
+        return {read.chunk.frame for read in self.reads}
+
+
+def report(record: ShardedTensor) -> ShardReport:
+    """What travels of a shard."""
+    boxes = tuple(piece.box for piece in record.pieces())
+    return ShardReport(record.key, record.dtype, record.global_shape, boxes, is_main_replica(record.replica_id))
+
+
+def plan_save(records: Sequence[ShardedTensor]) -> tuple[Write, ...]:
+    """The pieces of this rank's main replicas, in the order of the records."""
+    return tuple(
+        Write(index, record.key, record.dtype, piece, record.global_shape)
+        for index, record in enumerate(records)
+        if is_main_replica(record.replica_id)
+        for piece in record.pieces()
+    )
+
+
+def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_policy: str) -> LoadPlan:
+    """Intersect what is asked for with what is stored.
+
+    Raises:
+        CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory).
+    Cost: pieces x chunks per key.
+    """
+    reads: list[Read] = []
+    zeroed: list[tuple[int, Piece]] = []
+    unexpected: list[int] = []
+    mismatches: list[str] = []
+    for index, record in enumerate(records):
+        stored = manifest.tensors.get(record.key)
+        if stored is None:
+            unexpected.append(index)
+            continue
+        problem = _mismatch(record, stored.shape, stored.dtype, dtype_policy)
+        if problem:
+            mismatches.append(problem)
+            continue
+        for piece in record.pieces():
+            wanted = intersect(piece.box, whole(stored.shape))
+            if wanted != piece.box:
+                zeroed.append((index, piece))
+            if wanted is None:
+                continue
+            found = 0
+            for chunk in stored.chunks:
+                part = intersect(wanted, chunk.box)
+                if part is not None:
+                    found += part.volume
+                    reads.append(Read(index, record.key, piece, chunk, part, stored.dtype, stored.shape))
+            if found < wanted.volume:
+                where = describe(record.key, wanted, stored.shape)
+                raise CorruptError(
+                    f"{where}: {wanted.volume - found} of its elements are in no chunk of the checkpoint"
+                )
+    reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
+    return LoadPlan(
+        reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
+    )
+
+
+def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:
+    asked = record.global_shape
+    if asked != shape and not (record.allow_shape_mismatch and len(asked) == len(shape)):
+        hint = "ask for the stored shape, or set allow_shape_mismatch where only padding differs"
+        return f"{record.key}: asked for global shape {asked}, stored is {shape}; {hint}"
+    if record.dtype != dtype and dtype_policy == "strict":
+        return f"{record.key}: asked for {record.dtype}, stored is {dtype}; dtype_policy is 'strict'"
+    if record.dtype.is_complex != dtype.is_complex:
+        return f"{record.key}: asked for {record.dtype}, stored is {dtype}; complex and real do not convert"
+    return None
+
+
+def assign(blocks: Sequence[tuple[str, int]], ranks: int) -> list[list[tuple[str, int]]]:
+    """Share sorted blocks among ranks in contiguous runs of nearly equal length, so that each reads a run."""
+    bounds = [len(blocks) * rank // ranks for rank in range(ranks + 1)]
+    return [list(blocks[low:high]) for low, high in pairwise(bounds)]
+
+
+def total_bytes(writes: Sequence[Write]) -> int:
+    """Bytes on disk with an upper bound of what frames add."""
+    return sum(write.nbytes + 1024 + (4096 if write.nbytes >= 1 << 18 else 64) for write in writes)

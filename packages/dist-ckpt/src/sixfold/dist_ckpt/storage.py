@@ -1,0 +1,188 @@
+"""Local files: staging, writing, commit. The only file that changes what others can see.
+
+    frames --> FrameFile (this file) --> staging folder --> commit --> the checkpoint
+
+[Note: old or new, never both] A checkpoint is written into the sibling ``.<name>.tmp-<save_id>`` and moved
+into place by one rename, after every file and the folder are on disk. No file of a visible
+checkpoint is ever written again. Peers overwrite in place: a rank killed meanwhile leaves a folder
+that loads as a mixture of two steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from sixfold.dist_ckpt.errors import StorageError
+from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, digest_of
+from sixfold.dist_ckpt.manifest import ByteRange
+
+_OWN_FILES = frozenset(["metadata.json", "common.pt", ".metadata", ".metadata.tmp", "integrity.json"])
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+class FrameFile:
+    """A file of frames, written once from start to end, hashed in the same pass."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self._hasher = BlockHasher()
+        try:
+            self._file = (folder / name).open("xb", buffering=1 << 20)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{folder} was made by the first rank and is not visible here; a checkpoint needs one file "
+                "system that all ranks share",
+                errno.ENOENT,
+            ) from error
+
+    @property
+    def position(self) -> int:
+        """Bytes so far."""
+        return self._hasher.size
+
+    def append(self, *parts: bytes | memoryview) -> ByteRange:
+        """Write ``parts`` end to end and say where they lie."""
+        start = self.position
+        for part in parts:
+            self._hasher.update(part)
+            self._file.write(part)
+        return ByteRange(self.name, start, self.position - start)
+
+    def finish(self) -> FileDigest:
+        """Put the bytes on disk and return size and digests."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._hasher.finish()
+
+    def __enter__(self) -> FrameFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def write_file(folder: Path, name: str, data: bytes) -> FileDigest:
+    """Write a small file whole and put it on disk."""
+    with (folder / name).open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest_of(data)
+
+
+def check_target(target: Path, if_exists: str) -> None:
+    """Refuse a target that this save must not touch; see ``commit`` for what is left."""
+    if target.exists() and not target.is_dir():
+        raise StorageError(f"{target} is a file; a checkpoint is a folder", errno.ENOTDIR)
+    names = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    if names and if_exists == "error":
+        raise StorageError(f"{target} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
+    foreign = [name for name in names if not is_checkpoint_file(name)]
+    if foreign:
+        raise StorageError(
+            f"{target} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
+            "Save into a folder of its own",
+            errno.EEXIST,
+        )
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name may lie in a checkpoint of the torch_dist format."""
+    return name in _OWN_FILES or name.endswith(".distcp")
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """StorageError if the file system has less free than the plan needs."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise StorageError(
+            f"ENOSPC: the checkpoint needs {needed_bytes} bytes, {free_bytes} are free in {folder}; "
+            "nothing was written",
+            errno.ENOSPC,
+        )
+
+
+def stage(target: Path, save_id: str) -> Path:
+    """Make the empty staging folder of a save, beside the target."""
+    staging = target.with_name(f".{target.name}.tmp-{save_id}")
+    staging.mkdir(parents=True)
+    return staging
+
+
+def commit(staging: Path, target: Path, save_id: str) -> None:
+    """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both]."""
+    sync_folder(staging)
+    old: Path | None = None
+    if not target.exists() or not any(target.iterdir()):
+        staging.rename(target)
+    elif exchange(staging, target):
+        old = staging
+    else:
+        # Between these two renames the target is missing: opening it then falls back to a sibling.
+        old = target.with_name(f".{target.name}.old-{save_id}")
+        target.rename(old)
+        staging.rename(target)
+    sync_folder(target.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+    for leftover in (*siblings(target, "tmp"), *siblings(target, "old")):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step; False if this system cannot (older NFS, Lustre)."""
+    renameat2 = _renameat2()
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(a))
+
+
+@cache
+def _renameat2() -> ctypes._NamedFuncPointer | None:
+    try:
+        return ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # glibc before 2.28, musl
+        return None
+
+
+def siblings(target: Path, kind: str) -> list[Path]:
+    """Hidden siblings ``.<name>.<kind>-*`` of a target, newest first."""
+    prefix = f".{target.name}.{kind}-"
+    if not target.parent.is_dir():
+        return []
+    found = [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's entries on disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def discard(staging: Path) -> None:
+    """Remove a staging folder, as far as that goes."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _first(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

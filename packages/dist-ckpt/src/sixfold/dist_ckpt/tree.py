@@ -1,0 +1,124 @@
+"""State dicts as trees: nested dicts and lists with records and common data at the leaves.
+
+    caller's state dict --> tree.py (this file) --> records + common data
+    loaded values + common data --> tree.py --> result
+
+Never changes the caller's dicts and lists. A path is a tuple of dict keys and list positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedBase
+
+Path = tuple[Any, ...]
+
+
+class _Gone:
+    """Marks a place that holds nothing; compared by identity."""
+
+
+GONE = _Gone()
+
+
+class Split(NamedTuple):
+    """A state dict taken apart."""
+
+    records: list[tuple[Path, ShardedBase]]
+    local: list[tuple[Path, LocalNonpersistentObject]]
+    common: dict[Any, Any]
+
+
+def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All leaves with their paths; an empty dict or list is a leaf."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    if isinstance(node, dict | list) and node:
+        for name, child in items:
+            yield from leaves(child, (*path, name))
+    else:
+        yield path, node
+
+
+def path_text(path: Path) -> str:
+    """``optimizer.param_groups[0].lr``: names joined by dots, positions and other keys in brackets."""
+    text = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path)
+    return text.removeprefix(".") or "the state dict"
+
+
+def split(tree: Mapping[Any, Any]) -> Split:
+    """Take a state dict apart into records, local objects and common data."""
+    records: list[tuple[Path, ShardedBase]] = []
+    local: list[tuple[Path, LocalNonpersistentObject]] = []
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, ShardedBase):
+            records.append((path, leaf))
+        elif isinstance(leaf, LocalNonpersistentObject):
+            local.append((path, leaf))
+    common = _common_part(tree)
+    return Split(records, local, {} if common is GONE else common)
+
+
+def _common_part(node: Any) -> Any:
+    """What is common in ``node``; GONE if nothing is.
+
+    A list that loses some of its elements becomes {position: value}, so that positions survive.
+    """
+    if isinstance(node, ShardedBase | LocalNonpersistentObject):
+        return GONE
+    if not isinstance(node, dict | list):
+        return node
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    kept = {name: part for name, child in items if (part := _common_part(child)) is not GONE}
+    if not kept and node:
+        return GONE
+    return list(kept.values()) if isinstance(node, list) and len(kept) == len(node) else kept
+
+
+def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """The result of a load: saved common data with the loaded values at the places of the request.
+
+    Common leaves of the request count for nothing. A record without a value (left out by
+    ``strict``) leaves no entry in a dict and None in a list.
+    """
+    if isinstance(request, ShardedBase | LocalNonpersistentObject):
+        return values.get(path, GONE)
+    if isinstance(request, dict):
+        merged = dict(common) if isinstance(common, dict) else {}
+        _merge_children(merged, request.items(), values, path)
+        return merged if merged or _holds_record(request) else common
+    if isinstance(request, list):
+        at: dict[int, Any] = dict(enumerate(common)) if isinstance(common, list) else {}
+        if isinstance(common, dict) and all(isinstance(name, int) for name in common):
+            at = dict(common)
+        _merge_children(at, enumerate(request), values, path)
+        if at or _holds_record(request):
+            return [at.get(i) for i in range(1 + max(at, default=-1))]
+    return common
+
+
+def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any], path: Path) -> None:
+    for name, child in items:
+        value = assemble(into.get(name, GONE), child, values, (*path, name))
+        if value is not GONE:
+            into[name] = value
+
+
+def _holds_record(node: Any) -> bool:
+    return any(isinstance(leaf, ShardedBase | LocalNonpersistentObject) for _, leaf in leaves(node))
+
+
+def get(tree: Any, path: Path) -> Any:
+    """The node at ``path``, or GONE."""
+    for name in path:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return GONE
+    return tree
+
+
+def put(tree: Any, path: Path, value: Any) -> None:
+    """Replace the node at ``path``, which exists."""
+    get(tree, path[:-1])[path[-1]] = value

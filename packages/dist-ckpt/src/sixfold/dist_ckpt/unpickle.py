@@ -1,0 +1,117 @@
+"""A pickle reader that runs nothing: every global of the closed list becomes inert.
+
+    .metadata bytes --> unpickle.py (this file) --> inert nodes --> metadata.py --> Manifest
+
+``pickle.load`` calls whatever a file names (pytorch#189308). Here a name on the list below becomes
+a stand-in that only remembers its arguments, any other name is an UnsafeError, and no module is
+imported for a file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, UnsafeError
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+#: All globals that files of torch 2.13 and of megatron-core 0.12 and 0.16 name, dtypes and torch.Size apart.
+KNOWN_GLOBALS = frozenset(
+    [
+        *(
+            f"{_CHECKPOINT}.metadata.{name}"
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "TensorProperties",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_CHECKPOINT}.filesystem._StorageInfo",
+        *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",
+        f"{_MEGATRON}.MCoreMetadata",
+        f"{_MEGATRON}.MCoreSavePlan",
+    ]
+)
+
+
+class Node:
+    """An object of the pickle: the name of its class, its arguments, and its state as attributes."""
+
+    kind = ""
+
+    def __init__(self, *args: Any, **_kwargs: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        """Items of an OrderedDict; nothing that is read needs them."""
+
+    def get(self, name: str) -> Any:
+        """Attribute ``name`` of the pickled object, or None."""
+        state = getattr(self, "state", None)
+        return state.get(name) if isinstance(state, dict) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._kinds: dict[str, type[Node]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "torch.Size":
+            return tuple
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if full not in KNOWN_GLOBALS:
+            raise UnsafeError(f"the pickle names the global {full}, which no checkpoint needs; nothing was run")
+        return self._kinds.setdefault(full, type(name, (Node,), {"kind": name}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UnsafeError(f"the pickle holds the persistent id {pid!r}, which no checkpoint needs")
+
+
+def loads(data: bytes, *, trusted_bytes: bool) -> Any:
+    """Decode a pickle into plain values and ``Node`` objects.
+
+    Args:
+        data: the pickle.
+        trusted_bytes: a digest has shown that these are the bytes that were written. Otherwise the
+            opcodes are walked first, because a mangled ``LONG_BINPUT`` makes the C unpickler
+            allocate tens of gigabytes.
+    Raises:
+        UnsafeError: a global outside the list.
+        CorruptError: not a pickle.
+    """
+    try:
+        if not trusted_bytes:
+            _walk(data)
+        return _Unpickler(data).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a mangled pickle raises whatever it likes
+        raise CorruptError(f"not a readable pickle: {type(error).__name__}: {error}") from error
+
+
+def _walk(data: bytes) -> None:
+    for opcode, argument, position in pickletools.genops(data):
+        if opcode.name in ("LONG_BINPUT", "PUT", "FRAME") and int(argument or 0) > len(data):
+            raise CorruptError(f"opcode {opcode.name} at byte {position} asks for {argument} of {len(data)} bytes")

@@ -33,9 +33,11 @@ def test_the_snapshot_sees_fields_methods_and_inherited_ones(tmp_path, monkeypat
 class _Base:
     def inherited(self, x: int) -> int: ...
     def _hidden(self): ...
+from dataclasses import dataclass
+@dataclass(frozen=True)
 class Thing(_Base):
     size_bytes: int = 3
-    def __init__(self, a, *, b: str = "c") -> None: ...
+    def resize(self, a, *, b: str = "c") -> None: ...
     @property
     def name(self) -> str: ...
 def call(x: "int | None", *rest: str) -> None: ...
@@ -47,10 +49,11 @@ __all__ = ["LIMIT", "Thing", "call"]
     module = importlib.import_module("sixfold_snapshot_example")
     assert api_snapshot.describe_module(module).splitlines()[1:] == [
         "LIMIT: int",
+        "@dataclass(frozen=True)",
         "class Thing(_Base)",
         "    size_bytes: int = 3",
-        "    def __init__(self, a, *, b: str='c') -> None",
         "    def inherited(self, x: int) -> int",
         "    @property def name(self) -> str",
+        "    def resize(self, a, *, b: str='c') -> None",
         "def call(x: 'int | None', *rest: str) -> None",
     ]

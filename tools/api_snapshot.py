@@ -59,11 +59,18 @@ def describe(name: str, value: Any) -> list[str]:
     if isinstance(value, types.ModuleType):
         return [f"module {name}"]
     if inspect.isclass(value):
-        return [f"class {name}({', '.join(base.__name__ for base in value.__bases__)})", *_class_lines(value)]
+        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+        return [*_decorators(value), f"class {name}({bases})" if bases else f"class {name}", *_class_lines(value)]
     if inspect.isroutine(value):
         node = _source_of(inspect.unwrap(value))
         return [_function_line(node, name)] if isinstance(node, ast.FunctionDef) else [f"def {name}(...)"]
     return [f"{name}: {type(value).__name__}"]
+
+
+def _decorators(cls: type) -> list[str]:
+    """A dataclass's options are part of its API: keyword-only, frozen."""
+    node = _source_of(cls)
+    return [f"@{ast.unparse(d)}" for d in node.decorator_list] if isinstance(node, ast.ClassDef) else []
 
 
 def _class_lines(cls: type) -> list[str]:

@@ -1,0 +1,178 @@
+"""Several datasets as one stream, in the proportions of their weights.
+
+    Schedule: position --> (dataset, sample) --> MegatronDataset.read_rows --> BlendedDataset (this file)
+
+Nothing is built or stored: every process computes any position, so the number of ranks, the batch
+size, the weights and the datasets can change at any step. Samples of all datasets are read into one
+set of rows, and the arrays are made of the whole batch at once.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.apportion import Weights
+from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.dataset import MegatronDataset, Positions, Samples, checked_positions, one_sequence_length
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.permute import I64
+from sixfold.blending.sample import Batch
+from sixfold.blending.schedule import Schedule, eras_of
+from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
+from sixfold.blending.why import Why
+
+
+class BlendedDataset(Samples):
+    """A blend of D datasets; see the module.
+
+    Attributes:
+        datasets: D of them: the first blend's, then those that changes add.
+        names: (D,) their names in the order.
+        schedule: position <--> (dataset, sample).
+        dataset_index, dataset_sample_index: None, for the stateless order has none.
+    """
+
+    dataset_index: None = None
+    dataset_sample_index: None = None
+
+    def __init__(
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Weights | None,
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        """Blend ``datasets`` under ``config.changes``.
+
+        Args:
+            datasets: D datasets of one class and part; ``dataset_path`` is how changes name them.
+            weights: of the first ``len(weights)`` datasets; the rest come in by changes. None: their tokens.
+            size: the length; None for one epoch of everything, then ``weights`` is None too.
+        Raises:
+            BlendingError: no dataset, unfit weights, weights or changes without a size, datasets of
+                two classes or parts, or samples asked of a dataset without tokens.
+        """
+        if not datasets:
+            raise BlendingError("there are no datasets to blend; give at least one")
+        kinds = {(type(dataset).__name__, dataset.index_split.name) for dataset in datasets}
+        if len(kinds) > 1:
+            raise BlendingError(f"the datasets are of several kinds, {sorted(kinds)}; a blend has one class and part")
+        split = datasets[0].index_split
+        changes = config.changes_of(split)
+        if size is None and (weights is not None or changes):
+            what = "weights are" if weights is not None else "changes are"
+            raise BlendingError(f"{what} given without a size; without a size a blend is one epoch of every dataset")
+        if weights is not None and len(weights) > len(datasets):
+            raise BlendingError(
+                f"there are {len(weights)} weights for {len(datasets)} datasets; there are equally many"
+            )
+        self.config = config
+        self.size = size
+        self.weights = weights
+        self.index_split = split
+        self.names = [dataset.name for dataset in datasets]
+        self.schedule = _schedule(datasets, weights, size, config)
+        lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
+        self.datasets = [
+            dataset if len(length) == 1 else dataset.with_sequence_lengths(length)
+            for dataset, length in zip(datasets, lengths, strict=True)
+        ]
+        for number, dataset in enumerate(self.datasets):
+            if any(segment.tree.quotas[number] for segment in self.schedule.segments):
+                dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
+
+    def __len__(self) -> int:
+        if self.size is not None:
+            return self.size
+        assert self.schedule.end is not None, "a blend without a size is one epoch"
+        return self.schedule.end
+
+    def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
+        """The samples at ``positions`` as stacked arrays.
+
+        Args:
+            positions: (B,) whole numbers in any order; beyond ``len`` too, unless this is one epoch.
+            out: arrays to write into, by name (see ``SampleLayout.batch``).
+        Returns:
+            the arrays of the datasets' class, and ``dataset_id`` (B,) int64.
+        Raises:
+            IndexError: a position that the stream does not have.
+            BlendingError: positions of two sequence lengths.
+            The source's error, if its data is damaged.
+        """
+        position_B = checked_positions(positions, self.schedule.end)
+        if position_B.size:
+            width = one_sequence_length(position_B, self.schedule.sequence_lengths(position_B))
+        else:
+            width = self.config.sequence_length
+        dataset_B, sample_B = self.schedule.locate(position_B)
+        rows = self.datasets[0].new_rows(position_B.size, width, out)
+        for number in np.unique(dataset_B).tolist():
+            at = np.flatnonzero(dataset_B == number)
+            self.datasets[number].read_rows(sample_B[at], rows, at)
+        batch = self.datasets[0].make_batch(rows, out)
+        if out is not None and "dataset_id" in out:
+            out["dataset_id"][...] = dataset_B
+        else:
+            batch["dataset_id"] = dataset_B
+        return batch
+
+    def locate(self, positions: npt.ArrayLike) -> tuple[I64, I64]:
+        """(dataset (B,), sample (B,)) int64 of any positions."""
+        return self.schedule.locate(checked_positions(positions, self.schedule.end))
+
+    def find(self, dataset: int, sample: int) -> int:
+        """The position at which ``dataset`` gives its ``sample``; the inverse of ``locate``.
+
+        Raises:
+            BlendingError: no position ever gives it.
+        """
+        if not 0 <= dataset < len(self.datasets):
+            raise BlendingError(f"dataset {dataset} is none of the {len(self.datasets)} of this blend")
+        return self.schedule.find(dataset, sample)
+
+    def counts(self, n: int) -> I64:
+        """Samples of each dataset among the first ``n`` positions, (D,) int64."""
+        if n < 0 or (self.schedule.end is not None and n > self.schedule.end):
+            raise BlendingError(f"n is {n}; it is between 0 and the positions of the blend")
+        return self.schedule.counts(n)
+
+    def why(self, n: int) -> Why:
+        """Where the tokens of position ``n`` come from."""
+        dataset_B, sample_B = self.locate([n])
+        dataset, sample = int(dataset_B[0]), int(sample_B[0])
+        return Why(int(n), dataset, self.names[dataset], sample, self.datasets[dataset].token_ranges(sample))
+
+    def state_dict(self, position: int) -> State:
+        """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""
+        return stream_state(position, self.config, self.index_split, self.schedule, self.datasets)
+
+    def load_state_dict(self, state: State) -> int:
+        """The position of a saved state.
+
+        Raises:
+            BlendingError: something that fixed the positions before it differs here: what it was, what it is.
+        """
+        refuse_other_past(state, self.state_dict(saved_position(state)))
+        return int(state["position"])
+
+
+def _schedule(
+    datasets: Sequence[MegatronDataset],
+    weights: Weights | None,
+    size: int | None,
+    config: BlendedMegatronDatasetConfig,
+) -> Schedule:
+    if size is None:
+        return Schedule.one_epoch([dataset.samples_per_epoch for dataset in datasets], config.sequence_length)
+    tokens = [dataset.part.tokens for dataset in datasets]
+    paths = [dataset.dataset_path or "" for dataset in datasets]
+    first = tokens if weights is None else weights
+    eras = eras_of(paths, tokens, first, config.sequence_length, config.changes_of(datasets[0].index_split))
+    try:
+        return Schedule(eras)
+    except BlendingError as error:
+        raise BlendingError(
+            f"{error} (the datasets, from 0: {', '.join(paths[:8])}{' ...' * (len(paths) > 8)})"
+        ) from None

@@ -1,0 +1,209 @@
+"""What the user says about a blend, checked when it is said.
+
+    user --> config (this file) --> builder.py, schedule.py, sample.py
+
+Field names and meanings are megatron-core's (``blended_megatron_dataset_config.py``,
+``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from os import PathLike, fspath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.apportion import exact_weights
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
+
+Prefix = str | PathLike[str]
+Blend = tuple[Sequence[Prefix], Sequence[float] | None]
+ORDERS_TO_COME = ("megatron", "apportioned")
+
+
+@dataclass(frozen=True)
+class BlendChange:
+    """From position ``at`` of the training stream on, another blend or another sequence length.
+
+    Attributes:
+        at: a position, >= 0.
+        blend: (prefixes, weights or None); weight 0 or absence removes a dataset. None keeps the blend.
+        sequence_length: tokens per sample from here on. None keeps it.
+    """
+
+    at: int
+    blend: Blend | None = None
+    sequence_length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendedMegatronDatasetConfig:
+    """What every kind of sample needs to know.
+
+    Raises:
+        BlendingError: when it is made, for whatever cannot work.
+    """
+
+    random_seed: int
+    sequence_length: int  # tokens per sample
+    blend: Blend | None = None  # (prefixes, weights); weights None: in proportion to the tokens
+    blend_per_split: Sequence[Blend | None] | None = None  # one blend each for train, valid, test
+    split: str | None = None  # "98,2,0", with blend
+    split_matrix: list[Bookends | None] | None = field(init=False, default=None)  # made from split
+    multiple_validation_sets: bool | None = None  # the valid entry is a list, one dataset each
+    full_validation: bool | None = None  # with multiple sets: each is one epoch, its size is None
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None  # of no use to the stateless order, which has no files
+    mmap_bin_files: bool = True
+    tokenizer: Any = None  # an object with eod and, if it likes, pad, eos, special_tokens_dict
+    mid_level_dataset_surplus: float = 0.005  # of no use to the stateless order, which never runs out
+    allow_ambiguous_pad_tokens: bool = False
+    order: str = "stateless"
+    changes: Sequence[BlendChange] = ()
+    dataset_names: Mapping[str, str] | None = None  # prefix --> name in the keys; default: the prefix as given
+
+    def __post_init__(self) -> None:
+        _check_count("sequence_length", self.sequence_length, 1)
+        if not isinstance(self.random_seed, int | np.integer):
+            raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
+        self._check_order()
+        if self.blend is not None and self.blend_per_split is not None:
+            raise BlendingError("both blend and blend_per_split are given; give one of them")
+        if self.blend is not None:
+            if self.split is None:
+                raise BlendingError('blend is given without split; say which part is for what, such as "98,2,0"')
+            check_blend("blend", self.blend)
+        if self.blend_per_split is not None:
+            self._check_blend_per_split(self.blend_per_split)
+        if self.split is not None:
+            object.__setattr__(self, "split_matrix", split_matrix(parse_split(self.split)))
+        object.__setattr__(self, "changes", tuple(self.changes))
+        self._check_changes()
+        self._check_names()
+
+    def _check_order(self) -> None:
+        if self.order in ORDERS_TO_COME:
+            raise BlendingError(
+                f'order "{self.order}" comes with the blending issue, in a later version; '
+                f'until then order is "stateless"'
+            )
+        if self.order != "stateless":
+            raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
+
+    def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
+        if self.split is not None:
+            raise BlendingError("both split and blend_per_split are given; with a blend per split there is no split")
+        if len(blends) != len(Split):
+            raise BlendingError(f"blend_per_split has {len(blends)} entries; it has three: train, valid, test")
+        for split, blend in zip(Split, blends, strict=True):
+            if blend is not None:
+                check_blend(f"blend_per_split[{split.value}] ({split.name})", blend)
+
+    def _check_changes(self) -> None:
+        for number, change in enumerate(self.changes):
+            _check_count(f"changes[{number}].at", change.at, 0)
+            if change.blend is None and change.sequence_length is None:
+                raise BlendingError(f"changes[{number}] at {change.at} changes nothing; give blend or sequence_length")
+            if change.blend is not None:
+                check_blend(f"changes[{number}].blend", change.blend)
+            if change.sequence_length is not None:
+                _check_count(f"changes[{number}].sequence_length", change.sequence_length, 1)
+        for earlier, later in pairwise(self.changes):
+            if earlier.at >= later.at:
+                raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
+
+    def _check_names(self) -> None:
+        for split in Split:
+            names: dict[str, str] = {}
+            for prefix in self.prefixes_of(split):
+                name = self.name_of(prefix)
+                if "\x1f" in name:
+                    raise BlendingError(f"dataset name {name!r} has the control character 0x1f; leave it out")
+                if names.setdefault(name, prefix) != prefix:
+                    raise BlendingError(
+                        f"{names[name]!r} and {prefix!r} are both named {name!r}; dataset_names gives each its own"
+                    )
+
+    def blend_of(self, split: Split) -> Blend | None:
+        """The blend that ``split`` starts with."""
+        return self.blend if self.blend_per_split is None else self.blend_per_split[split.value]
+
+    def changes_of(self, split: Split) -> Sequence[BlendChange]:
+        """The changes that ``split`` goes through: training alone has a running position."""
+        return self.changes if split is Split.train else ()
+
+    def prefixes_of(self, split: Split) -> list[str]:
+        """Prefixes of the blend of ``split``, then those that its changes add: dataset_id counts them."""
+        blends = [self.blend_of(split), *(change.blend for change in self.changes_of(split))]
+        return list(dict.fromkeys(fspath(prefix) for blend in blends if blend is not None for prefix in blend[0]))
+
+    def name_of(self, prefix: str) -> str:
+        """The name of a prefix in the keys of the order."""
+        return (self.dataset_names or {}).get(prefix, prefix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """How token ids become a GPT's inputs."""
+
+    reset_position_ids: bool = False  # positions restart after each EOD
+    reset_attention_mask: bool = False  # the dense mask has blocks between EODs
+    eod_mask_loss: bool = False  # no loss where the input is EOD
+    create_attention_mask: bool = False  # dense (1, S, S), True = hidden; the peer's default is True
+    create_cu_seqlens: bool = False  # int32, where documents begin
+    create_document_ids: bool = False  # int32 (S,), running number of the document
+    drop_last_partial_validation_sequence: bool = True  # of one epoch
+    add_extra_token_to_sequence: bool = True  # the label of the last token is a token too
+    token_dtype: npt.DTypeLike = np.int64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if np.dtype(self.token_dtype).kind != "i":
+            raise BlendingError(f"token_dtype is {np.dtype(self.token_dtype)}; it is a signed integer type")
+        for option in (
+            "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_cu_seqlens", "create_document_ids",
+        ):  # fmt: skip
+            if getattr(self, option) and special_token(self.tokenizer, "eod") is None:
+                raise BlendingError(f"{option} needs to know the end-of-document token; give a tokenizer with eod")
+
+
+def special_token(tokenizer: Any, name: str) -> int | None:
+    """A special token's id, None if the tokenizer has none of that name."""
+    try:
+        token = getattr(tokenizer, name, None)
+    except NotImplementedError:  # megatron-core's tokenizer base raises it for names not filled in
+        return None
+    return None if token is None else int(token)
+
+
+def check_blend(what: str, blend: Blend) -> None:
+    """Refuse a blend that cannot work; ``what`` names it in the message."""
+    if not isinstance(blend, Sequence) or len(blend) != 2 or isinstance(blend[0], str):
+        raise BlendingError(f"{what} is {blend!r}; it is a pair (list of prefixes, list of weights or None)")
+    prefixes, weights = [fspath(prefix) for prefix in blend[0]], blend[1]
+    if not prefixes:
+        raise BlendingError(f"{what} has no dataset; it has at least one prefix")
+    twice = _first_repeated(prefixes)
+    if twice is not None:
+        raise BlendingError(f"{what} has {twice!r} more than once; give it one entry with the sum of the weights")
+    if weights is None:
+        return
+    if len(weights) != len(prefixes):
+        raise BlendingError(f"{what} has {len(prefixes)} prefixes and {len(weights)} weights; there are equally many")
+    try:
+        exact_weights(weights)
+    except BlendingError as error:
+        raise BlendingError(f"{what}: {error}") from None
+
+
+def _first_repeated(items: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    return next((item for item in items if item in seen or seen.add(item)), None)  # type: ignore[func-returns-value]
+
+
+def _check_count(what: str, value: object, least: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise BlendingError(f"{what} is {value!r}; it is a whole number >= {least}")

@@ -1,0 +1,294 @@
+"""One part of one dataset as a stream of samples; what the samples look like is left to a subclass.
+
+    source + split --> Line --> SampleOrder --> MegatronDataset (this file) --> gpt.py, blended.py
+
+Nothing is built: a dataset opens in microseconds whatever its size, and any sample is computed from
+its number. ``read_rows`` is the one path from numbers to token ids, and ``why`` tells the same ranges.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.gather import gather
+from sixfold.blending.grid import Pieces, SampleOrder
+from sixfold.blending.line import Line, Ranges
+from sixfold.blending.permute import I64
+from sixfold.blending.prefixes import open_prefix
+from sixfold.blending.quota import PERIOD
+from sixfold.blending.sample import Batch, TokenRows
+from sixfold.blending.schedule import Era, Schedule
+from sixfold.blending.source import DocumentSource, Part
+from sixfold.blending.splits import Split
+from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
+from sixfold.blending.why import TokenRange, Why
+
+Self = TypeVar("Self", bound="MegatronDataset")
+Positions = Sequence[int] | range | npt.NDArray[Any]
+
+
+def checked_positions(positions: Any, end: int | None) -> I64:
+    """``positions`` as (P,) int64.
+
+    Raises:
+        BlendingError: not whole numbers in one dimension.
+        IndexError: one that is negative or, of a stream with an end, behind it.
+    """
+    array = np.asarray(positions)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise BlendingError(f"positions are {array.dtype} of shape {array.shape}; they are whole numbers in one row")
+    position_P = array.astype(np.int64)
+    wrong = np.flatnonzero((position_P < 0) | (position_P >= (np.iinfo(np.int64).max if end is None else end)))
+    if wrong.size:
+        raise IndexError(f"position {position_P[wrong[0]]} is not in 0..{'' if end is None else end - 1}")
+    return position_P
+
+
+def one_sequence_length(positions: I64, lengths: I64) -> int:
+    """The sequence length that all samples of a batch have.
+
+    Raises:
+        BlendingError: they have two.
+    """
+    other = np.flatnonzero(lengths != lengths[0])
+    if other.size:
+        raise BlendingError(
+            f"positions {positions[0]} and {positions[other[0]]} have sequence lengths {lengths[0]} and "
+            f"{lengths[other[0]]}; a batch has one: put the change on a batch's edge"
+        )
+    return int(lengths[0])
+
+
+class Samples(ABC):
+    """What every stream of samples offers: ``len``, ``[n]``, ``[[n, m]]``, ``get_batch``, ``why``, pickling."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples asked for; an endless stream gives positions behind it to ``get_batch``."""
+
+    @abstractmethod
+    def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
+        """The samples at any positions as stacked arrays."""
+
+    @abstractmethod
+    def why(self, n: int) -> Why:
+        """Where the tokens of position ``n`` come from."""
+
+    def __getitem__(self, index: int | Positions | None) -> dict[str, Any]:
+        """One sample without the batch axis, or ``get_batch`` of a list of positions.
+
+        None gives sample 0 without loss: it fills a batch up (as megatron-core).
+
+        Raises:
+            IndexError: outside ``0 .. len - 1``.
+        """
+        if index is not None and not isinstance(index, int | np.integer):
+            return self.get_batch(index)
+        number = 0 if index is None else int(index)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} is not in 0..{len(self) - 1}")
+        batch = self.get_batch([number])
+        sample: dict[str, Any] = {name: array if name == "cu_seqlens" else array[0] for name, array in batch.items()}
+        if index is None:
+            sample["loss_mask"][...] = 0
+        return sample
+
+
+class MegatronDataset(Samples):
+    """The samples of one part of one dataset; extend it with ``new_rows`` and ``make_batch``.
+
+    Attributes:
+        num_samples: the length asked for; None is one epoch.
+        indices: numbers of the part's sequences, a range or an array.
+        document_index, sample_index, shuffle_index: None, for the stateless order has none.
+    """
+
+    document_index: None = None
+    sample_index: None = None
+    shuffle_index: None = None
+
+    def __init__(
+        self,
+        indexed_dataset: DocumentSource,
+        dataset_path: str | None,
+        indexed_indices: "range | npt.ArrayLike",
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        """Arguments as megatron-core's.
+
+        Args:
+            indexed_dataset: anything that is a ``DocumentSource``.
+            dataset_path: the prefix; the name in the order is ``config.name_of`` of it.
+            indexed_indices: the part's sequences.
+            num_samples: None for one epoch, else the length of an endless stream.
+        Raises:
+            BlendingError: samples are asked of a part without tokens.
+        """
+        self.indexed_dataset = indexed_dataset
+        self.dataset_path = dataset_path
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+        self.part = Part(indexed_dataset, indexed_indices)
+        self.name = config.name_of(dataset_path or "")
+        self._lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
+        self._epoch_only = num_samples is None
+        if num_samples != 0:
+            self.order  # noqa: B018 - a part without tokens is refused now, not at the first sample
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: DocumentSource) -> int:
+        """What a split divides: sequences."""
+        return len(low_level_dataset.sequence_lengths)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> DocumentSource:
+        """Open a prefix; override it for data that ``sixfold.indexed_data`` does not read."""
+        return open_prefix(dataset_path, mmap=config.mmap_bin_files)
+
+    @abstractmethod
+    def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
+        """Rows of ids to fill."""
+
+    @abstractmethod
+    def make_batch(self, rows: TokenRows, out: Batch | None = None) -> Batch:
+        """The arrays of filled rows, of one dataset or of a blend."""
+
+    @property
+    def indices(self) -> range | I64:
+        return self.part.indices
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one epoch, at the first sequence length; the last one has a successor for its last label."""
+        return max(0, self.part.tokens - 1) // self._lengths[0][1]
+
+    @cached_property
+    def order(self) -> SampleOrder:
+        """Which stretch of the line is which sample."""
+        line = Line(self.part, int(self.config.random_seed), self.name, self.index_split.name)
+        return SampleOrder(line, self._lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """This dataset alone as a blend, for ``state_dict``."""
+        if self._epoch_only and self.samples_per_epoch:
+            return Schedule.one_epoch([self.samples_per_epoch], self._lengths[0][1])
+        return Schedule([Era(0, [PERIOD], self._lengths[0][1])])
+
+    def with_sequence_lengths(self: Self, lengths: tuple[tuple[int, int], ...]) -> Self:
+        """The same data and name with (first sample, sequence length) of each change."""
+        other = object.__new__(type(self))
+        other.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("order", "schedule")}
+        other._lengths = lengths
+        return other
+
+    def __len__(self) -> int:
+        return self.samples_per_epoch if self.num_samples is None else self.num_samples
+
+    def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
+        """The samples at ``positions`` as stacked arrays.
+
+        Args:
+            positions: (B,) whole numbers in any order; beyond ``len`` too, unless this is one epoch.
+            out: arrays to write into, by name (see ``SampleLayout.batch``).
+        Raises:
+            IndexError: a position that the stream does not have.
+            BlendingError: positions of two sequence lengths.
+            The source's error, if its data is damaged.
+        """
+        sample_B = checked_positions(positions, len(self) if self._epoch_only else None)
+        if sample_B.size == 0:
+            return self.make_batch(self.new_rows(0, self._lengths[0][1], out), out)
+        rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order.sequence_lengths(sample_B)), out)
+        self.read_rows(sample_B, rows, np.arange(sample_B.size))
+        return self.make_batch(rows, out)
+
+    def _ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]:
+        """(tokens read of each piece, their ranges); ``more`` tokens behind each piece where there are."""
+        length_P = pieces.length + more
+        if self._epoch_only:  # the line ends with its epoch
+            length_P = np.minimum(length_P, self.part.tokens - pieces.begin)
+        return length_P, self.order.line.ranges(pieces.begin, length_P)
+
+    def read_rows(self, sample_B: I64, rows: TokenRows, at_B: I64) -> None:
+        """Fill rows ``at_B`` with the ids of ``sample_B`` and mark where documents begin in them."""
+        pieces = self.order.pieces(sample_B)
+        length_P, ranges = self._ranges(pieces, 1)
+        ids = gather(self.part, ranges.sequence, ranges.offset, ranges.length)
+        row_P = at_B[pieces.row]
+        width = rows.tokens.shape[1]
+        if pieces.begin.size == sample_B.size and (length_P == width + 1).all():
+            ids = ids.reshape(-1, width + 1)
+            rows.tokens[row_P], rows.labels[row_P] = ids[:, :-1], ids[:, 1:]
+        else:
+            _place(ids, length_P, row_P, pieces, rows)
+        # Columns at which ranges begin; the one that gives only the last label begins behind the row.
+        before_R = np.cumsum(ranges.length) - ranges.length
+        first_P = np.cumsum(length_P) - length_P
+        inside_R = before_R - first_P[ranges.piece]
+        seen = np.flatnonzero(inside_R < pieces.length[ranges.piece])
+        piece = ranges.piece[seen]
+        rows.begins[row_P[piece], pieces.column[piece] + inside_R[seen]] = True
+
+    def why(self, n: int) -> Why:
+        """Where the tokens of sample ``n`` come from."""
+        checked_positions([n], len(self) if self._epoch_only else None)
+        return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)))
+
+    def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
+        """The ranges of a sample's tokens, in order, without padding."""
+        _, ranges = self._ranges(self.order.pieces(np.array([sample])), 0)
+        first = self.part.first_token(ranges.sequence)
+        prefix = getattr(self.indexed_dataset, "path_prefix", None)
+        itemsize = np.dtype(self.indexed_dataset.dtype).itemsize
+        found = []
+        for number in range(ranges.piece.size):
+            offset, length = int(ranges.offset[number]), int(ranges.length[number])
+            known = first is not None and prefix is not None
+            begin = (int(first[number]) + offset) * itemsize if known and first is not None else None
+            found.append(
+                TokenRange(
+                    epoch=int(ranges.epoch[number]),
+                    document=int(ranges.sequence[number]),
+                    offset=offset,
+                    length=length,
+                    path=f"{prefix}.bin" if known else None,
+                    byte_begin=begin,
+                    byte_end=None if begin is None else begin + length * itemsize,
+                )
+            )
+        return tuple(found)
+
+    def state_dict(self, position: int) -> State:
+        """What a checkpoint keeps to go on at ``position``; see ``state.py``."""
+        return stream_state(position, self.config, self.index_split, self.schedule, [self])
+
+    def load_state_dict(self, state: State) -> int:
+        """The position of a saved state.
+
+        Raises:
+            BlendingError: something that fixed the positions before it differs here.
+        """
+        refuse_other_past(state, self.state_dict(saved_position(state)))
+        return int(state["position"])
+
+
+def _place(ids: npt.NDArray[Any], length_P: I64, row_P: I64, pieces: Pieces, rows: TokenRows) -> None:
+    """Write pieces that are not one whole sample each, one by one."""
+    end = 0
+    for number in range(row_P.size):
+        read, length = int(length_P[number]), int(pieces.length[number])
+        row, column = row_P[number], pieces.column[number]
+        piece = ids[end : end + read]
+        rows.tokens[row, column : column + length][:read] = piece[:length]
+        rows.labels[row, column : column + read - 1] = piece[1:]
+        end += read

@@ -1,0 +1,164 @@
+"""The endless line of tokens of one dataset: its documents, shuffled anew in every epoch.
+
+    Part --> Line (this file): a stretch of the line --> ranges of documents --> gather.py, why.py
+
+Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
+So a position is found by a search among the block sizes and a look at one block's lengths; no
+permutation is ever stored. n is the number of sequences, T of tokens in one epoch, P of pieces
+(stretches) asked for, K of documents met. A slot is a block's place on the line, counted through
+all epochs.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.permute import I64, order_key, permute
+from sixfold.blending.source import Part
+
+_BLOCKS_AT_LEAST = 1024
+_BLOCK_AT_MOST = 256
+_EPOCHS_KEPT = 8
+
+
+def block_size(sequences: int) -> int:
+    """Sequences per block: up to 256, as long as there are about 1,024 blocks to permute."""
+    return min(_BLOCK_AT_MOST, max(1, sequences // _BLOCKS_AT_LEAST))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Consecutive ranges of documents, arrays of one length.
+
+    ``piece`` says which of the stretches asked for a range belongs to; ``sequence`` is the number
+    in the source; ``offset`` and ``length`` are tokens of that sequence.
+    """
+
+    piece: I64
+    epoch: I64
+    sequence: I64
+    offset: I64
+    length: I64
+
+
+class Line:
+    """The line of one part under one (seed, name, part); see the module.
+
+    Raises:
+        BlendingError: the part has no tokens.
+    """
+
+    def __init__(self, part: Part, seed: int, name: str, split: str) -> None:
+        if part.tokens == 0:
+            raise BlendingError(
+                f"the {split} part of {name!r} has {len(part)} sequences and no tokens, but samples of it are asked; "
+                f"give it a larger share of the split or leave the dataset out"
+            )
+        self.part = part
+        self.names: tuple[int, str, str] = (seed, name, split)
+        self.tokens = part.tokens
+        self.block = block_size(len(part))
+        self.blocks = -(-len(part) // self.block)
+        self._epochs: OrderedDict[int, tuple[I64, npt.NDArray[np.int32]]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_epochs": OrderedDict()}
+
+    def key(self, *parts: int) -> int:
+        """The key of (seed, name, part) and what follows."""
+        return order_key(*self.names, *parts)
+
+    def _epoch(self, epoch: int) -> tuple[I64, npt.NDArray[np.int32]]:
+        """Tokens of the epoch before each of its slots (blocks + 1,), the block in each slot (blocks,).
+
+        Kept for a few epochs: 12 bytes per block.
+        """
+        known = self._epochs.get(epoch)
+        if known is None:
+            block = permute(self.key(epoch), self.blocks, np.arange(self.blocks))
+            prefix = np.zeros(self.blocks + 1, dtype=np.int64)
+            np.cumsum(self.part.block_tokens(self.block)[block], out=prefix[1:])
+            known = self._epochs[epoch] = prefix, block.astype(np.int32)
+            while len(self._epochs) > _EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return known
+
+    def _slot(self, position_P: I64) -> I64:
+        """The slot that holds each token of the line."""
+        epoch_P = position_P // self.tokens
+        slot_P = np.empty_like(position_P)
+        for epoch in np.unique(epoch_P).tolist():
+            here = epoch_P == epoch
+            inside = position_P[here] - epoch * self.tokens
+            slot_P[here] = epoch * self.blocks + np.searchsorted(self._epoch(epoch)[0], inside, side="right") - 1
+        return slot_P
+
+    def _documents(self, slots: I64) -> tuple[I64, I64, I64]:
+        """All documents of ``slots`` (ascending) in line order, without the empty ones.
+
+        Returns:
+            position on the line (K,), sequence in the source (K,), length (K,)
+        """
+        epoch, place = np.divmod(slots, self.blocks)
+        line_begin, tokens, block = (np.empty_like(slots) for _ in range(3))
+        for number in np.unique(epoch).tolist():
+            here = epoch == number
+            prefix, blocks = self._epoch(number)
+            line_begin[here] = number * self.tokens + prefix[place[here]]
+            tokens[here] = prefix[place[here] + 1] - prefix[place[here]]
+            block[here] = blocks[place[here]]
+        size = np.minimum(self.block, len(self.part) - block * self.block)
+        slot_K = np.repeat(np.arange(slots.size), size)
+        first = np.cumsum(size) - size
+        inner_K = np.arange(slot_K.size) - first[slot_K]
+        if self.block > 1:
+            pairs = zip(epoch.tolist(), block.tolist(), strict=True)
+            block_key = np.array([self.key(*pair) for pair in pairs], dtype=np.uint64)
+            inner_K = permute(block_key[slot_K], size[slot_K], inner_K)
+        sequence_K = self.part.ids(block[slot_K] * self.block + inner_K)
+        length_K = self.part.lengths(sequence_K)
+        ends_K = np.cumsum(length_K)
+        before = ends_K[first] - length_K[first]
+        wrong = np.flatnonzero(np.add.reduceat(length_K, first) != tokens)
+        if wrong.size:
+            bad = int(wrong[0])
+            problem = f"the lengths of block {block[bad]} do not sum to the {tokens[bad]} tokens of its pointers"
+            raise self.part.damage(int(sequence_K[first[bad]]), problem)
+        begin_K = line_begin[slot_K] + (ends_K - length_K - before[slot_K])
+        some = np.flatnonzero(length_K)
+        return begin_K[some], sequence_K[some], length_K[some]
+
+    def ranges(self, begin_P: I64, length_P: I64) -> Ranges:
+        """The documents that ``length_P`` tokens of the line from ``begin_P`` on lie in.
+
+        Args:
+            begin_P, length_P: (P,) int64, lengths >= 1.
+        Returns:
+            the ranges of piece 0, then of piece 1, ...; each piece in the order of the line.
+        """
+        end_P = begin_P + length_P
+        first_P, last_P = self._slot(begin_P), self._slot(end_P - 1)
+        slots = np.unique(_runs(first_P, last_P + 1 - first_P)[1])
+        position_K, sequence_K, tokens_K = self._documents(slots)
+        first_P = np.searchsorted(position_K, begin_P, side="right") - 1
+        piece, member = _runs(first_P, np.searchsorted(position_K, end_P, side="left") - first_P)
+        begin = np.maximum(position_K[member], begin_P[piece])
+        end = np.minimum(position_K[member] + tokens_K[member], end_P[piece])
+        return Ranges(
+            piece=piece,
+            epoch=begin // self.tokens,
+            sequence=sequence_K[member],
+            offset=begin - position_K[member],
+            length=end - begin,
+        )
+
+
+def _runs(first: I64, count: I64) -> tuple[I64, I64]:
+    """(which run, first + 0, 1, ...) of the runs ``first[i] .. first[i] + count[i] - 1``, end to end."""
+    run = np.repeat(np.arange(first.size), count)
+    number = np.arange(run.size) - (np.cumsum(count) - count)[run]
+    return run, first[run] + number

@@ -1,0 +1,25 @@
+"""Opening path prefixes (this file): the only place that knows who reads ``.idx`` and ``.bin``."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.source import DocumentSource
+
+
+def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
+    """The dataset at ``prefix``.
+
+    Raises:
+        BlendingError: sixfold-indexed-data is not installed, or a file of the pair is missing.
+        IndexedDataError: the pair is damaged.
+    """
+    if find_spec("sixfold.indexed_data") is None:
+        raise BlendingError(
+            f"{prefix}: reading .idx/.bin needs sixfold-indexed-data; pip install 'sixfold-blending[indexed]'"
+        )
+    indexed_data = import_module("sixfold.indexed_data")
+    if not indexed_data.IndexedDataset.exists(prefix):
+        raise BlendingError(f"{prefix}.idx or {prefix}.bin is missing; a prefix names both files, without extension")
+    dataset: DocumentSource = indexed_data.IndexedDataset(prefix, mmap=mmap)
+    return dataset

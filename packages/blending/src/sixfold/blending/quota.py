@@ -1,0 +1,153 @@
+"""Which dataset gives which position: the quota tree.
+
+    weights --> apportion.py --> QuotaTree (this file): position <--> (dataset, sample) --> schedule.py
+
+Pure: integers in, integers out. D is the number of datasets, P of positions. Every prefix of the
+order is within 1.75 samples of the quotas (docs/design has the proof); nothing is stored but the
+tree, so any position costs one walk from the root to a leaf.
+"""
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.apportion import Weights, apportion
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.permute import I64
+
+PERIOD = 2**31
+
+
+class QuotaTree:
+    """A fixed interleaving of D datasets, periodic, exact in every period.
+
+    The quotas are the leaves of a Huffman tree. At a node of ``n`` items per period of which ``l``
+    belong to the left child, ``floor((2*m*l + n) / (2*n))`` of the first ``m`` items go left: the
+    rounded straight line. An item keeps its running number in the child it goes to.
+
+    Attributes:
+        quotas: (D,) int64, samples of each dataset in one period.
+        period: their sum; 2^31 for weights.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        """Plant the tree of ``weights``.
+
+        Args:
+            weights: D numbers, finite, >= 0, not all zero, any scale; 0 leaves a dataset out.
+        Raises:
+            BlendingError: a weight is unfit, or so small that its quota of 2^31 is 0.
+        """
+        quotas_D = apportion(weights, PERIOD)
+        for number, weight in enumerate(weights):
+            if weight > 0 and quotas_D[number] == 0:
+                raise BlendingError(
+                    f"weight {number} is {weight}: its share of 2^31 samples rounds to 0; "
+                    f"give it more, or 0 to leave the dataset out"
+                )
+        self._plant(quotas_D)
+
+    @classmethod
+    def from_counts(cls, counts: npt.ArrayLike) -> "QuotaTree":
+        """The tree whose period is one pass: dataset i gives exactly ``counts[i]`` samples.
+
+        Raises:
+            BlendingError: a count is negative, or all are 0.
+        """
+        counts_D = np.array(counts, dtype=np.int64).reshape(-1)
+        negative = np.flatnonzero(counts_D < 0)
+        if negative.size:
+            raise BlendingError(f"count {negative[0]} is {counts_D[negative[0]]}; counts are >= 0")
+        if not counts_D.any():
+            raise BlendingError(f"the {counts_D.size} counts are all 0; at least one is positive")
+        tree = cls.__new__(cls)
+        tree._plant(counts_D)
+        return tree
+
+    def _plant(self, quotas_D: I64) -> None:
+        self.quotas = quotas_D
+        self.period = int(quotas_D.sum())
+        D = quotas_D.size
+        heap = [(int(quota), leaf) for leaf, quota in enumerate(quotas_D) if quota > 0]
+        heapify(heap)
+        total = [int(quota) for quota in quotas_D]
+        left, right, left_total, parent = ([0] * D for _ in range(4))
+        while len(heap) > 1:
+            (less, second), (more, first) = heappop(heap), heappop(heap)  # the larger of the two goes left
+            node = len(total)
+            parent[first] = parent[second] = node
+            total.append(more + less)
+            left.append(first)
+            right.append(second)
+            left_total.append(more)
+            parent.append(node)  # the root is its own parent
+            heappush(heap, (more + less, node))
+        self._root = heap[0][1]
+        # 2*m*l + n stays below 2^63 + 2^31 for a period of 2^31; beyond it Python's integers are needed.
+        self._exact = np.dtype(np.uint64) if self.period <= PERIOD else np.dtype(object)
+        self._total = np.array(total, dtype=self._exact)
+        self._left_total = np.array(left_total, dtype=self._exact)
+        self._left, self._right, self._parent = (np.array(list_, dtype=np.int64) for list_ in (left, right, parent))
+
+    def locate(self, positions: npt.ArrayLike) -> tuple[I64, I64]:
+        """The dataset of each position and how many samples it gave before.
+
+        Args:
+            positions: (P,) numbers >= 0, in any order.
+        Returns:
+            dataset (P,) int64, sample (P,) int64.
+        Cost: one walk from root to leaf per position, all positions together, level by level.
+        """
+        position_P = np.asarray(positions, dtype=np.int64).reshape(-1)
+        number_P = (position_P % self.period).astype(self._exact)
+        node_P = np.full(position_P.size, self._root, dtype=np.int64)
+        D = self.quotas.size
+        walking = np.arange(position_P.size) if self._root >= D else np.empty(0, dtype=np.int64)
+        while walking.size:
+            node, number = node_P[walking], number_P[walking]
+            twice_n, twice_l = 2 * self._total[node], 2 * self._left_total[node]
+            line = number * twice_l + self._total[node]
+            left_before = line // twice_n
+            goes_left = (line - left_before * twice_n) + twice_l >= twice_n  # the line crosses an integer here
+            number_P[walking] = np.where(goes_left, left_before, number - left_before)
+            node = np.where(goes_left, self._left[node], self._right[node])
+            node_P[walking] = node
+            walking = walking[node >= D]
+        sample_P = number_P.astype(np.int64) + (position_P // self.period) * self.quotas[node_P]
+        return node_P, sample_P
+
+    def find(self, dataset: int, sample: int) -> int:
+        """The position at which ``dataset`` gives its ``sample``: the inverse of ``locate``.
+
+        Raises:
+            BlendingError: the dataset has no quota, or ``sample`` is negative.
+        """
+        quota = int(self.quotas[dataset])
+        if quota == 0 or sample < 0:
+            raise BlendingError(f"dataset {dataset} with quota {quota} has no sample {sample}")
+        turns, number = divmod(sample, quota)
+        node = dataset
+        while node != self._root:
+            above = int(self._parent[node])
+            n, left = int(self._total[above]), int(self._left_total[above])
+            if int(self._left[above]) == node:
+                # The first m with floor(((m+1)*l)/n + 1/2) = number + 1.
+                number = -(-n * (2 * number + 1) // (2 * left)) - 1
+            else:
+                number = n * (2 * number + 1) // (2 * (n - left))
+            node = above
+        return number + turns * self.period
+
+    def counts(self, n: int) -> I64:
+        """Samples of each dataset among the first ``n`` positions, (D,) int64. Cost: O(D)."""
+        turns, rest = divmod(int(n), self.period)
+        D = self.quotas.size
+        first = [0] * len(self._total)
+        first[self._root] = rest
+        for node in range(len(first) - 1, D - 1, -1):  # children are older than their parents
+            total = int(self._total[node])
+            left = (2 * first[node] * int(self._left_total[node]) + total) // (2 * total)
+            first[int(self._left[node])] = left
+            first[int(self._right[node])] = first[node] - left
+        return np.array(first[:D], dtype=np.int64) + turns * self.quotas

@@ -1,0 +1,198 @@
+"""Documents as this package sees them, and the part of them that one split takes.
+
+    anything with lengths and get() --> DocumentSource --> Part (this file) --> line.py, gather.py
+
+Nothing is copied: a part of a memory-mapped dataset reads its index where it lies, and a part that
+is a plain range opens in the same time whatever its size.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.permute import I64
+
+_FINGERPRINT_STRIDE = 256
+
+
+@runtime_checkable
+class DocumentSource(Protocol):
+    """Token sequences by number; ``sixfold.indexed_data.IndexedDataset`` is one.
+
+    Used if present: ``sequence_pointers`` (byte where each sequence begins), ``tokens`` (all ids,
+    flat, or None), ``path_prefix`` (for messages and ``why``).
+    """
+
+    @property
+    def sequence_lengths(self) -> npt.NDArray[Any]:
+        """(sequences,) tokens of each."""
+
+    @property
+    def dtype(self) -> Any:
+        """The ids' numpy type."""
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        """Ids ``offset`` to ``offset + length`` of sequence ``idx``."""
+
+
+class ListSource:
+    """Lists of ids in memory as a ``DocumentSource``, for trials and tests."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], dtype: npt.DTypeLike = np.int64) -> None:
+        self.dtype = np.dtype(dtype)
+        self.sequence_lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
+        self.sequence_pointers = (np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths) * (
+            self.dtype.itemsize
+        )
+        self.tokens = np.array([token for sequence in sequences for token in sequence], dtype=self.dtype)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        begin = int(self.sequence_pointers[idx]) // self.dtype.itemsize + offset
+        end = begin + (int(self.sequence_lengths[idx]) - offset if length is None else length)
+        return self.tokens[begin:end]
+
+
+class Part:
+    """The sequences of one source that one split takes, numbered from 0.
+
+    Attributes:
+        source: where the ids come from.
+        indices: the numbers in the source, a range or (n,) int64.
+        tokens: their tokens in all, T.
+    """
+
+    def __init__(self, source: DocumentSource, indices: "range | npt.ArrayLike") -> None:
+        """Take ``indices`` of ``source``.
+
+        Raises:
+            BlendingError: an index that the source does not have, or pointers that run backwards.
+        """
+        self.source = source
+        self._lengths = source.sequence_lengths
+        self._pointers = cast("I64 | None", getattr(source, "sequence_pointers", None))
+        self._itemsize: int = np.dtype(source.dtype).itemsize
+        self.indices: range | I64 = _as_range(indices)
+        held = len(self._lengths)
+        if len(self.indices) and not 0 <= min(self._ends()) <= max(self._ends()) < held:
+            raise BlendingError(
+                f"{self.label}: sequences {min(self._ends())}..{max(self._ends())} are asked of the {held} it has"
+            )
+        if self._contiguous is not None:
+            low, high = self._contiguous
+            self.tokens: int = (self._pointer(high) - self._pointer(low)) // self._itemsize if high > low else 0
+        else:
+            self.tokens = int(np.asarray(self._lengths)[np.asarray(self.indices)].sum(dtype=np.int64))
+        if self.tokens < 0:
+            raise self.damage(self.indices[0], f"the part has {self.tokens} tokens by its pointers")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _ends(self) -> tuple[int, int]:
+        if isinstance(self.indices, range):
+            return self.indices[0], self.indices[-1]
+        return int(self.indices.min()), int(self.indices.max())
+
+    @property
+    def label(self) -> str:
+        """What to call the source in a message."""
+        return str(getattr(self.source, "path_prefix", None) or type(self.source).__name__)
+
+    @property
+    def _contiguous(self) -> tuple[int, int] | None:
+        """(first, behind the last) if the pointers of the source can stand for the lengths."""
+        if self._pointers is None or not isinstance(self.indices, range):
+            return None
+        return self.indices.start, self.indices.stop
+
+    def _pointer(self, idx: int) -> int:
+        """Byte where sequence ``idx`` begins; one behind the last is the end of the data."""
+        assert self._pointers is not None, "only sources with pointers come here"
+        if idx < len(self._pointers):
+            return int(self._pointers[idx])
+        last = len(self._pointers) - 1
+        return int(self._pointers[last]) + int(self._lengths[last]) * int(self._itemsize)
+
+    def ids(self, members: I64) -> I64:
+        """Numbers in the source of the part's ``members``."""
+        return members + self.indices.start if isinstance(self.indices, range) else self.indices[members]
+
+    def block_tokens(self, size: int) -> I64:
+        """Tokens of every run of ``size`` members, the last run perhaps shorter.
+
+        Cost: one pointer per run; the lengths are not read (they are when the run is).
+        """
+        members = len(self)
+        if self._contiguous is not None and self._pointers is not None:
+            low, high = self._contiguous
+            edges = np.append(self._pointers[low:high:size], np.int64(self._pointer(high)))
+            tokens: I64 = np.diff(edges) // self._itemsize
+            if (tokens < 0).any():
+                run = int(np.flatnonzero(tokens < 0)[0])
+                raise self.damage(low + run * size, f"sequences {low + run * size}.. have {tokens[run]} tokens")
+            return tokens
+        lengths = np.asarray(self._lengths)[np.asarray(self.indices)].astype(np.int64)
+        return np.add.reduceat(lengths, np.arange(0, members, size))
+
+    def lengths(self, ids: I64) -> I64:
+        """Lengths of sequences of the source, checked against their pointers.
+
+        Raises:
+            The source's own error (``IndexedDataError``), or BlendingError: they do not fit.
+        """
+        lengths = np.asarray(self._lengths[ids], dtype=np.int64)
+        if self._pointers is not None:
+            inner = np.minimum(ids + 1, len(self._pointers) - 1)
+            begin, end = self._pointers[ids], self._pointers[inner]
+            # The last sequence has no successor; its source checked it against the file when it was opened.
+            wrong = np.flatnonzero((end - begin != lengths * self._itemsize) & (inner == ids + 1))
+            if wrong.size:
+                at = int(wrong[0])
+                rule = f"pointers {begin[at]} and {end[at]} need {(end[at] - begin[at]) / self._itemsize} tokens"
+                raise self.damage(int(ids[at]), f"sequence {ids[at]} has length {lengths[at]}; its {rule}")
+        return lengths
+
+    def damage(self, idx: int, problem: str) -> Exception:
+        """The error to raise for a damaged index: the source's own if it finds the damage itself."""
+        try:
+            self.source.get(int(idx))
+        except Exception as error:
+            return error
+        return BlendingError(f"{self.label}: {problem}; the index is damaged, build it again")
+
+    def first_token(self, ids: I64) -> I64 | None:
+        """Place of each sequence's first token in the flat data; None without pointers."""
+        return None if self._pointers is None else self._pointers[ids] // self._itemsize
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must find again: counts, type, and a hash of every 256th pointer."""
+        if self._contiguous is not None and self._pointers is not None:
+            low, high = self._contiguous
+            pointers = self._pointers[low:high:_FINGERPRINT_STRIDE]
+            pointers = pointers - pointers[0] if pointers.size else pointers
+        else:
+            lengths = np.asarray(self._lengths)[np.asarray(self.indices, dtype=np.int64)].astype(np.int64)
+            pointers = ((np.cumsum(lengths) - lengths) * self._itemsize)[::_FINGERPRINT_STRIDE]
+        data = np.ascontiguousarray(pointers, dtype="<i8").tobytes()
+        return {
+            "sequences": len(self),
+            "tokens": self.tokens,
+            "dtype": np.dtype(self.source.dtype).name,
+            "hash": blake2b(data, digest_size=8).hexdigest(),
+        }
+
+
+def _as_range(indices: "range | npt.ArrayLike") -> range | I64:
+    """``indices`` as a range with step 1 if they are one."""
+    if isinstance(indices, range) and (indices.step == 1 or len(indices) == 0):
+        return range(indices.start, max(indices.start, indices.stop))
+    array = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if array.size and (np.diff(array) == 1).all():
+        return range(int(array[0]), int(array[-1]) + 1)
+    return array if array.size else range(0)

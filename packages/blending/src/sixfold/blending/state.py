@@ -1,0 +1,97 @@
+"""What a checkpoint keeps of a stream: a position, and what fixed the positions before it.
+
+    dataset --> stream_state --> JSON --> refuse_other_past (this file) --> the same position
+
+The order has no state of its own, so loading moves nothing: it returns the position and refuses a
+past that is not the one saved. What comes behind the position (later changes, sizes) may differ.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.schedule import Schedule
+from sixfold.blending.splits import Split
+
+if TYPE_CHECKING:
+    from sixfold.blending.dataset import MegatronDataset
+
+State = dict[str, Any]
+STATE_VERSION = 1
+
+
+def stream_state(
+    position: int,
+    config: BlendedMegatronDatasetConfig,
+    split: Split,
+    schedule: Schedule,
+    datasets: "Sequence[MegatronDataset]",
+) -> State:
+    """The state of a stream at ``position``: JSON values only, 1 KB and 400 bytes per dataset at most."""
+    if position < 0:
+        raise BlendingError(f"position is {position}; it is >= 0")
+    segments = [segment for segment in schedule.segments if segment.begin < position]
+    used = [any(segment.tree.quotas[number] for segment in segments) for number in range(len(datasets))]
+    part = config.split_matrix[split.value] if config.split_matrix else None
+    return {
+        "state_version": STATE_VERSION,
+        "order": config.order,
+        "position": int(position),
+        "seed": int(config.random_seed),
+        "part": split.name,
+        "split": [0.0, 1.0] if part is None else list(part),
+        "datasets": {
+            str(number): {"name": dataset.name} | dataset.part.fingerprint
+            for number, dataset in enumerate(datasets)
+            if used[number]
+        },
+        "segments": [
+            {
+                "begin": segment.begin,
+                "sequence_length": segment.sequence_length,
+                "quotas": {str(number): int(quota) for number, quota in enumerate(segment.tree.quotas) if quota},
+            }
+            for segment in segments
+        ],
+    }
+
+
+def saved_position(state: State) -> int:
+    """The position of a state.
+
+    Raises:
+        BlendingError: not a state, or one of a version that is not known here.
+    """
+    position = state.get("position") if isinstance(state, dict) else None
+    if not isinstance(position, int) or position < 0:
+        raise BlendingError("the state has no position; it is not what state_dict(position) returned")
+    if state.get("state_version") != STATE_VERSION:
+        raise BlendingError(f"the state has version {state.get('state_version')}; this release reads {STATE_VERSION}")
+    return position
+
+
+def refuse_other_past(saved: State, current: State) -> None:
+    """Compare a saved state with the one that this stream has at the same position.
+
+    Raises:
+        BlendingError: the first thing that fixed earlier positions and differs: what it was, what it is.
+    """
+    difference = _first_difference("", json.loads(json.dumps(saved)), json.loads(json.dumps(current)))
+    if difference is not None:
+        where, was, now = difference
+        raise BlendingError(
+            f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
+            f"{current['position']} positions already given; restore it, and say what is new with a BlendChange"
+        )
+
+
+def _first_difference(where: str, was: Any, now: Any) -> tuple[str, str, str] | None:
+    if isinstance(was, dict) and isinstance(now, dict):
+        pairs = [(f"{where}.{key}".lstrip("."), was.get(key), now.get(key)) for key in dict.fromkeys([*was, *now])]
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(zip(was, now, strict=True))]
+    else:
+        return None if was == now else (where, json.dumps(was), json.dumps(now))
+    return next((found for pair in pairs if (found := _first_difference(*pair)) is not None), None)

@@ -1,7 +1,9 @@
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,14 @@ def kill_one(rank, ranks):
 
 def exit_without_result(rank, ranks):
     os._exit(3)
+
+
+def never_leave(rank, ranks):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+
+
+def die_after_the_result(rank, ranks):
+    multiprocessing.util.Finalize(None, os._exit, args=(3,), exitpriority=0)
 
 
 def environment(rank, ranks):
@@ -148,6 +158,17 @@ def test_a_rank_that_may_die_gives_none():
 def test_an_exit_without_a_result_is_a_failure():
     with pytest.raises(RankFailed, match="exited with status 3"):
         run_ranks(exit_without_result, 2)
+
+
+def test_a_rank_that_does_not_leave_is_a_failure(monkeypatch):
+    monkeypatch.setattr("ranktest.launch.EXIT_WAIT_S", 0.5)
+    with pytest.raises(RanksTimeout, match="rank 0 gave its result but did not end"):
+        run_ranks(never_leave, 1)
+
+
+def test_a_rank_that_dies_on_leaving_is_a_failure():
+    with pytest.raises(RankFailed, match="gave its result and then ended with status 3"):
+        run_ranks(die_after_the_result, 1)
 
 
 def test_output_of_ranks_reaches_the_test(capsys):

@@ -91,7 +91,7 @@ def run_ranks(
         try:
             _start(job, call, outcome)
             _collect(outcome, time.monotonic() + timeout, set(allow_exit), Path(folder), timeout)
-            _release(outcome)
+            _release(outcome, Path(folder))
             return [pickle.loads(r.report.result) if r.report is not None else None for r in outcome.ranks]
         finally:
             _kill(outcome)
@@ -197,21 +197,12 @@ def _failure_text(rank: int, state: _Rank, ranks: int) -> str:
 
 
 def _deadline_text(outcome: _Outcome, folder: Path, timeout_s: float) -> str:
-    """Ask every rank still running for its stacks, and say where each rank stands."""
-    waiting = outcome.waiting()
-    for rank in waiting:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(_pid(outcome.ranks[rank]), signal.SIGUSR1)
-    files = {rank: folder / f"rank-{rank}.stacks" for rank in waiting}
-    until = time.monotonic() + STACKS_WAIT_S
-    while time.monotonic() < until and not all(f.exists() and f.stat().st_size for f in files.values()):
-        time.sleep(0.02)
-    time.sleep(0.05)  # a dump is several writes
-    lines = [f"{len(waiting)} of {len(outcome.ranks)} ranks gave no result within {timeout_s:g} s"]
+    """Say where each rank stands: at a line, finished, or dead."""
+    stacks = _stacks(outcome, outcome.waiting(), folder)
+    lines = [f"{len(stacks)} of {len(outcome.ranks)} ranks gave no result within {timeout_s:g} s"]
     for rank, state in enumerate(outcome.ranks):
-        if rank in files:
-            text = files[rank].read_text() if files[rank].exists() else ""
-            lines.append(f"--- rank {rank} stands at\n{text or '(no stack: the process is stopped or in the kernel)'}")
+        if rank in stacks:
+            lines.append(f"--- rank {rank} stands at\n{stacks[rank]}")
         elif state.report is not None:
             lines.append(f"--- rank {rank} had finished")
         else:
@@ -219,15 +210,41 @@ def _deadline_text(outcome: _Outcome, folder: Path, timeout_s: float) -> str:
     return "\n".join(lines)
 
 
-def _release(outcome: _Outcome) -> None:
+def _stacks(outcome: _Outcome, ranks: list[int], folder: Path) -> dict[int, str]:
+    """The Python stacks of all threads of some running ranks, by rank."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_pid(outcome.ranks[rank]), signal.SIGUSR1)
+    files = {rank: folder / f"rank-{rank}.stacks" for rank in ranks}
+    until = time.monotonic() + STACKS_WAIT_S
+    while time.monotonic() < until and not all(f.exists() and f.stat().st_size for f in files.values()):
+        time.sleep(0.02)
+    time.sleep(0.05)  # a dump is several writes
+    texts = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+    return {rank: text or "(no stack: the process is stopped or in the kernel)" for rank, text in texts.items()}
+
+
+def _release(outcome: _Outcome, folder: Path) -> None:
     """All have reported: let them leave their groups together."""
-    for state in outcome.ranks:
-        if state.exit_code is None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                state.channel.send(None)
+    __tracebackhide__ = True
+    staying = {rank: state for rank, state in enumerate(outcome.ranks) if state.exit_code is None}
+    for state in staying.values():
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            state.channel.send(None)
     until = time.monotonic() + EXIT_WAIT_S
-    for state in outcome.ranks:
+    for state in staying.values():
         state.process.join(max(0.0, until - time.monotonic()))
+    stuck = [rank for rank, state in staying.items() if state.process.is_alive()]
+    if stuck:
+        stacks = _stacks(outcome, stuck, folder)
+        texts = [
+            f"rank {rank} gave its result but did not end within {EXIT_WAIT_S:g} s\n{stacks[rank]}" for rank in stuck
+        ]
+        raise RanksTimeout("\n".join(texts))
+    for rank, state in staying.items():
+        # Where a rank may die, its peers may fail to leave a broken group.
+        if state.process.exitcode and len(staying) == len(outcome.ranks):
+            raise RankFailed(rank, f"rank {rank} gave its result and then ended with status {state.process.exitcode}")
 
 
 def _kill(outcome: _Outcome) -> None:

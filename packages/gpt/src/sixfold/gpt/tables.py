@@ -11,6 +11,7 @@ import math
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from sixfold.gpt.errors import ConfigError
@@ -63,7 +64,7 @@ class Table:
     TABLE: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
+        hints = _hints(type(self))
         for field in fields(self):
             name = f"{self.TABLE}.{field.name}"
             object.__setattr__(self, field.name, coerce(getattr(self, field.name), hints[field.name], name))
@@ -71,6 +72,11 @@ class Table:
 
     def check(self) -> None:
         """Rules between keys of this table; a subclass raises ConfigError."""
+
+
+@cache
+def _hints(table: type) -> dict[str, Any]:
+    return get_type_hints(table, include_extras=True)
 
 
 def keys_of(table: type) -> tuple[str, ...]:

@@ -1,0 +1,113 @@
+"""Rules between tables, between a configuration and its world, and between a run and its past."""
+
+import pytest
+from config_helpers import config_with, words_of
+
+from sixfold.gpt.config import check_world, resume_changes
+from sixfold.gpt.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.global_batch_size=18", "is 18 and train.micro_batch_size * parallel.dp is 4 * 1 = 4"),
+        ("train.global_batch_size=18", "16 or 20 works"),
+        ("train.batch_ramp=[[2, 6]]", "train.batch_ramp[0] is 6"),
+        ("parallel.tp=3", "model.num_attention_heads is 4 and parallel.tp is 3; tp divides it: parallel.tp = 2 works"),
+        ("parallel.layers_per_stage=[2, 2]", "has 2 entries and parallel.pp * stages_per_rank is 1"),
+        ("parallel.layers_per_stage=[3]", "parallel.layers_per_stage sums to 3 and model.num_layers is 4"),
+        ("parallel.stages_per_rank=2", "parallel.schedule = 'interleaved' takes several"),
+        ("schedule.decay_steps=10", "it is 0 unless the shape is 'wsd'"),
+    ],
+)  # fmt: skip
+def test_tables_that_contradict_each_other_are_named_with_both_numbers(override, expected):
+    with pytest.raises(ConfigError) as error:
+        config_with(override)
+    assert expected in words_of(error)
+
+
+def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
+    with pytest.raises(ConfigError, match=r"schedule\.decay_steps = 70 works"):
+        config_with("schedule.shape=wsd", "schedule.warmup_steps=30", "schedule.decay_steps=80")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2", "parallel.schedule=zb_h1",
+        "pipeline.dynamic_shapes=true", "model.num_experts=4", "train.precision=fp8", "train.compile=true",
+        "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon", "data.order=megatron",
+        "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true", "log.tensorboard=true",
+        "log.profile_steps=[3]", "data.changes=[{at = 64, blend = ['data/wiki'], weights = [1.0]}]",
+    ],
+)  # fmt: skip
+def test_what_this_release_lacks_is_refused_by_key_and_said_to_come_later(override):
+    with pytest.raises(ConfigError) as error:
+        config_with(override)
+    assert words_of(error).startswith(override.partition("=")[0] + " is ")
+    assert "comes with a later release" in words_of(error)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "dp"), [((), 1, 1), ((), 4, 4), (("parallel.pp=2",), 2, 1), (("parallel.pp=2",), 8, 4)]
+)
+def test_dp_is_what_the_world_leaves(overrides, world, dp):
+    config = config_with(*overrides)
+    parallel = check_world(config, world)
+    assert parallel.dp == dp
+    assert parallel.world == world
+
+
+def test_the_world_nobody_gave_is_the_product_of_the_degrees():
+    assert config_with("parallel.pp=4").parallel.world == 4
+    assert config_with("parallel.pp=2", "parallel.dp=2").parallel.world == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "expected"),
+    [
+        (("parallel.pp=3",), 4, ("= 3", "world of 4", "3 or 6 works", "parallel.pp = 2 with parallel.dp = 2")),
+        (("parallel.pp=2", "parallel.dp=2"), 3, ("is 4 ranks and the world has 3", "a world of 4 works")),
+        ((), 3, ("train.global_batch_size is 16", "4 * 3 = 12", "12 or 24 works")),
+        ((), 0, ("a world of 1 works",)),
+    ],
+)
+def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, world, expected):
+    with pytest.raises(ConfigError) as error:
+        check_world(config_with(*overrides), world)
+    for words in expected:
+        assert words in words_of(error)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.pp=2", "pipeline.lookahead=1", "fsdp.grad_sum=rank_order", "checkpoint.every=5", "eval.every=5",
+        "log.every=5", "run.dir=elsewhere", "train.steps=200", "train.micro_batch_size=2", "train.recompute=full",
+        "data.blend=['moved/wiki', 'moved/code']", "data.cache_dir=elsewhere", "train.batch_ramp=[[50, 32]]",
+    ],
+)  # fmt: skip
+def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
+    resume_changes(config_with(), config_with(override), step=50)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.norm_eps=1e-6", "model.norm_eps"), ("data.seq_length=64", "data.seq_length"),
+        ("data.blend=['data/code', 'data/wiki']", "data.blend"), ("train.seed=1", "train.seed"),
+        ("train.global_batch_size=32", "train.global_batch_size"), ("optimizer.lr=1", "optimizer.lr"),
+        ("schedule.warmup_steps=3", "schedule.warmup_steps"), ("train.batch_ramp=[[49, 32]]", "train.batch_ramp"),
+        ("train.precision=fp32", "train.precision"), ("data.names=['a', 'b']", "data.blend"),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_refuses_what_would_have_changed_its_past(override, key):
+    with pytest.raises(ConfigError, match=rf"cannot change {key} \(was "):
+        resume_changes(config_with(), config_with(override), step=50)
+
+
+def test_all_changes_of_a_resumed_run_are_named_at_once():
+    with pytest.raises(ConfigError) as error:
+        resume_changes(config_with(), config_with("train.seed=1", "optimizer.lr=1"))
+    assert "train.seed (was 1234, is 1)" in words_of(error)
+    assert "optimizer.lr (was 0.001, is 1.0)" in words_of(error)

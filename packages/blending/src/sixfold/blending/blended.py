@@ -75,7 +75,7 @@ class BlendedDataset(Samples):
         self.schedule = _schedule(datasets, weights, size, config)
         lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
         self.datasets = [
-            dataset if len(length) == 1 else dataset.with_sequence_lengths(length)
+            dataset if length == dataset.lengths else dataset.with_sequence_lengths(length)
             for dataset, length in zip(datasets, lengths, strict=True)
         ]
         for number, dataset in enumerate(self.datasets):
@@ -105,7 +105,7 @@ class BlendedDataset(Samples):
         if position_B.size:
             width = one_sequence_length(position_B, self.schedule.sequence_lengths(position_B))
         else:
-            width = self.config.sequence_length
+            width = self.schedule.segments[0].sequence_length
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
         for number in np.unique(dataset_B).tolist():

@@ -105,6 +105,7 @@ class MegatronDataset(Samples):
 
     Attributes:
         num_samples: the length asked for; None is one epoch.
+        lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
         indices: numbers of the part's sequences, a range or an array.
         document_index, sample_index, shuffle_index: None, for the stateless order has none.
     """
@@ -139,7 +140,7 @@ class MegatronDataset(Samples):
         self.config = config
         self.part = Part(indexed_dataset, indexed_indices)
         self.name = config.name_of(dataset_path or "")
-        self._lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
+        self.lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
         self._epoch_only = num_samples is None
         if num_samples != 0:
             self.order  # noqa: B018 - a part without tokens is refused now, not at the first sample
@@ -169,26 +170,26 @@ class MegatronDataset(Samples):
     @property
     def samples_per_epoch(self) -> int:
         """Samples of one epoch, at the first sequence length; the last one has a successor for its last label."""
-        return max(0, self.part.tokens - 1) // self._lengths[0][1]
+        return max(0, self.part.tokens - 1) // self.lengths[0][1]
 
     @cached_property
     def order(self) -> SampleOrder:
         """Which stretch of the line is which sample."""
         line = Line(self.part, int(self.config.random_seed), self.name, self.index_split.name)
-        return SampleOrder(line, self._lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
+        return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
 
     @cached_property
     def schedule(self) -> Schedule:
         """This dataset alone as a blend, for ``state_dict``."""
         if self._epoch_only and self.samples_per_epoch:
-            return Schedule.one_epoch([self.samples_per_epoch], self._lengths[0][1])
-        return Schedule([Era(0, [PERIOD], self._lengths[0][1])])
+            return Schedule.one_epoch([self.samples_per_epoch], self.lengths[0][1])
+        return Schedule([Era(0, [PERIOD], self.lengths[0][1])])
 
     def with_sequence_lengths(self: Self, lengths: tuple[tuple[int, int], ...]) -> Self:
         """The same data and name with (first sample, sequence length) of each change."""
         other = object.__new__(type(self))
         other.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("order", "schedule")}
-        other._lengths = lengths
+        other.lengths = lengths
         return other
 
     def __len__(self) -> int:
@@ -207,7 +208,7 @@ class MegatronDataset(Samples):
         """
         sample_B = checked_positions(positions, len(self) if self._epoch_only else None)
         if sample_B.size == 0:
-            return self.make_batch(self.new_rows(0, self._lengths[0][1], out), out)
+            return self.make_batch(self.new_rows(0, self.lengths[0][1], out), out)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order.sequence_lengths(sample_B)), out)
         self.read_rows(sample_B, rows, np.arange(sample_B.size))
         return self.make_batch(rows, out)

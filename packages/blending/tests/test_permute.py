@@ -1,0 +1,59 @@
+"""The keyed permutation: every number of it is fixed for version 1 of the order."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blending_helpers import naive_key, naive_permute
+
+from sixfold.blending import BlendingError
+from sixfold.blending.order import permute
+from sixfold.blending.permute import order_key
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
+
+
+def test_keys_and_permutations_are_those_of_version_1():
+    for parts, key in GOLDEN["keys"]:
+        assert order_key(*parts) == key
+    for key, n, index, image in GOLDEN["permutations"]:
+        assert permute(key, n, index).tolist() == image
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 255, 256, 257, 1000])
+def test_it_is_the_plain_statement_and_a_bijection(n):
+    key = naive_key("some", n)
+    image = permute(key, n, np.arange(n))
+    assert image.tolist() == [naive_permute(key, n, index) for index in range(n)]
+    assert sorted(image.tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**40 + 7, 2**53])
+def test_large_sizes_equal_the_plain_statement(n):
+    index = np.random.default_rng(n).integers(0, n, 40)
+    assert permute(99, n, index).tolist() == [naive_permute(99, n, int(one)) for one in index]
+
+
+def test_keys_and_sizes_may_differ_by_element_and_the_batch_size_does_not_matter():
+    rng = np.random.default_rng(0)
+    keys, sizes = rng.integers(0, 2**63, 500).astype(np.uint64), rng.integers(1, 300, 500)
+    index = rng.integers(0, sizes)
+    together = permute(keys, sizes, index)
+    assert together.tolist() == [
+        naive_permute(int(key), int(n), int(one)) for key, n, one in zip(keys, sizes, index, strict=True)
+    ]
+    for begin in range(0, 500, 7):  # arrays of few elements go another way through the code
+        some = slice(begin, begin + 7)
+        assert permute(keys[some], sizes[some], index[some]).tolist() == together[some].tolist()
+
+
+def test_keys_part_by_part_differ():
+    keys = {order_key(1234, "a", "train", *rest) for rest in [(), (0,), (1,), (0, 0), (0, 1), (0, 0, 0), (1, 0, 0)]}
+    assert len(keys) == 7
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_an_index_outside_is_refused(index):
+    with pytest.raises(BlendingError, match=r"is not one of 0\.\.9"):
+        permute(1, 10, [3, index])

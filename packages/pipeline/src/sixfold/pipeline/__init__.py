@@ -1,0 +1,57 @@
+"""Every pipeline schedule as a value, and one executor for all of them.
+
+    schedules --> Program --> passes, verify, simulate, draw --> PipelineRunner
+
+Everything up to ``Stage`` works without torch; ``Stage`` and the runner load it
+when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sixfold.pipeline import passes
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.draw import draw
+from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b
+from sixfold.pipeline.simulate import Timeline, simulate
+from sixfold.pipeline.verify import Report, verify
+
+if TYPE_CHECKING:
+    from sixfold.pipeline.run import PipelineRunner, StepResult
+    from sixfold.pipeline.stage import Stage
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "PipelineRunner",
+    "PipelineTimeout",
+    "Program",
+    "Report",
+    "ScheduleError",
+    "Stage",
+    "StepResult",
+    "Timeline",
+    "draw",
+    "gpipe",
+    "interleaved",
+    "naive",
+    "one_f_one_b",
+    "passes",
+    "simulate",
+    "verify",
+]
+
+_NEED_TORCH = {"PipelineRunner": "run", "StepResult": "run", "Stage": "stage"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

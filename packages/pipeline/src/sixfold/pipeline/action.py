@@ -1,0 +1,107 @@
+"""One action of a schedule, and its text form.
+
+    "3F0" <--> Action (this file) --> program.py --> everything else
+
+Torch-free. The text form is torch's (``distributed/pipelining/schedules.py``,
+``_Action``), with two kinds of our own: RECOMPUTE and STEP. Where torch's
+parser takes what merely starts like an action (``1F0x``, a bare ``1F``), the
+whole text must match here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from sixfold.pipeline.errors import ScheduleError
+
+__all__ = ["BACKWARD_ENDS", "COMPUTE", "MESSAGES", "PER_STAGE", "Action", "Kind"]
+
+
+class Kind(str, Enum):
+    """What an action does; the value is its spelling in text and CSV."""
+
+    F = "F"  # forward of one microbatch on one stage
+    B = "B"  # full backward
+    I = "I"  # noqa: E741 - gradient of the stage's input; the field's name for it
+    W = "W"  # gradients of the stage's weights that I deferred
+    SEND_F = "SEND_F"  # carries the stage that sends
+    RECV_F = "RECV_F"  # carries the stage that receives
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"  # gather the parameters of a sharded stage
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce the stage's gradients over its replicas
+    OVERLAP_F_B = "OVERLAP_F_B"  # a forward and a backward that run together
+    RECOMPUTE = "RECOMPUTE"  # ours: run the forward again before the backward
+    STEP = "STEP"  # ours: optimizer step of one stage; its number is the step
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
+MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # kinds without a number
+BACKWARD_ENDS = frozenset({Kind.B, Kind.W})  # after one of these a microbatch is done on its stage
+
+# Longer spellings first, so that "F" does not end the match of a kind that starts with it.
+_KINDS = "|".join(sorted((kind.value for kind in Kind if kind is not Kind.OVERLAP_F_B), key=len, reverse=True))
+_SIMPLE = re.compile(rf"(\d+)({_KINDS})(\d+)?")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``<stage><KIND><microbatch>``, for example ``3F0``, or ``(0F4;7B0)OVERLAP_F_B``.
+
+    ``microbatch`` is None for UNSHARD, RESHARD and REDUCE_GRAD and is the optimizer
+    step for STEP. ``parts`` are the two or more actions of an overlap, in execution
+    order; its ``stage`` is then that of the first part.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+    parts: tuple[Action, ...] = ()
+
+    @classmethod
+    def overlap(cls, *parts: Action) -> Action:
+        """The OVERLAP_F_B of ``parts``, which are compute actions in execution order."""
+        if not parts or any(part.parts or part.kind not in COMPUTE for part in parts):
+            raise ScheduleError(f"OVERLAP_F_B of {list(map(str, parts))}: its parts are F, B, I or W")
+        return cls(parts[0].stage, Kind.OVERLAP_F_B, None, parts)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind.value}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that ``text`` spells.
+
+        Raises:
+            ScheduleError: ``text`` is not one whole action, or its kind needs a microbatch and has none.
+        """
+        if overlap := _OVERLAP.fullmatch(text):
+            return cls.overlap(*(cls.parse(part.strip()) for part in overlap[1].split(";")))
+        if (found := _SIMPLE.fullmatch(text)) is None:
+            slices = " (a dot after the microbatch is reserved for sequence slices)" if "." in text else ""
+            raise ScheduleError(f"{text!r} is not an action; write <stage><KIND><microbatch>, such as 3F0{slices}")
+        kind = Kind(found[2])
+        if (kind in PER_STAGE) != (found[3] is None):
+            rule = "takes no microbatch" if kind in PER_STAGE else "needs a microbatch"
+            raise ScheduleError(f"{text!r}: {kind} {rule}")
+        return cls(int(found[1]), kind, None if found[3] is None else int(found[3]))
+
+    def each(self) -> Iterator[Action]:
+        """The actions that this one runs: its parts, or itself."""
+        return iter(self.parts or (self,))
+
+    @property
+    def peer_stage(self) -> int:
+        """Stage at the other end of a message: of 1SEND_F3 it is 2, of 1RECV_F3 it is 0."""
+        return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)

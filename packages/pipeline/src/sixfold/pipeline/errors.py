@@ -1,0 +1,47 @@
+"""The one error of this package and its time-out form.
+
+    every file --> ScheduleError (this file) --> the caller
+
+Torch-free. An error knows where it arose: rank, place in that rank's list and
+action; the proof of a deadlock also carries its cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sixfold.pipeline.action import Action
+
+__all__ = ["PipelineTimeout", "ScheduleError"]
+
+
+class ScheduleError(ValueError):
+    """A program, an argument or a stage broke a rule; the message says which and what to do.
+
+    Attributes:
+        rank: rank of the program that is at fault, or None.
+        position: index in that rank's list, or None.
+        action: the action there (or the missing one), or None.
+        cycle: (rank, position, action) in the order in which each waits for the next; () if it is no deadlock.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        position: int | None = None,
+        action: Action | None = None,
+        cycle: Sequence[tuple[int, int, Action]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.position = position
+        self.action = action
+        self.cycle = tuple(cycle)
+
+
+class PipelineTimeout(ScheduleError):
+    """A peer did not answer before the deadline, or its connection ended."""

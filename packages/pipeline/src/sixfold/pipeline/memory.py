@@ -1,0 +1,101 @@
+"""What a rank holds while it runs its list: activations and weight versions.
+
+    one rank's actions --> peak_activations, weight_versions (this file) --> verify, simulate
+
+Torch-free. Memory follows from the order of a list alone; no clock is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program import Program
+
+__all__ = ["activation_share", "peak_activations", "weight_versions"]
+
+_ROUNDING = 1e-9  # sums of 1/v, relative to a cap that the user wrote down
+
+
+def activation_share(program: Program) -> tuple[float, ...]:
+    """Per stage 1/v: its part of one microbatch's activations on a rank of v stages."""
+    return tuple(1.0 / program.placement.count(rank) for rank in program.placement)
+
+
+def peak_activations(
+    program: Program,
+    activation: Sequence[float],
+    *,
+    inputs: Sequence[float] | None = None,
+    input_share: float = 0.0,
+    cap: float | None = None,
+) -> tuple[float, ...]:
+    """Largest amount of activations that each rank holds at once.
+
+    F adds its stage's activation and B or W removes it; I removes ``input_share`` of
+    it and W the rest. Between F and its RECOMPUTE only the stage's input is held.
+
+    Args:
+        activation: per stage, any unit; the result has the same.
+        inputs: per stage, size of the stage's input; None counts nothing.
+        cap: refuse programs that hold more.
+    Raises:
+        ScheduleError: the first action over ``cap``, with need and cap.
+    """
+    peaks = []
+    for rank, actions in enumerate(program.ranks):
+        again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
+        held = peak = 0.0
+        for position, entry in enumerate(actions):
+            for action in entry.each():
+                whole = activation[action.stage]
+                kept = inputs[action.stage] if inputs is not None else 0.0
+                if action.kind is Kind.F:
+                    held += kept if (action.stage, action.microbatch) in again else whole
+                elif action.kind is Kind.RECOMPUTE:
+                    held += whole - kept
+                elif action.kind is Kind.B:
+                    held -= whole
+                elif action.kind is Kind.I:
+                    held -= whole * input_share
+                elif action.kind is Kind.W:
+                    held -= whole * (1.0 - input_share)
+            peak = max(peak, held)
+            if cap is not None and held > cap + _ROUNDING:
+                raise ScheduleError(
+                    f"rank {rank} [{position}] {entry}: holds {held:g} of activations; memory_cap is {cap:g}",
+                    rank=rank,
+                    position=position,
+                    action=entry,
+                )
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def weight_versions(program: Program) -> tuple[int, ...]:
+    """Largest number of weight versions of one stage that each rank needs at once.
+
+    One for a program without STEP. With it, a microbatch needs the version of its
+    forward until its last backward, and the newest version is always there.
+    """
+    return tuple(_versions_of_rank(actions) for actions in program.ranks)
+
+
+def _versions_of_rank(actions: tuple[Action, ...]) -> int:
+    if not any(action.kind is Kind.STEP for action in actions):
+        return 1
+    newest: dict[int, int] = {}
+    used: dict[tuple[int, int | None], int] = {}
+    most = 1
+    for action in (part for entry in actions for part in entry.each()):
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.F:
+            used[key] = newest.get(action.stage, 0)
+        elif action.kind in (Kind.B, Kind.W):
+            used.pop(key, None)
+        elif action.kind is Kind.STEP:
+            newest[action.stage] = newest.get(action.stage, 0) + 1
+            live = {version for (stage, _), version in used.items() if stage == action.stage}
+            most = max(most, len(live | {newest[action.stage]}))
+    return most

@@ -1,0 +1,153 @@
+"""A program: one list of actions per rank, with its text and CSV forms.
+
+    schedules/*, text, CSV <--> Program (this file) --> passes, verify, simulate, draw, run
+
+Torch-free. Nothing here says whether a program is right; that is ``verify``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.errors import ScheduleError
+
+__all__ = ["Program"]
+
+_LINE = re.compile(r"\s*(\d+)\s*:(.*)")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank does in one step.
+
+    Attributes:
+        ranks: the actions of each rank, in the order in which it runs them.
+        microbatches: m, per flush of the pipeline.
+        placement: rank of each stage.
+        name: for reports; it is no part of the program's identity.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    microbatches: int
+    placement: tuple[int, ...]
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ScheduleError(f"microbatches is {self.microbatches}; it is >= 1")
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < len(self.ranks):
+                raise ScheduleError(f"stage {stage} is placed on rank {rank}; the program has {len(self.ranks)} ranks")
+
+    @property
+    def stages(self) -> int:
+        """Number of stages over all ranks."""
+        return len(self.placement)
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the messages are in the lists; one without need of any is lowered once it reduces gradients."""
+        if any(action.kind in MESSAGES for _, _, action in self.entries()):
+            return True
+        local = all(a == b for a, b in zip(self.placement, self.placement[1:], strict=False))
+        return local and any(action.kind is Kind.REDUCE_GRAD for _, _, action in self.entries())
+
+    def entries(self) -> Iterator[tuple[int, int, Action]]:
+        """Every (rank, position, action), rank after rank."""
+        for rank, actions in enumerate(self.ranks):
+            for position, action in enumerate(actions):
+                yield rank, position, action
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages on ``rank``, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def __str__(self) -> str:
+        return "".join(
+            f"{rank}: {' '.join(map(str, actions))}".rstrip() + "\n" for rank, actions in enumerate(self.ranks)
+        )
+
+    @classmethod
+    def parse(cls, text: str, microbatches: int | None = None) -> Program:
+        """Read lines ``rank: action action ...``; blank lines and ``#`` comments are skipped.
+
+        Args:
+            text: one line per rank, any order, no rank left out.
+            microbatches: m; None takes 1 + the largest index found.
+        Raises:
+            ScheduleError: names the cell, its rank and its column, or the rank that is missing or doubled.
+        """
+        rows: dict[int, tuple[Action, ...]] = {}
+        for line in text.splitlines():
+            line = line.partition("#")[0]
+            if not line.strip():
+                continue
+            if (found := _LINE.fullmatch(line)) is None:
+                raise ScheduleError(f"line {line.strip()!r} is not 'rank: action action ...'")
+            rank = int(found[1])
+            if rank in rows:
+                raise ScheduleError(f"rank {rank} has two lines; each rank has one", rank=rank)
+            rows[rank] = _cells(found[2].split(), rank)
+        for rank in range(len(rows)):
+            if rank not in rows:
+                raise ScheduleError(f"rank {rank} has no line; ranks are 0..{max(rows)}", rank=rank)
+        return cls._from_rows([rows[rank] for rank in range(len(rows))], microbatches)
+
+    @classmethod
+    def from_csv(cls, text: str) -> Program:
+        r"""Read PyTorch's form: row r is rank r, cells joined by ``,``, rows ended by ``\r\n`` or ``\n``.
+
+        An empty cell is an idle slot that torch writes for alignment; it is dropped.
+        """
+        rows = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+        return cls._from_rows(
+            [_cells((cell.strip() for cell in row.split(",")), r) for r, row in enumerate(rows)], None
+        )
+
+    def to_csv(self) -> str:
+        """PyTorch's form of this program.
+
+        Raises:
+            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for.
+        """
+        for rank, position, action in self.entries():
+            if action.kind in (Kind.RECOMPUTE, Kind.STEP):
+                raise ScheduleError(
+                    f"rank {rank} [{position}] {action}: CSV has no {action.kind}; passes.strip removes it",
+                    rank=rank,
+                    position=position,
+                    action=action,
+                )
+        return "".join(",".join(map(str, actions)) + "\r\n" for actions in self.ranks)
+
+    @classmethod
+    def _from_rows(cls, rows: list[tuple[Action, ...]], microbatches: int | None) -> Program:
+        placement: dict[int, int] = {}
+        largest = -1
+        for rank, actions in enumerate(rows):
+            for action in (part for entry in actions for part in entry.each()):
+                placement.setdefault(action.stage, rank)  # a stage on two ranks is for verify to refuse
+                if action.microbatch is not None and action.kind is not Kind.STEP:
+                    largest = max(largest, action.microbatch)
+        if largest < 0:
+            raise ScheduleError("the program has no action with a microbatch; it needs at least one")
+        for stage in range(max(placement) + 1):
+            if stage not in placement:
+                raise ScheduleError(f"stage {stage} has no action; stages are 0..{max(placement)}")
+        m = largest + 1 if microbatches is None else microbatches
+        return cls(tuple(rows), m, tuple(placement[stage] for stage in range(len(placement))))
+
+
+def _cells(cells: Iterable[str], rank: int) -> tuple[Action, ...]:
+    """Parse one rank's cells, dropping empty ones; an error says which column of which rank."""
+    actions = []
+    for column, cell in enumerate(cells):
+        if cell:
+            try:
+                actions.append(Action.parse(cell))
+            except ScheduleError as error:
+                raise ScheduleError(f"rank {rank}, column {column}: {error}", rank=rank, position=column) from None
+    return tuple(actions)

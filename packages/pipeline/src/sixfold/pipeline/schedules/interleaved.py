@@ -1,0 +1,57 @@
+"""Interleaved 1F1B: several chunks per rank (arXiv 2104.04473).
+
+    ranks, microbatches, chunks --> Program (this file) --> passes.lower
+
+Megatron's table: microbatches in groups, each group through chunk 0, then
+chunk 1, ...; backward through the chunks in reverse. bubble_over_ideal is
+(p - 1) / (v m) for every m >= p. It is paid with memory (p + (p - 1) / v
+microbatches against p) and with (p v - 1) / (p - 1) times 1F1B's messages: the
+way from the last rank back to the first is new traffic.
+"""
+
+from __future__ import annotations
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.one_f_one_b import alternate
+
+__all__ = ["interleaved"]
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
+    """Interleaved 1F1B of ``chunks`` stages per rank; stage s on rank ``s % ranks``.
+
+    Any m is taken. A short last group would double the bubble (m=6, p=4, v=2), so
+    the microbatches are shared among ``max(1, m // group)`` groups of near-equal
+    size, larger first, and the warm-up counts with the largest.
+
+    Args:
+        group: microbatches that pass a chunk before the next chunk's turn; None means ``ranks``.
+    Raises:
+        ScheduleError: an argument is below one, or ``group`` is below ``ranks``.
+    """
+    at_least_one(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if group is not None and group < ranks:
+        raise ScheduleError(f"group is {group}; it is >= ranks ({ranks}), else the ranks wait for each other for ever")
+    groups = _near_equal(microbatches, max(1, microbatches // (group or ranks)))
+    largest = len(groups[0])
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        rows.append(
+            alternate(
+                [Action(stage, Kind.F, k) for members in groups for stage in stages for k in members],
+                [Action(stage, Kind.B, k) for members in groups for stage in reversed(stages) for k in members],
+                warmup=2 * (ranks - 1 - rank) + (chunks - 1) * largest,
+            )
+        )
+    return Program(tuple(rows), microbatches, looped(ranks, chunks), "interleaved")
+
+
+def _near_equal(count: int, groups: int) -> list[range]:
+    """0..count in ``groups`` runs whose lengths differ by at most one, longer runs first."""
+    base, longer = divmod(count, groups)
+    starts = [g * base + min(g, longer) for g in range(groups + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]

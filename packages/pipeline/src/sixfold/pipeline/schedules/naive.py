@@ -1,0 +1,33 @@
+"""Naive model parallelism: one microbatch is in the pipeline at a time.
+
+    ranks, microbatches --> Program (this file) --> passes.lower
+
+The order of the plain loop. bubble_over_ideal is p - 1 whatever m is (the notes
+that derive GPipe's formula for it are wrong); at most one microbatch is held.
+"""
+
+from __future__ import annotations
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.program import Program
+
+__all__ = ["naive"]
+
+
+def naive(ranks: int, microbatches: int) -> Program:
+    """F then B of one microbatch after another; stage r on rank r.
+
+    Raises:
+        ScheduleError: an argument is below one.
+    """
+    at_least_one(ranks=ranks, microbatches=microbatches)
+    return Program(
+        tuple(
+            tuple(Action(rank, kind, k) for k in range(microbatches) for kind in (Kind.F, Kind.B))
+            for rank in range(ranks)
+        ),
+        microbatches,
+        looped(ranks),
+        "naive",
+    )

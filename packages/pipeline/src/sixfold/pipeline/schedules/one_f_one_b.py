@@ -1,0 +1,46 @@
+"""1F1B: as soon as a rank can run a backward it does (PipeDream-Flush, arXiv 2006.09503).
+
+    ranks, microbatches --> Program (this file) --> passes.lower
+
+bubble_over_ideal is GPipe's (p - 1) / m, but rank r holds only min(m, p - r)
+microbatches: rank 0 the most.
+"""
+
+from __future__ import annotations
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.program import Program
+
+__all__ = ["alternate", "one_f_one_b"]
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    actions = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += (forward, backward)
+    return (*actions, *backwards[len(forwards) - warmup :])
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Program:
+    """p - 1 - r warm-up forwards on rank r, then F B in turn, then the drain; stage r on rank r.
+
+    Raises:
+        ScheduleError: an argument is below one.
+    """
+    at_least_one(ranks=ranks, microbatches=microbatches)
+    return Program(
+        tuple(
+            alternate(
+                [Action(rank, Kind.F, k) for k in range(microbatches)],
+                [Action(rank, Kind.B, k) for k in range(microbatches)],
+                warmup=ranks - 1 - rank,
+            )
+            for rank in range(ranks)
+        ),
+        microbatches,
+        looped(ranks),
+        "one_f_one_b",
+    )

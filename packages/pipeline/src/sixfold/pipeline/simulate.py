@@ -1,0 +1,139 @@
+"""Time and memory of a program, before any process starts.
+
+    Program, Costs --> Timeline (this file) --> draw, plan
+
+Torch-free. A rank runs its list in order; an action starts when the rank is free
+and its inputs are there; a tensor from another rank arrives ``hop`` after its
+maker ended; sending costs the rank nothing. Messages in the lists change nothing,
+so a program and its lowered form have one timeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
+from sixfold.pipeline.program import Program
+
+__all__ = ["Event", "Timeline", "simulate"]
+
+Event = tuple[int, Action, float, float]  # rank, action, start, end
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action runs. Times are in the unit of the costs, sizes in that of ``Costs.activation``.
+
+    Attributes:
+        makespan: end of the last action.
+        ideal: work of the busiest rank.
+        bubble_over_ideal: (makespan - ideal) / ideal (Megatron's bubble).
+        bubble_over_total: 1 - sum of work / (ranks * makespan) (zero-bubble's "bubble rate").
+        span_over_ideal: (longest time from a rank's first start to its last end - ideal) / ideal.
+        peak_activations: per rank.
+        weight_versions: per rank.
+        events: compute actions of rank 0 in order, then rank 1, ...
+    """
+
+    makespan: float
+    ideal: float
+    bubble_over_ideal: float
+    bubble_over_total: float
+    span_over_ideal: float
+    peak_activations: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    events: tuple[Event, ...]
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """Run ``program`` on paper.
+
+    Raises:
+        ScheduleError: the costs are for another number of stages, or the program hangs.
+    Cost: O(actions).
+    """
+    if len(costs.forward) != program.stages:
+        raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
+    rows = [[a for a in actions if a.kind in _TAKES_TIME] for actions in program.ranks]
+    events = _play(program, rows, costs)
+    work = [sum(end - start for _, _, start, end in row) for row in events]
+    makespan = max((row[-1][3] for row in events if row), default=0.0)
+    span = max((row[-1][3] - row[0][2] for row in events if row), default=0.0)
+    ideal = max(work)
+    activation = costs.activation if costs.activation is not None else activation_share(program)
+    return Timeline(
+        makespan=makespan,
+        ideal=ideal,
+        bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
+        bubble_over_total=1.0 - sum(work) / (len(work) * makespan) if makespan else 0.0,
+        span_over_ideal=(span - ideal) / ideal if ideal else 0.0,
+        peak_activations=peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share),
+        weight_versions=weight_versions(program),
+        events=tuple(event for row in events for event in row),
+    )
+
+
+_TAKES_TIME = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.RECOMPUTE})
+
+
+def _duration(action: Action, costs: Costs) -> float:
+    if action.parts:
+        return costs.overlap * sum(_duration(part, costs) for part in action.parts)
+    stage = action.stage
+    if action.kind in (Kind.F, Kind.RECOMPUTE):
+        return costs.forward[stage]
+    if action.kind is Kind.I:
+        return costs.backward_input[stage]
+    if action.kind is Kind.W:
+        return costs.backward_weight[stage]
+    return costs.backward_input[stage] + costs.backward_weight[stage]
+
+
+def _play(program: Program, rows: list[list[Action]], costs: Costs) -> list[list[Event]]:
+    """Start and end of every action, rank by rank; a rank goes on until an input is not made yet."""
+    made: dict[tuple[bool, int, int | None], float] = {}  # (forward?, stage, microbatch) -> end of its maker
+    sleepers: dict[tuple[bool, int, int | None], list[int]] = {}
+    events: list[list[Event]] = [[] for _ in rows]
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        for action in rows[rank][len(events[rank]) :]:
+            start = events[rank][-1][3] if events[rank] else 0.0
+            missing = None
+            for key in _inputs(action, program):
+                if key not in made:
+                    missing = key
+                    break
+                far = program.placement[key[1]] != rank
+                start = max(start, made[key] + (costs.hop if far else 0.0))
+            if missing is not None:
+                sleepers.setdefault(missing, []).append(rank)
+                break
+            end = start + _duration(action, costs)
+            events[rank].append((rank, action, start, end))
+            for part in action.each():
+                if part.kind in (Kind.F, Kind.B, Kind.I):
+                    key = (part.kind is Kind.F, part.stage, part.microbatch)
+                    made[key] = end
+                    ready += sleepers.pop(key, ())
+    for rank, row in enumerate(rows):
+        if len(events[rank]) < len(row):
+            action = row[len(events[rank])]
+            raise ScheduleError(
+                f"rank {rank}: {action} never starts; verify(program) shows why", rank=rank, action=action
+            )
+    return events
+
+
+def _inputs(action: Action, program: Program) -> list[tuple[bool, int, int | None]]:
+    """Keys of the tensors that ``action`` takes from other stages."""
+    keys = []
+    for part in action.each():
+        if part.kind is Kind.F and part.stage > 0:
+            keys.append((True, part.stage - 1, part.microbatch))
+        elif part.kind in (Kind.B, Kind.I) and part.stage < program.stages - 1:
+            keys.append((False, part.stage + 1, part.microbatch))
+    return keys

@@ -64,7 +64,7 @@ class Table:
     TABLE: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        hints = _hints(type(self))  # type: ignore[arg-type]  # mypy: a frozen dataclass is no Hashable type
         for field in fields(self):
             name = f"{self.TABLE}.{field.name}"
             object.__setattr__(self, field.name, coerce(getattr(self, field.name), hints[field.name], name))

@@ -1,0 +1,42 @@
+"""Small models and packed batches, and a plain attention that shares no code with the package."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.gpt.config import GPTConfig
+
+
+def small(**fields: Any) -> GPTConfig:
+    """Three layers of 32 with grouped queries; 100 ids on 128 rows."""
+    shape: dict[str, Any] = {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "vocab_size": 100,
+    }
+    return GPTConfig(**{**shape, **fields})
+
+
+def boundaries(b: int, s: int, inner: list[int]) -> Tensor:
+    """cu_seqlens of b rows of s with further document starts ``inner``."""
+    return torch.tensor(sorted({*range(0, b * s + 1, s), *inner}), dtype=torch.int32)
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Document by document, head by head, in float64. Arguments as the back ends take them."""
+    b, s, heads, d = q.shape
+    flat_q, flat_k, flat_v = (t.double().flatten(0, 1) for t in (q, k, v))
+    repeats = heads // k.shape[2]
+    out = torch.zeros_like(flat_q)
+    for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for h in range(heads):
+            scores = flat_q[begin:end, h] @ flat_k[begin:end, h // repeats].T / math.sqrt(d)
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+            out[begin:end, h] = weights @ flat_v[begin:end, h // repeats]
+    return out.view(b, s, heads, d)

@@ -1,0 +1,112 @@
+"""Attention back ends against a naive loop over documents and heads."""
+
+import pytest
+import torch
+from model_helpers import boundaries, naive_attention, small
+
+from sixfold.gpt.attention import BLOCKS_LONGEST, QUERY_BLOCK, Documents, choose_backend, plan_rows
+
+CPU_BACKENDS = ["blocks", "sdpa"]
+
+
+def rows_of(config, b, s, cu_seqlens, backend, dtype=torch.float32):
+    hidden = torch.zeros(b, s, config.hidden_size, dtype=dtype)
+    return plan_rows(config, hidden, position_ids=None, cu_seqlens=cu_seqlens, backend=backend)
+
+
+def projections(b, s, heads, groups, d, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(b * s + heads)
+    sizes = (heads, groups, groups)
+    return [torch.randn(b, s, n, d, generator=generator).to(dtype).requires_grad_() for n in sizes]
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("s", "inner"),
+    [
+        (40, []),
+        (40, [1, 17, 39, 41, 79]),
+        (QUERY_BLOCK + 9, [QUERY_BLOCK, QUERY_BLOCK + 1, 200]),
+        (2 * QUERY_BLOCK, []),
+        (1, []),
+    ],
+)
+def test_a_back_end_equals_the_naive_loop_forward_and_backward(backend, groups, s, inner):
+    config, cu = small(num_query_groups=groups), boundaries(2, s, inner)
+    q, k, v = projections(2, s, 4, groups, config.head_dim)
+    out = rows_of(config, 2, s, cu, backend).attend(q, k, v)
+    expected = naive_attention(q, k, v, cu)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, (q, k, v), upstream)
+    for gradient, reference in zip(found, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_back_end_in_bfloat16_is_as_near_as_its_dtype_allows(backend):
+    config, cu = small(), boundaries(2, 200, [33, 250])
+    q, k, v = projections(2, 200, 4, 2, config.head_dim, torch.bfloat16)
+    out = rows_of(config, 2, 200, cu, backend, torch.bfloat16).attend(q, k, v)
+    expected = naive_attention(q, k, v, cu)
+    found = torch.autograd.grad(out.double().square().sum(), (q, k, v))
+    reference = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for a, b in [(out, expected), *zip(found, reference, strict=True)]:
+        assert (a.double() - b.double()).norm() < 0.012 * b.double().norm()
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_nothing_leaks_between_documents_or_from_the_future(backend):
+    config, cu = small(), boundaries(1, 60, [20])
+    q, k, v = projections(1, 60, 4, 2, config.head_dim)
+    attend = rows_of(config, 1, 60, cu, backend).attend
+    base = attend(q, k, v)
+    with torch.no_grad():
+        v[:, 30] += 100.0
+        k[:, 30] -= 5.0
+    moved = (attend(q, k, v) != base).any(-1).any(-1)[0]
+    assert not moved[:30].any()
+    assert moved[30:].all()
+    with torch.no_grad():
+        v[:, 5] += 100.0
+    assert not (attend(q, k, v) != attend(q, k, v.detach().clone())).any()
+    later = (attend(q, k, v) != base).any(-1).any(-1)[0]
+    assert later[5:20].all()
+    assert not later[20:30].any()
+
+
+def test_positions_restart_at_documents_and_empty_documents_do_no_harm():
+    hidden = torch.zeros(2, 6, 32)
+    plain = plan_rows(small(), hidden, position_ids=None, cu_seqlens=None)
+    cu = torch.tensor([0, 2, 2, 6, 11, 12, 12], dtype=torch.int32)
+    packed = plan_rows(small(), hidden, position_ids=None, cu_seqlens=cu)
+    expected = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0]])
+    for table, reference in ((packed.cos, plain.cos), (packed.sin, plain.sin)):
+        assert torch.equal(table[:, :, 0], reference[0, :, 0][expected])
+
+
+def test_given_positions_win():
+    hidden, positions = torch.zeros(1, 4, 32), torch.tensor([[7, 3, 3, 0]])
+    given = plan_rows(small(), hidden, position_ids=positions, cu_seqlens=boundaries(1, 4, [2]))
+    plain = plan_rows(small(), torch.zeros(1, 8, 32), position_ids=None, cu_seqlens=None)
+    assert torch.equal(given.cos, plain.cos[:, positions[0]])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "s", "documents", "backend"),
+    [
+        ("cpu", torch.bfloat16, BLOCKS_LONGEST, True, "blocks"),
+        ("cpu", torch.float32, BLOCKS_LONGEST, False, "blocks"),
+        ("cpu", torch.bfloat16, BLOCKS_LONGEST + 1, True, "sdpa"),
+        ("cuda", torch.bfloat16, 4096, True, "varlen"),
+        ("cuda", torch.bfloat16, 4096, False, "sdpa"),
+        ("cuda", torch.float32, 4096, True, "sdpa"),
+    ],
+)
+def test_the_back_end_follows_device_dtype_and_length(device, dtype, s, documents, backend):
+    first = torch.zeros(1, s) if documents else None
+    layout = Documents(
+        b=1, s=s, heads=4, key_heads=4, dtype=dtype, device=torch.device(device), cu_seqlens=None, first=first
+    )
+    assert choose_backend(layout) == backend

@@ -43,7 +43,10 @@ def test_the_walk_equals_a_loop_that_counts(weights):
 
 @pytest.mark.parametrize(
     "weights",
-    [*(np.random.default_rng(seed).random(2 + 17 * seed) ** (1 + seed % 4) + 1e-6 for seed in range(12)), fibonacci(40)],
+    [
+        *(np.random.default_rng(seed).random(2 + 17 * seed) ** (1 + seed % 4) + 1e-6 for seed in range(12)),
+        fibonacci(40),
+    ],
     ids=str,
 )
 def test_every_prefix_is_within_1_75_samples_of_the_quotas(weights):

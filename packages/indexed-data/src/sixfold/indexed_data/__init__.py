@@ -9,16 +9,19 @@ from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.text.build import BuildReport, build
 from sixfold.indexed_data.verifying import VerifyReport, verify
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 __all__ = [
+    "BuildReport",
     "DType",
     "IndexedDataError",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Problem",
     "VerifyReport",
+    "build",
     "merge",
     "verify",
 ]

@@ -9,8 +9,10 @@ stand beside a new .bin; a crash leaves the old pair, or no pair, never a mixed 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -28,6 +30,7 @@ from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.reader import IndexedDataset
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
+LOCK_TIMEOUT_S = 30.0
 _BUFFER_BYTES = 1 << 20
 
 
@@ -285,7 +288,7 @@ def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
             held.callback(os.close, descriptor)
             _lock(descriptor)  # two writers of one pair take turns here, so that their files do not mix
         if os.path.isdir(bin_path):
-            raise IsADirectoryError(21, "a folder has the name of the .bin", bin_path)
+            raise IsADirectoryError(errno.EISDIR, "a folder has the name of the .bin", bin_path)
         if os.path.lexists(idx_path):
             os.unlink(idx_path)
             _sync(descriptors)
@@ -337,10 +340,19 @@ def _view(values: array[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks: two writers of one pair at once are then the caller's to avoid
+    """Take the folder's lock, which writers hold for the length of two renames; OSError at the deadline."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                message = f"another process has held the lock of its folder for {LOCK_TIMEOUT_S:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, message) from None
+            time.sleep(0.01)
+        except OSError:
+            return  # a file system without locks: two writers of one pair at once are then the caller's to avoid
 
 
 def _sync(descriptors: list[int]) -> None:

@@ -1,0 +1,224 @@
+"""The command ``sixfold-data``: build, info, show, verify, merge.
+
+    argv --> main (this file) --> the package's functions --> text or one JSON object on stdout
+
+Exit codes: 0 done, 1 wrong data or a missing file (message on stderr), 2 wrong usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.merging import merge
+from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.text.build import build
+from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
+from sixfold.indexed_data.text.tokenizers import decode_ids, load_tokenizer
+from sixfold.indexed_data.verifying import verify
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: ``sys.argv``) and give back the exit code."""
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed help or its complaint
+        return stop.code if isinstance(stop.code, int) else 2
+    commands = {"build": _build, "info": _info, "show": _show, "verify": _verify, "merge": _merge}
+    try:
+        return commands[options.command](options)
+    except (IndexedDataError, IndexError, OSError) as error:
+        if options.json:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+        print(f"sixfold-data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sixfold-data: interrupted; the same command goes on from the finished parts", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sixfold-data", description="Token data in .bin/.idx pairs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("build", help="tokenize text or jsonl files into a pair")
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text or jsonl files, plain or .gz")
+    command.add_argument("--output", required=True, metavar="PREFIX", help="path of the pair, without extension")
+    command.add_argument("--tokenizer", default="bytes", help="bytes (default), FILE.json or MODULE:CALLABLE")
+    command.add_argument("--eod-token", metavar="TEXT", help="for FILE.json: the token that ends a document")
+    command.add_argument("--format", choices=FORMATS, default="auto")
+    command.add_argument("--json-key", default="text", help="where an object has its text (default: text)")
+    command.add_argument("--text-documents", choices=TEXT_DOCUMENTS, default="file", help="a document of a text file")
+    command.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True)
+    command.add_argument("--dtype", choices=("auto", "uint16", "int32"), default="auto")
+    command.add_argument("--workers", type=_positive, default=1, metavar="N")
+    command.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad line")
+    command.add_argument("--overwrite", action="store_true", help="replace a pair that is there")
+    command.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
+    _add_common(command)
+
+    command = commands.add_parser("info", help="counts and sizes of a pair")
+    command.add_argument("prefix", metavar="PREFIX")
+    _add_common(command, multimodal=True)
+
+    command = commands.add_parser("show", help="ids, and text, of one sequence")
+    command.add_argument("prefix", metavar="PREFIX")
+    command.add_argument("index", type=int, metavar="INDEX")
+    command.add_argument("--offset", type=int, default=0)
+    command.add_argument("--length", type=int)
+    command.add_argument("--tokenizer", help="decode with it: bytes, FILE.json or MODULE:CALLABLE")
+    _add_common(command)
+
+    command = commands.add_parser("verify", help="check a pair from end to end")
+    command.add_argument("prefix", metavar="PREFIX")
+    command.add_argument("--vocab-size", type=_positive, metavar="N", help="also check that every id is below N")
+    _add_common(command, multimodal=True)
+
+    command = commands.add_parser("merge", help="join pairs end to end")
+    command.add_argument("inputs", nargs="+", metavar="PREFIX")
+    command.add_argument("--output", required=True, metavar="PREFIX")
+    command.add_argument("--overwrite", action="store_true", help="replace a pair that is there")
+    _add_common(command, multimodal=True)
+    return parser
+
+
+def _add_common(command: argparse.ArgumentParser, multimodal: bool = False) -> None:
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    if multimodal:
+        command.add_argument("--multimodal", action="store_true", help="the pair has modes")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not >= 1")
+    return value
+
+
+def _build(options: argparse.Namespace) -> int:
+    bar = sys.stderr.isatty() and not options.quiet
+    report = build(
+        options.inputs,
+        options.output,
+        tokenizer=options.tokenizer,
+        eod_token=options.eod_token,
+        format=options.format,
+        json_key=options.json_key,
+        text_documents=options.text_documents,
+        append_eod=options.append_eod,
+        dtype=options.dtype,
+        workers=options.workers,
+        on_error=options.on_error,
+        overwrite=options.overwrite,
+        progress=_draw_progress if bar else None,
+    )
+    summary = (
+        f"{report.prefix}: {report.documents} documents, {report.tokens} tokens of {report.dtype} "
+        f"in {report.seconds:.1f} s; {report.bad_lines} bad lines, {report.empty_documents} empty documents"
+    )
+    _print(options, asdict(report), "" if options.quiet else "\n".join([summary, *report.errors]))
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    with IndexedDataset(options.prefix, options.multimodal) as dataset:
+        lengths_S = dataset.sequence_lengths
+        shape: dict[str, Any] = dict.fromkeys(("min", "max", "mean", "median"))
+        if len(lengths_S):
+            shape = {
+                "min": int(lengths_S.min()),
+                "max": int(lengths_S.max()),
+                "mean": float(lengths_S.mean()),
+                "median": float(np.median(lengths_S)),
+            }
+        report = {
+            "prefix": dataset.path_prefix,
+            "documents": len(dataset.document_indices) - 1,
+            "sequences": len(dataset),
+            "tokens": _bin_bytes(dataset) // dataset.dtype.itemsize,
+            "dtype": dataset.dtype.name,
+            "bin_bytes": _bin_bytes(dataset),
+            "idx_bytes": os.path.getsize(dataset.path_prefix + ".idx"),
+            "trailing_bytes": dataset.trailing_bytes,
+            "sequence_length": shape,
+        }
+    _print(options, report, "\n".join(f"{key}: {value}" for key, value in report.items()))
+    return 0
+
+
+def _bin_bytes(dataset: IndexedDataset) -> int:
+    return 0 if dataset.tokens is None else dataset.tokens.nbytes
+
+
+def _show(options: argparse.Namespace) -> int:
+    with IndexedDataset(options.prefix) as dataset:
+        ids = dataset.get(options.index, options.offset, options.length).tolist()
+        length = int(dataset.sequence_lengths[options.index])
+    text = decode_ids(load_tokenizer(options.tokenizer), ids) if options.tokenizer else None
+    report = {
+        "prefix": options.prefix,
+        "sequence": options.index,
+        "length": length,
+        "offset": options.offset,
+        "tokens": ids,
+        "text": text,
+    }
+    _print(options, report, " ".join(map(str, ids)) if text is None else text)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    report = verify(options.prefix, multimodal=options.multimodal, vocab_size=options.vocab_size)
+    found = "ok" if report.ok else f"{len(report.problems)} rules broken"
+    counts = f"{report.documents} documents, {report.sequences} sequences, {report.tokens} tokens"
+    _print(
+        options,
+        {"prefix": options.prefix, **asdict(report)},
+        "\n".join([f"{options.prefix}: {found}; {counts}", *(f"note: {note}" for note in report.notes)]),
+    )
+    for problem in report.problems:
+        print(f"sixfold-data: {problem}", file=sys.stderr)
+    return 0 if report.ok else 1
+
+
+def _merge(options: argparse.Namespace) -> int:
+    if IndexedDataset.exists(options.output) and not options.overwrite:
+        raise IndexedDataError(f"{options.output}: the pair is there already; pass --overwrite to replace it")
+    merge(options.inputs, options.output, multimodal=options.multimodal)
+    with IndexedDataset(options.output, options.multimodal) as dataset:
+        report = {
+            "output": options.output,
+            "inputs": options.inputs,
+            "documents": len(dataset.document_indices) - 1,
+            "sequences": len(dataset),
+            "tokens": _bin_bytes(dataset) // dataset.dtype.itemsize,
+        }
+    counts = f"{report['documents']} documents, {report['tokens']} tokens"
+    _print(options, report, f"{options.output}: {counts} from {len(options.inputs)} pairs")
+    return 0
+
+
+def _print(options: argparse.Namespace, report: dict[str, Any], text: str) -> None:
+    if options.json:
+        print(json.dumps(report))
+    elif text:
+        print(text)
+
+
+def _draw_progress(done: int, total: int) -> None:
+    width = 30
+    full = width * done // max(1, total)
+    end = "\n" if done == total else ""
+    print(f"\r[{'#' * full}{'.' * (width - full)}] {done}/{total} parts", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,4 @@
+"""From text files to a pair.
+
+files --> inputs.py --> tokenizers.py --> parts.py --> build.py --> PREFIX.bin, PREFIX.idx
+"""

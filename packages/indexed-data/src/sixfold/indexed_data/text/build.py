@@ -1,0 +1,183 @@
+"""A whole build: parts made side by side, joined in order, published at once.
+
+    inputs --> cut --> parts.py in workers --> PREFIX.building/part-* --> join --> publish (this file)
+
+Everything before ``publish`` lies in PREFIX.building, see the note in workshop.py. The bytes do not depend on the
+number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.format import DType
+from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
+from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
+from sixfold.indexed_data.text.tokenizers import load_tokenizer
+from sixfold.indexed_data.text.workers import run_parts
+from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
+from sixfold.indexed_data.writer import IndexedDatasetBuilder, publish
+
+PART_BYTES = 64 * 2**20
+Parts = list[tuple[Slice, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What ``build`` wrote; the fields are the keys of ``sixfold-data build --json``."""
+
+    prefix: str
+    documents: int
+    sequences: int
+    tokens: int
+    dtype: str
+    bin_bytes: int
+    bad_lines: int
+    empty_documents: int
+    errors: tuple[str, ...]  # the first ten bad lines, as FILE:LINE: reason
+    seconds: float
+
+
+def build(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    tokenizer: str = "bytes",
+    eod_token: str | None = None,
+    format: str = "auto",
+    json_key: str = "text",
+    text_documents: str = "file",
+    append_eod: bool = True,
+    dtype: str = "auto",
+    workers: int = 1,
+    on_error: str = "fail",
+    overwrite: bool = False,
+    part_bytes: int = PART_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> BuildReport:
+    """Tokenize text files into the pair ``output``; documents in the order of the files and of their lines.
+
+    Args:
+        inputs: text or jsonl files, plain or .gz.
+        output: path prefix of the pair, without extension.
+        tokenizer, eod_token: see ``load_tokenizer``.
+        format: ``auto`` (by extension: .jsonl and .json hold one object per line, others text), ``jsonl``, ``text``.
+        json_key: where an object has its text.
+        text_documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
+        append_eod: end every document with the tokenizer's EOD.
+        dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
+        workers: processes that tokenize; with more than one, the calling script needs its ``__main__`` guard.
+        on_error: a bad line ends the build (``fail``) or is counted (``skip``).
+        overwrite: replace a pair that is there.
+        part_bytes: text per part of the work.
+        progress: called with (parts done, parts in all).
+    Raises:
+        IndexedDataError: bad options, inputs or lines; a pair is there already; a worker died. No pair is left then.
+    """
+    started = time.perf_counter()
+    names = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    prefix = os.fspath(output)
+    job = _job(TextOptions(format=format, json_key=json_key, text_documents=text_documents),
+               tokenizer, eod_token, append_eod, dtype, on_error)  # fmt: skip
+    if workers < 1 or part_bytes < 1:
+        raise IndexedDataError(f"workers is {workers}, part_bytes {part_bytes}; both are >= 1")
+    if not names:
+        raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
+    sources = [Source.of(name) for name in names]
+    parts = cut(sources, job.text, part_bytes)
+    with workshop(prefix, _plan(sources, job, part_bytes), overwrite) as folder:
+        reports = _make_parts(parts, folder, job, workers, progress)
+        _join(folder, len(parts), job, prefix)
+    return _summary(prefix, parts, reports, job, time.perf_counter() - started)
+
+
+def _job(text: TextOptions, name: str, eod_token: str | None, append_eod: bool, dtype: str, on_error: str) -> Job:
+    """The options as one value, after the checks that need the tokenizer."""
+    tokenizer = load_tokenizer(name, eod_token)
+    if append_eod and tokenizer.eod is None:
+        raise IndexedDataError(
+            f"tokenizer {name} has no EOD to append; name it with eod_token, or pass append_eod=False"
+        )
+    if dtype not in ("auto", "uint16", "int32"):
+        raise IndexedDataError(f"dtype is {dtype!r}; it is auto, uint16 or int32")
+    stored = np.dtype(DType.optimal_dtype(tokenizer.vocab_size)).name if dtype == "auto" else dtype
+    return Job(text=text, tokenizer=name, eod_token=eod_token, append_eod=append_eod, dtype=stored, on_error=on_error)
+
+
+def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any]:
+    """What must be equal for finished parts of an earlier run to be of use."""
+    plan: dict[str, Any] = {"version": 1, "part_bytes": part_bytes, "job": asdict(job)}
+    plan["inputs"] = [[os.path.abspath(source.path), source.size, source.mtime_ns] for source in sources]
+    if job.tokenizer.endswith(".json"):
+        plan["tokenizer"] = asdict(Source.of(job.tokenizer))
+    return plan
+
+
+def _make_parts(
+    parts: Parts, folder: str, job: Job, workers: int, progress: Callable[[int, int], None] | None
+) -> list[PartReport]:
+    """All parts, made or found; BadInput at the first line, in order, that cannot be used."""
+    reports: list[PartReport] = []
+    if progress is not None:
+        progress(0, len(parts))
+    for report in run_parts(parts, folder, job, workers):
+        reports.append(report)
+        if report.fatal is not None:
+            raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
+        if progress is not None:
+            progress(len(reports), len(parts))
+    return reports
+
+
+def _join(folder: str, count: int, job: Job, prefix: str) -> None:
+    """Make one pair of the parts and give it its names."""
+    whole = part_prefix(folder, 0)
+    if count != 1:
+        whole = os.path.join(folder, "whole")
+        with IndexedDatasetBuilder(whole + ".bin", job.dtype) as builder:
+            for number in range(count):
+                builder.add_index(part_prefix(folder, number))
+    try:
+        publish(whole + ".bin", prefix + ".bin", whole + ".idx", prefix + ".idx")
+    except OSError as error:
+        raise IndexedDataError(f"{prefix}: the pair cannot be named: {error.strerror}") from error
+
+
+def _place(parts: Parts, reports: list[PartReport], number: int, place: tuple[int, int, str]) -> str:
+    """A place in part ``number`` as FILE:LINE: reason; lines are counted from where the file begins."""
+    within, line, reason = place
+    piece = parts[number][within]
+    before = 0
+    if piece.begin:
+        # Pieces of one file follow each other: walk back to the one that begins it.
+        flat = [(earlier, n, i) for n in range(number + 1) for i, earlier in enumerate(parts[n])]
+        at = flat.index((piece, number, within))
+        for earlier, n, i in reversed(flat[:at]):
+            before += reports[n].lines[i]
+            if earlier.begin == 0:
+                break
+    return f"{piece.path}:{before + line}: {reason}"
+
+
+def _summary(prefix: str, parts: Parts, reports: list[PartReport], job: Job, seconds: float) -> BuildReport:
+    places = [(number, place) for number, report in enumerate(reports) for place in report.bad]
+    tokens = sum(report.tokens for report in reports)
+    return BuildReport(
+        prefix=prefix,
+        documents=sum(report.documents for report in reports),
+        sequences=sum(report.sequences for report in reports),
+        tokens=tokens,
+        dtype=job.dtype,
+        bin_bytes=tokens * np.dtype(job.dtype).itemsize,
+        bad_lines=sum(report.bad_lines for report in reports),
+        empty_documents=sum(report.empty_documents for report in reports),
+        errors=tuple(_place(parts, reports, number, place) for number, place in places[:LISTED_ERRORS]),
+        seconds=seconds,
+    )

@@ -1,0 +1,220 @@
+"""Text files as slices of work, and slices as numbered documents.
+
+    paths --> cut --> Slice --> documents (this file) --> parts.py
+
+A slice owns the lines that begin in its byte range, so files are cut at line ends without being read first.
+Text is passed on exactly as it is; nothing is stripped or normalised.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from sixfold.indexed_data.errors import IndexedDataError
+
+FORMATS = ("auto", "jsonl", "text")
+TEXT_DOCUMENTS = ("file", "paragraph", "line")
+_NO_END = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextOptions:
+    """How files become documents."""
+
+    format: str = "auto"  # one of FORMATS; auto goes by the file's extension
+    json_key: str = "text"
+    text_documents: str = "file"  # one of TEXT_DOCUMENTS
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise IndexedDataError(f"format is {self.format!r}; it is one of {', '.join(FORMATS)}")
+        if self.text_documents not in TEXT_DOCUMENTS:
+            raise IndexedDataError(
+                f"text_documents is {self.text_documents!r}; it is one of {', '.join(TEXT_DOCUMENTS)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file as it was when the build began."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Source:
+        name = os.fspath(path)
+        try:
+            status = os.stat(name)
+        except OSError as error:
+            raise IndexedDataError(f"{name}: {error.strerror}; give text or jsonl files") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise IndexedDataError(f"{name}: is no regular file; give text or jsonl files, not folders or pipes")
+        return cls(name, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The lines of ``path`` that begin in the bytes ``begin`` to ``end``."""
+
+    path: str
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return self.path if (self.begin, self.end) == (0, _NO_END) else f"{self.path}[{self.begin}:{self.end}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of a slice: its text, or the reason why there is none."""
+
+    line: int  # counted from 1 in the slice
+    text: str | None
+    reason: str = ""
+
+
+def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> list[tuple[Slice, ...]]:
+    """Share the sources, in order, into parts of about ``part_bytes`` bytes: large files cut, small ones together."""
+    parts: list[tuple[Slice, ...]] = []
+    pending: list[Slice] = []
+    room = part_bytes
+    for source in sources:
+        for piece, nbytes in _pieces(source, options, part_bytes):
+            if pending and nbytes > room:
+                parts.append(tuple(pending))
+                pending, room = [], part_bytes
+            pending.append(piece)
+            room -= nbytes
+    return [*parts, tuple(pending)] if pending else parts
+
+
+def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[tuple[Slice, int]]:
+    by_lines = _is_jsonl(source.path, options) or options.text_documents == "line"
+    if not by_lines or source.path.endswith(".gz"):
+        yield Slice(source.path, 0, _NO_END), source.size
+        return
+    for begin in range(0, source.size, part_bytes):
+        end = min(begin + part_bytes, source.size)
+        yield Slice(source.path, begin, end), end - begin
+
+
+class Lines:
+    """The lines of one slice with their numbers, without the newline at their end. ``count`` grows with the reading."""
+
+    def __init__(self, piece: Slice) -> None:
+        self.piece, self.count = piece, 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        with _open(self.piece.path) as file:
+            position = self.piece.begin
+            if position:  # the line that begins before this slice belongs to the slice before
+                file.seek(position - 1)
+                position += len(file.readline()) - 1
+            while position < self.piece.end and (line := file.readline()):
+                position += len(line)
+                self.count += 1
+                yield self.count, line.removesuffix(b"\n")
+
+
+def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
+    """The documents of a slice, in order. Blank lines between documents are skipped.
+
+    Raises:
+        IndexedDataError: the file cannot be read, or is no whole gzip file.
+    """
+    try:
+        if _is_jsonl(lines.piece.path, options):
+            yield from _of_jsonl(lines, options.json_key)
+        elif options.text_documents == "line":
+            yield from (_decoded(number, line) for number, line in lines if line.strip())
+        elif options.text_documents == "paragraph":
+            yield from _of_paragraphs(lines)
+        else:
+            yield _of_file(lines.piece.path)
+    except (OSError, EOFError) as error:  # BadGzipFile is an OSError
+        raise IndexedDataError(f"{lines.piece.path}: cannot be read: {error}") from error
+
+
+def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
+    import json  # only here: reading pairs should not load it
+
+    for number, line in lines:
+        if not line.strip():
+            continue
+        decoded = _decoded(number, line)
+        if decoded.text is None:
+            yield decoded
+            continue
+        try:
+            value: Any = json.loads(decoded.text)
+        except (ValueError, RecursionError) as error:
+            what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            yield Document(number, None, f"not JSON: {what}")
+            continue
+        if not isinstance(value, dict):
+            yield Document(number, None, f"a JSON {type(value).__name__}, not an object")
+        elif not isinstance(text := value.get(key), str):
+            yield Document(number, None, f"no string at key {key!r}")
+        elif _has_lone_surrogate(line, text):
+            yield Document(number, None, f"text at key {key!r} has half of a surrogate pair, which no UTF-8 can hold")
+        else:
+            yield Document(number, text)
+
+
+def _of_paragraphs(lines: Lines) -> Iterator[Document]:
+    paragraph: list[bytes] = []
+    first = 1
+    for number, line in lines:
+        if line.strip():
+            if not paragraph:
+                first = number
+            paragraph.append(line)
+        elif paragraph:
+            yield _decoded(first, b"\n".join(paragraph))
+            paragraph = []
+    if paragraph:
+        yield _decoded(first, b"\n".join(paragraph))
+
+
+def _of_file(path: str) -> Document:
+    with _open(path) as file:
+        return _decoded(1, file.read())
+
+
+def _decoded(line: int, data: bytes) -> Document:
+    try:
+        return Document(line, data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        begin = data.rfind(b"\n", 0, error.start) + 1
+        line += data.count(b"\n", 0, error.start)
+        return Document(line, None, f"not UTF-8: byte 0x{data[error.start]:02x} at column {error.start - begin + 1}")
+
+
+def _has_lone_surrogate(line: bytes, text: str) -> bool:
+    if b"\\u" not in line:
+        return False
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _is_jsonl(path: str, options: TextOptions) -> bool:
+    if options.format != "auto":
+        return options.format == "jsonl"
+    return path.removesuffix(".gz").endswith((".jsonl", ".json"))
+
+
+def _open(path: str) -> IO[bytes]:
+    if path.endswith(".gz"):
+        import gzip  # only here: most inputs are plain
+
+        return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile reads like one
+    return open(path, "rb", buffering=1 << 20)

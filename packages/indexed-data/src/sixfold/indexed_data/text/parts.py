@@ -1,0 +1,134 @@
+"""One part of a build: some slices of text become one pair.
+
+    Slices --> build_part (this file) --> FOLDER/part-00000.bin .idx .json
+
+Runs in the coordinator or in a worker process; it depends on its arguments alone, so the bytes of a part do not
+depend on who makes it. A part is finished when its .json is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.inputs import Lines, Slice, TextOptions, documents
+from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
+from sixfold.indexed_data.writer import IndexedDatasetBuilder, temporary_name
+
+LISTED_ERRORS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What decides the bytes of a build, besides its inputs."""
+
+    text: TextOptions
+    tokenizer: str
+    eod_token: str | None
+    append_eod: bool
+    dtype: str
+    on_error: str
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("fail", "skip"):
+            raise IndexedDataError(f"on_error is {self.on_error!r}; it is fail or skip")
+
+
+@dataclass(slots=True)
+class PartReport:
+    """What became of a part. A place is (slice, line in it, reason)."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    empty_documents: int = 0
+    bad_lines: int = 0
+    bad: list[tuple[int, int, str]] = field(default_factory=list)  # the first LISTED_ERRORS places
+    lines: list[int] = field(default_factory=list)  # of each slice, so that the next part can count on
+    fatal: tuple[int, int, str] | None = None  # where the part was given up; it then wrote nothing
+
+
+def build_part(slices: Sequence[Slice], prefix: str, job: Job) -> PartReport:
+    """Write the pair ``prefix`` and its report, unless a bad line or id is fatal.
+
+    Raises:
+        IndexedDataError: a file cannot be read or written.
+    """
+    tokenizer = load_tokenizer(job.tokenizer, job.eod_token)
+    report = PartReport()
+    with IndexedDatasetBuilder(prefix + ".bin", job.dtype, vocab_size=tokenizer.vocab_size) as builder:
+        for number, piece in enumerate(slices):
+            lines = Lines(piece)
+            for document in documents(lines, job.text):
+                if document.text is None:
+                    _count_bad(report, (number, document.line, document.reason), job)
+                elif not document.text:
+                    report.empty_documents += 1
+                else:
+                    _add(builder, tokenizer, document.text, job, report, (number, document.line))
+                if report.fatal is not None:
+                    builder.abort()
+                    return report
+            report.lines.append(lines.count)
+    _write_report(prefix + ".json", report)
+    return report
+
+
+def read_report(prefix: str) -> PartReport | None:
+    """The report of a finished part, or None if it is not finished."""
+    import json  # only here: reading pairs should not load it
+
+    if not all(os.path.exists(prefix + end) for end in (".bin", ".idx", ".json")):
+        return None
+    with open(prefix + ".json", encoding="utf-8") as file:
+        return PartReport(**json.load(file))
+
+
+def _count_bad(report: PartReport, place: tuple[int, int, str], job: Job) -> None:
+    if job.on_error == "fail":
+        report.fatal = place
+    report.bad_lines += 1
+    if len(report.bad) < LISTED_ERRORS:
+        report.bad.append(place)
+
+
+def _add(
+    builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text: str, job: Job, report: PartReport, at: tuple[int, int]
+) -> None:
+    try:
+        ids = tokenizer.encode(text)
+    except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
+        report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
+        return
+    if job.append_eod:
+        ids = _with_end(ids, tokenizer.eod)
+    try:
+        builder.add_document(ids)
+    except IndexedDataError as error:
+        if error.__cause__ is not None and isinstance(error.__cause__, OSError):
+            raise
+        report.fatal = (*at, f"tokenizer {tokenizer.name} gave {error}")
+        return
+    report.documents += 1
+    report.sequences += 1
+    report.tokens += len(ids)
+
+
+def _with_end(ids: Any, eod: int | None) -> Any:
+    if isinstance(ids, np.ndarray):
+        return np.concatenate((ids, np.array([eod], ids.dtype)))
+    return [*ids, eod]
+
+
+def _write_report(path: str, report: PartReport) -> None:
+    import json  # only here: reading pairs should not load it
+
+    temporary = temporary_name(path)
+    with open(temporary, "x", encoding="utf-8") as file:
+        json.dump(asdict(report), file)
+    os.replace(temporary, path)

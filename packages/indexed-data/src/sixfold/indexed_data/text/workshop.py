@@ -1,0 +1,114 @@
+"""The folder where a build's finished parts wait.
+
+    plan --> PREFIX.building/ (this file) --> workers.py, build.py
+
+[Note: finished parts wait] Everything before the final renames lies in PREFIX.building. A killed build leaves it
+there and nothing under the final names; a build with the same plan goes on from the finished parts, one with
+another plan starts over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.parts import read_report
+
+_PLAN, _LOCK = "plan.json", "lock"
+
+
+class BadInput(IndexedDataError):
+    """The input itself is wrong: parts made from it are of no use once it is mended."""
+
+
+@contextmanager
+def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[str]:
+    """The folder, locked, holding only the plan and its finished parts.
+
+    Removed on success, after ``BadInput`` and when no part is finished; kept after every other error.
+
+    Raises:
+        IndexedDataError: a pair is there and may not be replaced; the folder cannot be made or is in use.
+    """
+    folder = prefix + ".building"
+    resumed = _read_plan(folder) == plan
+    there = [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
+    if there and not overwrite and not (resumed and len(there) == 1):  # one: a build was killed between two renames
+        raise IndexedDataError(f"{there[0]} is there already; pass overwrite (--overwrite) to replace the pair")
+    lock = _make_locked(folder)
+    try:
+        _sweep(folder, resumed)
+        _write_plan(folder, plan)
+        try:
+            yield folder
+        except BaseException as error:
+            if isinstance(error, BadInput) or not _finished(folder):
+                _remove(folder)
+            raise
+        _remove(folder)
+    finally:
+        os.close(lock)
+
+
+def part_prefix(folder: str, number: int) -> str:
+    """Path prefix of the pair of one part."""
+    return os.path.join(folder, f"part-{number:05d}")
+
+
+def _make_locked(folder: str) -> int:
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        # A file in the folder, not the folder itself: writers of parts lock that one while they rename.
+        lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise IndexedDataError(f"{folder}: cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise IndexedDataError(f"{folder}: another build of the same output is running; wait for it") from None
+    except OSError:
+        pass  # a file system without locks: two builds of one output at once are then the caller's to avoid
+    return lock
+
+
+def _finished(folder: str) -> set[str]:
+    """Names (without extension) of the finished parts."""
+    names = {name.removesuffix(".json") for name in os.listdir(folder) if name.startswith("part-")}
+    return {name for name in names if read_report(os.path.join(folder, name)) is not None}
+
+
+def _sweep(folder: str, resumed: bool) -> None:
+    """Remove all that an earlier build left, but for the finished parts of the same plan."""
+    keep = {name + end for name in _finished(folder) for end in (".bin", ".idx", ".json")} if resumed else set()
+    for name in os.listdir(folder):
+        if name not in keep and name != _LOCK:
+            os.unlink(os.path.join(folder, name))
+
+
+def _remove(folder: str) -> None:
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+    os.rmdir(folder)
+
+
+def _read_plan(folder: str) -> Any:
+    import json  # only here: reading pairs should not load it
+
+    try:
+        with open(os.path.join(folder, _PLAN), encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _write_plan(folder: str, plan: dict[str, Any]) -> None:
+    import json  # only here: reading pairs should not load it
+
+    with open(os.path.join(folder, _PLAN), "w", encoding="utf-8") as file:
+        json.dump(plan, file)

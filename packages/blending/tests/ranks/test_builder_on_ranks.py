@@ -1,0 +1,39 @@
+"""Every rank builds alone and alike; an error of one is raised on all."""
+
+import pytest
+from blending_helpers import ListDataset, config, numbered
+
+from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
+from sixfold.blending.source import ListSource
+
+ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
+
+
+def build(rank: int, ranks: int, broken: int | None):
+    import torch.distributed as dist
+
+    ListDataset.pairs = {"a": ListSource(numbered([30] * 9)), "b": ListSource(numbered([20] * 5))}
+    if rank == broken:
+        del ListDataset.pairs["b"]
+        ListDataset.pairs["b"] = ListSource([[]])
+    made = config(blend=(["a", "b"], [1, 2]), split="1")
+    builder = BlendedMegatronDatasetBuilder(ListDataset, [40, 0, 0], lambda: rank != 1, made, group=dist.group.WORLD)
+    try:
+        train, valid, test = builder.build()
+    except BlendingError as error:
+        return str(error)
+    assert valid is None
+    assert test is None
+    return None if train is None else train.get_batch(range(40))["tokens"].tolist()
+
+
+def test_ranks_build_the_same_and_one_that_is_not_built_on_gets_nones():
+    first, second, third = ranktest.run_ranks(build, 3, None)
+    assert first == third
+    assert second is None
+
+
+def test_an_error_on_one_rank_is_raised_on_every_rank():
+    errors = ranktest.run_ranks(build, 3, 2)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("rank 2: the train part of 'b' has 1 sequences and no tokens")

@@ -47,8 +47,11 @@ def golden_path(package: str) -> Path:
 def describe_module(module: types.ModuleType) -> str:
     """A heading and one block per public name, sorted."""
     names = getattr(module, "__all__", None)
-    if names is None:
-        raise SystemExit(f"{module.__name__} has no __all__; its public names are those it lists there")
+    if names is None and hasattr(module, "__path__"):
+        raise SystemExit(f"{module.__name__} has no __all__; a package's public names are those it lists there")
+    if names is None:  # a plain module: what it defines itself
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        names = [name for name, value in own.items() if getattr(value, "__module__", "") == module.__name__]
     lines = [f"# {module.__name__}"]
     for name in sorted(names):
         lines += describe(name, getattr(module, name))

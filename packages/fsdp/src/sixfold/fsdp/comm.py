@@ -1,0 +1,211 @@
+"""Collectives on the groups that were given, and the two ways to sum.
+
+    ProcessGroup or DeviceMesh --> Comm, GradSum (this file) --> gather.py, reduce.py
+
+A Comm knows one group; LocalComm is the group of one, by copies, so the engine's code is the same in one
+process. Sums start now and are finished later by the callable that they return. Never the default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
+Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
+
+
+class Comm(Protocol):
+    """Collectives among ``size`` ranks; this one is ``rank``. Each returns a Work, or None when it is done."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Any:
+        """``full`` (size * n,) becomes the parts (n,) of all ranks; ``part`` may be its own place in ``full``."""
+
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> Any:
+        """``part`` (n,) becomes this rank's shard of the sum of ``full`` (size * n,); it may lie in ``full``."""
+
+    def all_reduce(self, full: Tensor) -> Any:
+        """``full`` becomes its sum."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """``received`` (size * n,) becomes shard ``rank`` of every rank's ``sent``."""
+
+    def broadcast(self, full: Tensor) -> Any:
+        """``full`` becomes that of rank 0."""
+
+
+class LocalComm:
+    """A group of one."""
+
+    size = 1
+    rank = 0
+
+    def all_gather(self, full: Tensor, part: Tensor) -> None:
+        """Copy, unless ``part`` lies in ``full``."""
+        if full.data_ptr() != part.data_ptr():
+            full.copy_(part)
+
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> None:
+        """Copy, unless ``part`` lies in ``full``."""
+        if full.data_ptr() != part.data_ptr():
+            part.copy_(full)
+
+    def all_reduce(self, full: Tensor) -> None:
+        """Nothing to add."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Copy."""
+        received.copy_(sent)
+
+    def broadcast(self, full: Tensor) -> None:
+        """Nothing to send."""
+
+
+class GroupComm:
+    """Asynchronous collectives of torch.distributed on one given group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        # torch 2.13 renamed the flat collectives and deprecates the old names: choose once.
+        self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        self._scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Any:
+        """One all-gather."""
+        return self._gather(full, part, group=self.group, async_op=True)
+
+    def reduce_scatter(self, part: Tensor, full: Tensor) -> Any:
+        """One reduce-scatter (sum; the division is the engine's, a premultiplied sum exists on NCCL only)."""
+        return self._scatter(part, full, group=self.group, async_op=True)
+
+    def all_reduce(self, full: Tensor) -> Any:
+        """One all-reduce."""
+        return dist.all_reduce(full, group=self.group, async_op=True)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        """One all-to-all of equal shards."""
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+    def broadcast(self, full: Tensor) -> Any:
+        """One broadcast from the group's first rank."""
+        return dist.broadcast(full, group_src=0, group=self.group, async_op=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The main mesh: parameters are sharded over ``shard`` and copied over ``outer`` (HSDP; a group of one else)."""
+
+    shard: Comm
+    outer: Comm
+
+    @property
+    def size(self) -> int:
+        """Ranks of both dimensions."""
+        return self.shard.size * self.outer.size
+
+    @property
+    def rank(self) -> int:
+        """Position in the mesh, replicas outermost."""
+        return self.outer.rank * self.shard.size + self.shard.rank
+
+
+def comm_of(group: dist.ProcessGroup | None) -> Comm:
+    """The Comm of a group; None and a group of one need no traffic."""
+    return LocalComm() if group is None or dist.get_world_size(group) == 1 else GroupComm(group)
+
+
+class GradSum(Protocol):
+    """How local sums become sums over ranks, in ``result``'s dtype."""
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """Start: ``result`` is to be the whole sum of ``sent`` (same shape), which is used up."""
+
+
+class BackendSum:
+    """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """One reduce-scatter in the dtype of ``sent``."""
+        direct = sent.dtype == result.dtype
+        part = result if direct else sent.view(comm.size, -1)[comm.rank]
+        work = comm.reduce_scatter(part, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if direct else result.copy_(part)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """One all-reduce in the dtype of ``sent``."""
+        work = comm.all_reduce(sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if result.data_ptr() == sent.data_ptr() else result.copy_(sent)
+
+        return finish
+
+
+class RankOrderSum:
+    """Ranks 0, 1, 2 ... from left to right in ``result``'s dtype: the same bits for every layout and back end.
+
+    All shards travel in the dtype of ``sent`` and are added here, so bf16 halves the bytes and rounds
+    each addend once, never the sum (cf. pytorch#106395).
+    """
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
+        received = torch.empty_like(sent)
+        work = comm.all_to_all(received, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return _add_up(received.view(comm.size, -1), result)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
+        """The same, and the shards are gathered again where they divide; else every rank adds all."""
+        if sent.numel() % comm.size:
+            received = sent.new_empty(comm.size * sent.numel())
+            work = comm.all_gather(received, sent)
+
+            def finish_whole(wait: Wait) -> Tensor:
+                wait(work)
+                return _add_up(received.view(comm.size, -1), result)
+
+            return finish_whole
+        start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank])
+
+        def finish(wait: Wait) -> Tensor:
+            wait(comm.all_gather(result, start(wait)))
+            return result
+
+        return finish
+
+
+def _add_up(parts: Tensor, result: Tensor) -> Tensor:
+    """(size, n) -> (n,), row 0 first."""
+    result.copy_(parts[0])
+    for part in parts[1:]:
+        result.add_(part)
+    return result
+
+
+def grad_sum_of(name: str, comm: Comm) -> GradSum:
+    """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
+    return RankOrderSum() if name == "rank_order" and comm.size > 1 else BackendSum()

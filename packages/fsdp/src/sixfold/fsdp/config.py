@@ -1,0 +1,135 @@
+"""What a user chooses: strategy, number formats, buffers.
+
+    ShardingStrategy, MixedPrecision, BufferConfig (this file) --> shard.py --> buffers, engine
+
+Pure values that refuse what cannot work when they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+import torch
+
+from sixfold.fsdp.errors import FsdpError
+
+LATER = "comes with the fsdp issue"  # what the first version refuses says so in these words
+
+
+class ShardingStrategy(StrEnum):
+    """What is split over the data-parallel group: ZeRO 0, 1, 2, 3 as one switch."""
+
+    no_shard = "no_shard"
+    optim = "optim"
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Main weights and optimizer state are split (ZeRO-1 and up)."""
+        return self is not ShardingStrategy.no_shard
+
+    @property
+    def shards_grads(self) -> bool:
+        """Gradients are reduced to shards in every micro-batch (ZeRO-2 and up)."""
+        return self in (ShardingStrategy.optim_grads, ShardingStrategy.optim_grads_params)
+
+    @property
+    def shards_params(self) -> bool:
+        """Compute weights are gathered before use and freed after it (ZeRO-3)."""
+        return self is ShardingStrategy.optim_grads_params
+
+
+def one_of(field: str, value: object, allowed: tuple[str, ...]) -> str:
+    """``value`` as text if it is one of ``allowed``, else FsdpError naming both."""
+    text = value.value if isinstance(value, Enum) else value
+    if not isinstance(text, str) or text not in allowed:
+        raise FsdpError(f"{field} is {value!r}; it is one of {', '.join(allowed)}")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Number formats of weights, sums and main copies.
+
+    Args:
+        param_dtype: dtype of compute weights; None keeps each parameter's own.
+        reduce_dtype: dtype that travels in a reduction; None means ``main_dtype``.
+        main_dtype: dtype of main weights and of every local sum.
+        grad_sum: ``"backend"`` or ``"rank_order"`` (sum over ranks 0, 1, 2 ... in main_dtype, reproducible).
+        grad_dtype: storage of main gradients; only None or ``main_dtype`` so far.
+        cast_inputs: cast floating inputs of the root call to ``param_dtype``.
+        fp8: not yet available.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_dtype: torch.dtype = torch.float32
+    grad_sum: str = "backend"
+    grad_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    fp8: Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        one_of("grad_sum", self.grad_sum, ("backend", "rank_order"))
+        for field in ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype"):
+            dtype = getattr(self, field)
+            if dtype is not None and not dtype.is_floating_point:
+                raise FsdpError(f"{field} is {dtype}; it is a floating dtype or None")
+        if self.fp8 is not None:
+            raise FsdpError(f"fp8 is set; fp8 parameters {LATER}; leave it None")
+        if self.grad_dtype not in (None, self.main_dtype):
+            raise FsdpError(
+                f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}; another storage for gradients {LATER}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """Where gathered weights and local gradients lie.
+
+    Args:
+        gathered_bytes: ``"double"`` (the root and two slots) or ``"all"`` (a buffer per unit, gathered once a step).
+        prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit.
+        reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
+        align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
+        user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not there yet, ``report()`` says so.
+    """
+
+    gathered_bytes: int | str = "double"
+    prefetch_bytes: int | None = None
+    reduce_buffers: int = 2
+    align_bytes: int = 128
+    user_buffers: str = "auto"
+    bucket_bytes: int | None = None
+    nccl_min_ctas: int | None = None
+    nccl_max_ctas: int | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_gathered_bytes()
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise FsdpError(f"prefetch_bytes is {self.prefetch_bytes}; it is >= 0 or None (one unit)")
+        if self.reduce_buffers < 1:
+            raise FsdpError(f"reduce_buffers is {self.reduce_buffers}; it is >= 1")
+        if self.align_bytes < 16 or self.align_bytes & (self.align_bytes - 1):
+            raise FsdpError(f"align_bytes is {self.align_bytes}; it is a power of two >= 16")
+        one_of("user_buffers", self.user_buffers, ("off", "auto", "require"))
+        if self.user_buffers == "require":
+            raise FsdpError(f"user_buffers is 'require'; registering buffers with NCCL {LATER}; use 'auto'")
+        for field in ("bucket_bytes", "nccl_min_ctas", "nccl_max_ctas"):
+            if getattr(self, field) is not None:
+                raise FsdpError(f"{field} is {getattr(self, field)}; this option {LATER}; leave it None")
+        if self.offload:
+            raise FsdpError(f"offload is True; offloading optimizer state {LATER}; leave it False")
+
+    def _check_gathered_bytes(self) -> None:
+        value = self.gathered_bytes
+        if isinstance(value, bool) or not isinstance(value, int):
+            one_of("gathered_bytes", value, ("double", "all"))
+        elif value <= 0:
+            raise FsdpError(f"gathered_bytes is {value}; it is 'double', 'all' or a number of bytes > 0")
+        else:
+            raise FsdpError(f"gathered_bytes is {value}; a byte budget {LATER}; use 'double' or 'all'")

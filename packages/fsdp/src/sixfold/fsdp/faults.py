@@ -1,0 +1,168 @@
+"""Deadlines on every wait, and who is to blame when one ends.
+
+    Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
+
+The survivors of a lost rank meet in a Store: each leaves a sign, and who left none is named.
+Ranks are positions in the main mesh.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from sixfold.fsdp.errors import FsdpError
+
+_SLICE = timedelta(seconds=1)  # between two looks into the store during a wait
+_GRACE_S = 10.0  # for signs, when more than one rank is missing
+
+
+class Faults:
+    """Waits with a deadline for one model; raises FsdpError on all ranks that are left.
+
+    Args:
+        rank, size: position in the main mesh.
+        store: where survivors meet, private to this model; None: only a pair can name the other.
+        timeout_s: longest wait for one collective.
+        host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a watchdog thread
+            calls ``abort`` at the deadline.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store | None,
+        timeout_s: float,
+        *,
+        host_waits: bool = True,
+        abort: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._host_waits = host_waits
+        self._watchdog = None if host_waits or abort is None else Watchdog(timeout_s, self._expire)
+        self._abort = abort
+
+    def wait(self, work: Any, unit: str | None, step: int | None, op: str) -> None:
+        """Wait for ``work``.
+
+        Raises:
+            FsdpError: it failed, ran out of time, or another rank met a fault meanwhile.
+        """
+        if work is None:
+            return
+        if not self._host_waits:
+            if self._watchdog is not None:
+                self._watchdog.watch(work, f"op {op} of unit {unit or '(root)'} in step {step}")
+            work.wait()
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                work.wait(min(_SLICE, left))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._lost(unit, step, op, str(error).partition(". ")[0]) from error
+            if time.monotonic() >= deadline:
+                raise self._lost(unit, step, op, f"no answer within {self.timeout_s:g} s")
+            if self._store is not None and self._store.add("faults", 0):
+                raise self._lost(unit, step, op, "another rank reported a fault")
+
+    def _lost(self, unit: str | None, step: int | None, op: str, cause: str) -> FsdpError:
+        missing = self._meet()
+        if missing:
+            text = "no sign of life from rank " + ", ".join(map(str, missing))
+        elif self._store is None:
+            text = "some rank is lost; give fault_store= to have it named"
+        else:
+            text = "all ranks are alive; they disagree about the collective"
+        return FsdpError(
+            f"{text} ({cause}). Restart the job from its last checkpoint", unit=unit, step=step, op=op, ranks=missing
+        )
+
+    def _meet(self) -> tuple[int, ...]:
+        """Leave a sign and wait for those of others; returns the ranks that left none."""
+        if self._store is None:
+            return (1 - self.rank,) if self.size == 2 else ()
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            self._store.set(f"alive/{self.rank}", "1")
+            self._store.add("faults", 1)
+            deadline = time.monotonic() + min(self.timeout_s, _GRACE_S)
+            missing = others
+            while time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self._store.check([f"alive/{rank}"])]
+                if len(missing) <= 1:  # it is the one lost, or it is about to sign
+                    break
+                time.sleep(0.02)
+        except RuntimeError:  # the store died with its rank
+            return ()
+        return self._confirm(missing)
+
+    def _confirm(self, missing: Sequence[int]) -> tuple[int, ...]:
+        """A last look, a moment later: the last survivor may just have been slow."""
+        if len(missing) == 1 and self._store is not None:
+            until = time.monotonic() + min(1.5, self.timeout_s)
+            while time.monotonic() < until:
+                if self._store.check([f"alive/{missing[0]}"]):
+                    return ()
+                time.sleep(0.02)
+        return tuple(missing)
+
+    def _expire(self, what: str) -> None:
+        """A deadline passed that only a stream was waiting for: say so, then end the communicator."""
+        missing = self._meet()
+        print(
+            f"sixfold.fsdp: {what}: no answer within {self.timeout_s:g} s; no sign of life from {missing}", flush=True
+        )
+        if self._abort is not None:
+            self._abort()
+
+    def close(self) -> None:
+        """Stop the watchdog."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+
+class Watchdog:
+    """A thread that polls Works on which no host waits, and calls ``expired(text)`` once when one is too late."""
+
+    def __init__(self, timeout_s: float, expired: Callable[[str], None], poll_s: float = 1.0) -> None:
+        self._timeout_s = timeout_s
+        self._expired = expired
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._watched: list[tuple[float, Any, str]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, work: Any, what: str) -> None:
+        """Look at ``work`` until it is completed."""
+        with self._lock:
+            self._watched.append((time.monotonic() + self._timeout_s, work, what))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sixfold-fsdp-watchdog", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._poll_s):
+            with self._lock:
+                self._watched = [item for item in self._watched if not item[1].is_completed()]
+                late = [what for deadline, _, what in self._watched if deadline < time.monotonic()]
+            if late:
+                self._expired(late[0])
+                return
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()

@@ -1,0 +1,146 @@
+"""Start values: meta modules made real, ranks compared, each rank's shard kept, views handed out.
+
+    module + buffers --> agree, set_start_values (this file) --> a model ready for its first forward
+
+One module at a time, so no rank ever holds more full parameters than one module owns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sixfold.fsdp.buffer import ParamRecord
+from sixfold.fsdp.checks import odd_ranks, tensor_digest
+from sixfold.fsdp.comm import Ranks
+from sixfold.fsdp.control import Control, exchange, exchange_text
+from sixfold.fsdp.errors import FsdpError
+
+InitFn = Callable[[str, nn.Module], None]
+WaitWork = Callable[[Any], None]
+
+
+def agree(module: nn.Module, options: str, control: Control, wait: WaitWork) -> None:
+    """All ranks wrap the same model with the same options.
+
+    Raises:
+        FsdpError: on all ranks: the first difference, both values, the ranks that differ from most.
+    """
+    lines = [f"options|{options}"]
+    lines += [
+        f"{name}|{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
+    ]
+    text = "\n".join(lines)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    rows = exchange(control, [digest], wait)
+    _, odd = odd_ranks(rows)
+    if not odd:
+        return
+    texts = [one.split("\n") for one in exchange_text(control, text, wait)]
+    usual = texts[next(rank for rank in range(len(rows)) if rank not in odd)]
+    other = texts[odd[0]]
+    both = zip([*usual, "(nothing)|nothing"], [*other, "(nothing)|nothing"], strict=False)
+    mine, theirs = next((a, b) for a, b in both if a != b)
+    name, _, value = mine.partition("|")
+    other_name, _, other_value = theirs.partition("|")
+    said = other_value if name == other_name else f"{other_name} {other_value}"
+    raise FsdpError(
+        f"ranks wrap different models: {name} is {value}, on rank {odd[0]} {said}; build the same model on all ranks",
+        op="check",
+        ranks=odd,
+    )
+
+
+def set_start_values(
+    module: nn.Module,
+    records: Mapping[nn.Parameter, ParamRecord],
+    ranks: Ranks,
+    control: Control,
+    wait: WaitWork,
+    *,
+    device: torch.device,
+    init_fn: InitFn | None,
+    initial: str,
+) -> None:
+    """Materialise, compare or broadcast, keep the local part, and point ``parameter.data`` at gathered memory.
+
+    Raises:
+        FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
+    """
+    done: dict[nn.Parameter, int] = {}
+    for name, part in module.named_modules():
+        if _materialize(part, device):
+            _initialize(name, part, init_fn)
+        for parameter in part.parameters(recurse=False):
+            if parameter in done:
+                continue
+            record = records[parameter]
+            value = parameter.data
+            if initial == "broadcast" and ranks.size > 1:
+                value = _broadcast(value, ranks, wait)
+            done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
+            record.buffer.store_main(record, value)
+            parameter.data = record.compute
+        if initial == "broadcast" and ranks.size > 1:
+            for buffer in part.buffers(recurse=False):
+                buffer.copy_(_broadcast(buffer, ranks, wait))
+    if initial == "check" and ranks.size > 1:
+        _compare([(records[parameter].name, digest) for parameter, digest in done.items()], control, wait)
+
+
+def _materialize(part: nn.Module, device: torch.device) -> bool:
+    """Give ``part``'s own meta parameters and buffers memory; True if it had any. Parameters keep their identity."""
+    found = False
+    for parameter in part.parameters(recurse=False):
+        if parameter.is_meta:
+            found = True
+            attributes = dict(parameter.__dict__)
+            real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            parameter.__dict__.update(attributes)
+    for name, buffer in part.named_buffers(recurse=False):
+        if buffer.is_meta:
+            found = True
+            setattr(part, name, torch.empty_like(buffer, device=device))
+    return found
+
+
+def _initialize(name: str, part: nn.Module, init_fn: InitFn | None) -> None:
+    with torch.no_grad():
+        if init_fn is not None:
+            init_fn(name, part)
+            return
+        reset = getattr(part, "reset_parameters", None)
+        if not callable(reset):
+            raise FsdpError(
+                f"module {name or '(root)'} ({type(part).__name__}) is on the meta device and has no "
+                "reset_parameters(); give init_fn=(name, module) -> None"
+            )
+        reset()
+
+
+def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:
+    """The value of the mesh's rank 0, on every rank."""
+    sent = value.detach().clone().contiguous()
+    wait(ranks.shard.broadcast(sent))
+    wait(ranks.outer.broadcast(sent))
+    return sent
+
+
+def _compare(digests: list[tuple[str, int]], control: Control, wait: WaitWork) -> None:
+    if not digests:
+        return
+    rows = exchange(control, [digest for _, digest in digests], wait)
+    for at, (name, _) in enumerate(digests):
+        _, odd = odd_ranks([[row[at]] for row in rows])
+        if odd:
+            raise FsdpError(
+                f"start values of {name} differ on rank {', '.join(map(str, odd))}; seed all ranks alike, or use "
+                'initial="broadcast"',
+                op="check",
+                ranks=odd,
+            )

@@ -1,0 +1,267 @@
+"""FullyShardedDataParallel: the parts put together, and the members that users and pipelines call.
+
+config.py, units.py, buffer.py, ... --> FullyShardedDataParallel (this file) --> the user
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from sixfold.fsdp import build, hooks, norms, optim, state
+from sixfold.fsdp.buffer import Granularity
+from sixfold.fsdp.config import LATER, BufferConfig, MixedPrecision, ShardingStrategy
+from sixfold.fsdp.engine import StageState
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.initial import InitFn
+from sixfold.fsdp.stage import StageHandle
+from sixfold.fsdp.state import StateRecord
+from sixfold.fsdp.units import Selector
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Data parallelism with main weights, gradients and parameters split by ``strategy``.
+
+    The wrapped module's ``Parameter`` objects keep identity and shape; what their memory holds between uses is
+    undefined, and their ``.grad`` is None after a backward. Weights are read by ``full_state_dict`` or
+    ``state_records``; gradients lie on ``main_parameters()``. Clip with ``clip_grad_norm_`` of this object:
+    ``torch.nn.utils.clip_grad_norm_(module.parameters())`` sees no gradient.
+
+    Args:
+        module: any module; parameters may be on the meta device.
+        mesh, process_group: one of them, or neither for one process. A 2-D mesh is (replicate, shard).
+        strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
+        fsdp_unit_modules: classes, class names or modules to gather and free together.
+        granularity: ``(name, parameter) -> "element" | "row" | "tensor" | int``: where a shard may cut it.
+        grad_divisor: None: the ranks of the mesh; 1.0 gives sums.
+        grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
+        init_fn: ``(module name, module)`` fills a module that was on the meta device.
+        initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks.
+        checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"`` (an exchange before each collective; a
+            debug mode that reads device values).
+        fault_store: where survivors of a lost rank meet, so that it is named.
+        timeout_s: longest wait for one collective.
+    Raises:
+        FsdpError: see each argument's rule; differing models or start values on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        strategy: ShardingStrategy | str = "optim_grads_params",
+        fsdp_unit_modules: Sequence[Selector] = (),
+        mixed_precision: MixedPrecision = MixedPrecision(),  # noqa: B008  frozen
+        buffers: BufferConfig = BufferConfig(),  # noqa: B008  frozen
+        granularity: Granularity | None = None,
+        mesh_for: Callable[[str], DeviceMesh | None] | None = None,
+        grad_divisor: float | None = None,
+        grad_reduce: str = "auto",
+        init_fn: InitFn | None = None,
+        initial: str = "check",
+        checks: str = "order",
+        fault_store: Store | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        options = build.Options(
+            strategy=strategy,
+            fsdp_unit_modules=tuple(fsdp_unit_modules),
+            precision=mixed_precision,
+            buffers=buffers,
+            granularity=granularity,
+            grad_divisor=grad_divisor,
+            grad_reduce=grad_reduce,
+            init_fn=init_fn,
+            initial=initial,
+            checks=checks,
+            fault_store=fault_store,
+            timeout_s=timeout_s,
+        )
+        options.refuse_other_meshes(module, mesh_for)
+        made = build.build(module, mesh, process_group, options)
+        self.module = module
+        self._options = options
+        self._engine = engine = made.engine
+        self._slots = made.slots
+        self._pool = made.pool
+        self._materializing: set[int] = set()
+        self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
+        handles = [*hooks.install(engine), optim.refuse_unsharded_steps(engine)]
+        weakref.finalize(self, build.close, engine, handles)
+
+    # ---- running
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Unit names; the root unit is ``""``."""
+        return tuple(unit.name for unit in self._engine.units)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with the root unit gathered and floating inputs cast."""
+        return self._run(self.module, args, kwargs, None)
+
+    def _run(self, child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageState | None) -> Any:
+        return hooks.run_root(self._engine, child, args, kwargs, self._cast_to, stage)
+
+    def entry(self, child: nn.Module) -> Callable[..., Any]:
+        """A callable that runs ``child`` (a module inside the wrapped one) as if it were the root."""
+        self._path(child)
+        return lambda *args, **kwargs: self._run(child, args, kwargs, None)
+
+    def stage_handle(self, child: nn.Module) -> StageHandle:
+        """The ``data_parallel`` object of a pipeline stage that runs ``child``."""
+        inside = set(child.modules())
+        units = [unit for unit in self._engine.units if unit.index and unit.module in inside]
+        stage = StageState(self._path(child), units)
+        self._engine.add_stage(stage)
+        return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
+
+    def _path(self, child: nn.Module) -> str:
+        for name, found in self.module.named_modules():
+            if found is child:
+                return str(name)
+        raise FsdpError(f"{type(child).__name__} is not inside the wrapped {type(self.module).__name__}")
+
+    def use_plan(self, actions: Sequence[object]) -> None:
+        """Refused in this version: gather plans come with the fsdp issue."""
+        raise FsdpError(f"use_plan with {len(actions)} actions: gather plans {LATER}; 'double' and 'all' take none")
+
+    @contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """A hint around forward and backward: ``last=False`` postpones the reduction of ``no_shard`` and ``optim``."""
+        engine = self._engine
+        before, engine.last_microbatch = engine.last_microbatch, last
+        try:
+            yield
+        finally:
+            engine.last_microbatch = before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside reduce nothing: gradients accumulate in full size on each rank."""
+        self._engine.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._engine.no_sync_depth -= 1
+
+    # ---- gradients
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is local and wait; ``main.grad`` is final after it."""
+        self._engine.finish_grad_sync()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients to a total norm of at most ``max_norm``; returns the norm before, fp32, same on all ranks."""
+        total = self.grad_square_sum().sqrt().to(torch.float32)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.scale_gradients(coefficient)
+        return total
+
+    def grad_square_sum(self, include: Callable[[str], bool] = lambda name: True) -> Tensor:
+        """Float64 scalar: squares of main gradients of the included names, each element once, over the main mesh."""
+        self.finish_grad_sync()
+        return norms.square_sum(self._engine, include)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all main gradients."""
+        self.finish_grad_sync()
+        norms.scale(self._engine, factor)
+
+    def divide_gradients(self, count: float | Tensor) -> None:
+        """Divide all main gradients: one true division each."""
+        self.finish_grad_sync()
+        norms.divide(self._engine, count)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Main gradients to None (or zero); local sums that were not reduced are dropped."""
+        self._engine.discard_local()
+        for _, main in self.main_parameters():
+            if set_to_none:
+                main.grad = None
+            elif main.grad is not None:
+                main.grad.zero_()
+
+    # ---- main weights and state
+
+    def main_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """``(full name, main parameter)`` of all that this rank holds; frozen ones have ``requires_grad`` False."""
+        for record in self._engine.records.values():
+            if record.main is not None:
+                yield record.name, record.main
+
+    def refresh(self) -> None:
+        """Main weights were written from outside: gathered copies are stale."""
+        self._engine.alive()
+        self._engine.gathering.invalidate(frozen=True)
+
+    def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's state tensors as its first step would (zero), without a step."""
+        optim.materialize(optimizer, self._materializing)
+
+    def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
+        """Live aliases of everything to save that lies here. No communication."""
+        return state.state_records(self._engine.units, self._engine.ranks, optimizer)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Collective: main weights in full shapes, and buffers, under the module's own names, on every rank."""
+        self._engine.alive()
+        return state.full_state_dict(self.module, self._engine.units, self._engine.ranks, self._engine.wait)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """In one process ``full_state_dict()``; with more, an error: half a dict must not be taken for a whole one."""
+        if self._engine.ranks.size > 1:
+            raise FsdpError(
+                f"state_dict() on one of {self._engine.ranks.size} ranks would hold a part of the weights; use "
+                "state_records() (live aliases, no communication) or full_state_dict() (collective)"
+            )
+        full = self.full_state_dict()
+        destination, prefix = kwargs.get("destination"), kwargs.get("prefix", "")
+        if destination is None:
+            destination = {}
+        destination.update({prefix + name: value for name, value in full.items()})
+        return destination
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: main weights are loaded by copying into ``state_records()``, then ``refresh()``."""
+        raise FsdpError("load_state_dict() would fill gathered copies; copy into state_records(), then call refresh()")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise FsdpError("to(), cuda(), half() ... would move parameters out of their buffers; convert before wrapping")
+
+    def report(self) -> dict[str, Any]:
+        """What lies in memory and what moved: bytes by kind, padding, slots, user buffers or why not."""
+        return build.report(self._engine, self._options, self._slots, self._pool)
+
+    # ---- for fully_shard_optimizer
+
+    def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optim.shard_optimizer(optimizer, self._engine, self._engine.records, self._materializing)
+
+
+def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    """``FullyShardedDataParallel(module, **options)``."""
+    return FullyShardedDataParallel(module, **options)
+
+
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedDataParallel) -> torch.optim.Optimizer:
+    """Make ``optimizer`` (over the module's own parameters, without state) update ``model``'s main parameters.
+
+    The same object is returned: its groups, with their options, now hold what this rank owns. ``step()`` first
+    finishes gradient sync and afterwards marks compute weights stale. Several optimizers may share a model.
+
+    Raises:
+        FsdpError: the optimizer has state, or a parameter that is not of this model.
+    """
+    return model._shard_optimizer(optimizer)

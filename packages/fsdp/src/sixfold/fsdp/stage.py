@@ -1,0 +1,60 @@
+"""How a pipeline program drives the sharding of one stage.
+
+    pipeline's runner --> StageHandle (this file) --> engine.py
+
+The runner's ``data_parallel`` object: seven methods, no import of either package by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from sixfold.fsdp.engine import Engine, StageState
+
+
+class StageHandle:
+    """One stage (a child of the wrapped module) under a driven program."""
+
+    def __init__(self, engine: Engine, stage: StageState, run: Callable[..., Any]) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._run = run
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The stage's forward, as ``entry`` runs it."""
+        return self._run(args, kwargs, self._stage)
+
+    def unshard(self) -> None:
+        """Start the gathers of all units of the stage that have memory of their own.
+
+        A hint: with two slots units are gathered at their use, and this does nothing.
+        """
+        self._engine.alive()
+        self._engine.gathering.prefetch(self._stage.units)
+
+    def reshard(self) -> None:
+        """The program needs the stage no more for now. A hint: slots are freed when they are needed."""
+        self._engine.alive()
+
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that autograd did not deliver (a deferred weight gradient) to the local fp32 sum.
+
+        Raises:
+            FsdpError: the parameter is frozen or of another model, or ``grad_reduce="microbatch"``.
+        """
+        self._engine.deliver_deferred(parameter, gradient)
+
+    def after_backward(self, microbatch: int) -> None:
+        """The last action (B or W) of ``microbatch`` on this stage ran."""
+        self._engine.after_backward()
+
+    def before_last_backward(self) -> None:
+        """The next B or W is the stage's last in this step: reductions may overlap with it."""
+        self._stage.last = True
+
+    def reduce_grad(self) -> None:
+        """Start what is left of the stage's reductions; ``model.finish_grad_sync()`` waits."""
+        self._engine.reduce_stage(self._stage)

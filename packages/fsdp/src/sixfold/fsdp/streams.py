@@ -1,0 +1,72 @@
+"""Side streams for gathers and reductions; a null object where there are none.
+
+    device --> make_streams (this file) --> gather.py, reduce.py
+
+[Note: one code path] The engine always says "on the gather stream", "the compute stream waits"; on a CPU
+these words do nothing. They are chosen once, by the device, so no other file asks which device it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class SideStream(Protocol):
+    """A queue of device work beside the compute queue."""
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Work launched inside runs here, after all that the compute stream holds so far."""
+
+    def mark(self) -> Any:
+        """An event after the work launched here so far (None where work is done at once)."""
+
+    def join(self, event: Any) -> None:
+        """The compute stream waits for ``event``; the host does not."""
+
+
+class NullStream:
+    """The host is the only queue: everything is done when the call returns."""
+
+    _context = nullcontext()
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Nothing to switch."""
+        return self._context
+
+    def mark(self) -> None:
+        """Nothing to wait for."""
+        return
+
+    def join(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+
+class CudaStream:
+    """A CUDA stream that always follows the compute stream at the moment of use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """[Note: one code path] Order against compute by events, never by the host."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event at the end of what was launched here."""
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def join(self, event: Any) -> None:
+        """The compute stream waits for ``event``."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def make_stream(device: torch.device) -> SideStream:
+    """A stream of ``device``, or the null object."""
+    return CudaStream(device) if device.type == "cuda" else NullStream()

@@ -140,12 +140,8 @@ def _sdpa(documents: Documents) -> Attend:
     repeats = documents.heads // documents.key_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None
-        )
-        return out.transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
 
     return attend
 
@@ -154,16 +150,17 @@ def _varlen(documents: Documents) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     b, s = documents.b, documents.s
+    repeats = documents.heads // documents.key_heads
     cu = documents.cu_seqlens
     if cu is None:
         cu = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=documents.device)
     cu = cu.to(device=documents.device, dtype=torch.int32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = varlen_attn(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu, cu, s, s,
-            window_size=(-1, 0), enable_gqa=documents.heads != documents.key_heads,
-        )  # type: ignore[assignment]  # fmt: skip
+        q, k, v = (t.flatten(0, 1) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
+        # s is the bound of any document's length: the true longest would be a host read.
+        out = varlen_attn(q, k, v, cu, cu, s, s, window_size=(-1, 0))
+        assert isinstance(out, Tensor), f"varlen_attn gave {type(out).__name__}"
         return out.view(b, s, *out.shape[1:])
 
     return attend
@@ -248,6 +245,11 @@ def _split_heads(t: Tensor, groups: int) -> Tensor:
     """(b, s, heads, d) -> view (b, groups, heads / groups, s, d)."""
     b, s, heads, d = t.shape
     return t.view(b, s, groups, heads // groups, d).permute(0, 2, 3, 1, 4)
+
+
+def _repeated(t: Tensor, repeats: int) -> Tensor:
+    """Key heads, each ``repeats`` times: (b, s, groups, d) -> (b, s, groups * repeats, d)."""
+    return t.repeat_interleave(repeats, 2) if repeats > 1 else t
 
 
 def _by_group(t: Tensor) -> Tensor:

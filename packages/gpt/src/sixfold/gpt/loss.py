@@ -64,7 +64,8 @@ class _TokenLosses(torch.autograd.Function):
         grad[:, ctx.vocab_size :] = 0
         for rows in _chunks(flat):
             chunk = flat[rows, : ctx.vocab_size].float().sub_(normaliser[rows].unsqueeze(1)).exp_()
-            chunk.scatter_add_(1, targets[rows].unsqueeze(1), chunk.new_full((chunk.shape[0], 1), -1.0))
+            hit = targets[rows].unsqueeze(1)
+            chunk.scatter_(1, hit, chunk.gather(1, hit) - 1)  # not scatter_add_, which has no fixed order on a GPU
             grad[rows, : ctx.vocab_size] = chunk.mul_(upstream[rows]).to(grad.dtype)
         return grad.view(ctx.shape), None, None, None
 

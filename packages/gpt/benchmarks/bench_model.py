@@ -1,0 +1,103 @@
+"""Forward and backward of one micro-batch on one core, beside a plain torch Llama under autocast.
+
+    python -m pytest packages/gpt/benchmarks/bench_model.py --benchmark-only
+
+Both hold the same weights in number and shape; ours keeps them in bfloat16, as fsdp hands them out, and the plain
+loop casts them in each forward. ``extra_info`` holds tokens per micro-batch; tokens per CPU second follow from the minimum.
+"""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.model import GPTModel
+
+_BYTES = {"vocab_size": 257}  # the demo's tokenizer
+SHAPES = {
+    "demo 4x192 b8 s256": (
+        GPTConfig(num_layers=4, hidden_size=192, num_attention_heads=3, ffn_hidden_size=512, **_BYTES),
+        8,
+    ),
+    "10.8M 6x384 b4 s256": (
+        GPTConfig(num_layers=6, hidden_size=384, num_attention_heads=6, ffn_hidden_size=1024, **_BYTES),
+        4,
+    ),
+}
+SEQ = 256
+
+
+class PlainBlock(nn.Module):
+    """A Llama layer as one writes it: fused qkv, torch's RMSNorm and scaled_dot_product_attention."""
+
+    def __init__(self, c: GPTConfig) -> None:
+        super().__init__()
+        h, f = c.hidden_size, c.ffn_hidden_size
+        self.heads = c.num_attention_heads
+        self.norm_a, self.norm_f = nn.RMSNorm(h, c.norm_eps), nn.RMSNorm(h, c.norm_eps)
+        self.qkv, self.out = nn.Linear(h, 3 * h, bias=False), nn.Linear(h, h, bias=False)
+        self.gate, self.up, self.down = (nn.Linear(*io, bias=False) for io in ((h, f), (h, f), (f, h)))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_a(x)).chunk(3, -1))
+
+        def turn(t: Tensor) -> Tensor:
+            first, second = t.chunk(2, -1)
+            return t * cos + torch.cat((-second, first), -1) * sin
+
+        mixed = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        h = self.norm_f(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Plain(nn.Module):
+    """The whole plain model; its head is tied."""
+
+    def __init__(self, c: GPTConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(PlainBlock(c) for _ in range(c.num_layers))
+        self.norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
+        angles = torch.arange(SEQ).outer(c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim))
+        self.cos, self.sin = (torch.cat((t, t), -1).bfloat16() for t in (angles.cos(), angles.sin()))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.benchmark(timer=time.process_time, min_rounds=5, max_time=2.0, warmup=True, warmup_iterations=1)
+@pytest.mark.parametrize("who", ["sixfold", "sixfold documents", "plain autocast"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward_and_backward(benchmark, who, shape):
+    config, b = SHAPES[shape]
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (b, SEQ), generator=generator)
+    labels, mask = tokens.roll(-1, 1), torch.ones(b, SEQ)
+    cuts = torch.randint(1, b * SEQ, (b,), generator=generator).tolist() if who == "sixfold documents" else []
+    cu = torch.tensor(sorted({*range(0, b * SEQ + 1, SEQ), *cuts}), dtype=torch.int32)
+    if who == "plain autocast":
+        model: nn.Module = Plain(config)
+
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens, labels)
+            loss.backward()
+            model.zero_grad()
+    else:
+        model = GPTModel(config).bfloat16()
+
+        def step() -> None:
+            model(tokens, cu_seqlens=cu, labels=labels, loss_mask=mask).sum().backward()
+            model.zero_grad()
+
+    benchmark.extra_info.update(tokens=b * SEQ, parameters=config.num_parameters)
+    benchmark(step)

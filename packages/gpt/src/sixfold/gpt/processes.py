@@ -272,6 +272,11 @@ def _rank_main(
 
 def _die_with_parent() -> None:
     """End this process with the server that forked it, which ends with the launcher."""
+    # The server ends when nobody holds this pipe any more, and it hands its ranks the end that the launcher holds.
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it went before the line above

@@ -1,0 +1,92 @@
+"""Bodies of ranks for the tests of processes.py, and a small launcher program. Imports no torch by itself."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from sixfold.gpt.errors import ConfigError, TrainError
+
+
+def note(folder, text):
+    """Leave a file named ``text`` in ``folder``."""
+    (Path(folder) / text).touch()
+
+
+def rank_of():
+    return int(os.environ["SIXFOLD_RANK"])
+
+
+def succeed(folder):
+    note(folder, f"rank-{rank_of()}-of-{os.environ['SIXFOLD_RANKS']}-threads-{os.environ['OMP_NUM_THREADS']}")
+    return 0
+
+
+def fail_on_rank_one(kind):
+    if rank_of() == 1:
+        raise {"typed": TrainError, "config": ConfigError, "untyped": KeyError}[kind]("the cause")
+    time.sleep(0.05)
+    if kind == "config":
+        raise TrainError("what follows from it")
+    time.sleep(60)
+    return 0
+
+
+def die_on_rank_one(number):
+    if rank_of() == 1:
+        os.kill(os.getpid(), number)
+    time.sleep(0.02)
+    raise TrainError("connection closed by peer")
+
+
+def leave_without_a_word():
+    os._exit(7)
+
+
+def hang_while_rank_one_fails():
+    if rank_of() == 1:
+        raise TrainError("the cause")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def save_on_sigterm(folder):
+    """What a train loop does: finish the step, save, report 143."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    note(folder, f"ready-{rank_of()}-{os.getpid()}")
+    while not asked:
+        time.sleep(0.01)
+    note(folder, f"saved-{rank_of()}")
+    return 143
+
+
+def ignore_sigterm(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(folder, f"ready-{rank_of()}-{os.getpid()}")
+    time.sleep(60)
+    return 0
+
+
+def sleep_unprepared(folder):
+    note(folder, f"ready-{rank_of()}-{os.getpid()}")
+    time.sleep(60)
+    return 0
+
+
+def main():
+    """``python gpt_launch_helpers.py TARGET RANKS FOLDER``: a launcher of its own process, as ``sixfold`` is one."""
+    from sixfold.gpt import processes
+
+    processes.PRELOAD = ()
+    try:
+        sys.exit(processes.start_ranks(globals()[sys.argv[1]], int(sys.argv[2]), (sys.argv[3],)))
+    except processes.RankError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Verbs, exit status, and one line for an error."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from gpt_helpers import tiny_config
+
+from sixfold.gpt import cli
+from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.processes import Failure, RankError
+
+COMMAND = [sys.executable, "-m", "sixfold.gpt"]
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(tiny_config(tmp_path).to_toml())
+    return path
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Ranks that would be started, with their config, instead of starting them."""
+    calls = []
+    monkeypatch.setattr(cli, "start_ranks", lambda target, ranks, args, watch=None: calls.append((ranks, args[0])) or 0)
+    for name in ("RANK", "SLURM_PROCID", "SIXFOLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def one_line(capsys):
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("sixfold: ")
+    return line
+
+
+def test_print_config_prints_the_resolved_toml_and_nothing_else(config_file, capsys, started):
+    assert cli.main(["train", str(config_file), "train.steps=7", "--print-config", "optimizer.lr=0.5"]) == 0
+    captured = capsys.readouterr()
+    config = TrainConfig.from_text(captured.out)
+    assert (config.train.steps, config.optimizer.lr) == (7, 0.5)
+    assert captured.err == "" and started == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["optimizer.learning_rate=1"], "optimizer.lr"),
+        (["train.steps=-1"], "train.steps"),
+        (["--ranks", "3", "parallel.pp=2"], "parallel.pp"),
+        (['data.blend=["nowhere/text"]', "data.weights=[1.0]"], "nowhere/text"),
+    ],
+)
+def test_a_wrong_config_is_one_line_before_a_rank_or_folder(config_file, tmp_path, capsys, started, words, says):
+    assert cli.main(["train", str(config_file), *words]) == (1 if "nowhere" in says else 2)
+    assert says in one_line(capsys)
+    assert started == [] and not list(tmp_path.glob("**/metrics.jsonl"))
+
+
+def test_ranks_are_the_product_of_the_degrees_unless_said(config_file, started):
+    assert cli.main(["train", str(config_file), "parallel.pp=2"]) == 0
+    assert cli.main(["train", str(config_file), "--ranks", "4", "parallel.pp=2"]) == 0
+    assert [ranks for ranks, _ in started] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("a wrong key"), 2, "sixfold: a wrong key"),
+        (TrainError("a failed run"), 1, "sixfold: a failed run"),
+        (OSError(28, "No space left on device"), 1, "sixfold: [Errno 28] No space left on device"),
+        (RankError(Failure(rank=1, time=0.0, text="rank 1: no", exit_code=2)), 2, "sixfold: rank 1: no"),
+    ],
+)
+def test_an_error_is_its_text_and_an_exit_status(monkeypatch, capsys, error, status, line):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(cli, "_plot", fail)
+    assert cli.main(["plot", "run"]) == status
+    assert one_line(capsys) == line
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
+    def fail(args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_plot", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plot", "run"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["fly"],
+        ["train"],
+        ["train", "x.toml", "--rank", "x"],
+        ["plot", "r", "extra", "--no"],
+        ["demo", "--minutes", "0"],
+    ],
+)
+def test_wrong_usage_is_exit_status_2(words, capsys):
+    assert cli.main(words) == 2
+    assert "usage: sixfold" in capsys.readouterr().err
+
+
+def test_help_is_exit_status_0_and_names_every_verb(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(verb in text for verb in ("train", "demo", "prepare", "plot", "sample"))
+
+
+def test_prepare_writes_a_pair_and_says_so(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello")
+    assert cli.main(["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "p")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'p'}: 1 documents, 6 tokens\n"
+    assert cli.main(["prepare", "--out", str(tmp_path / "q")]) == 2
+
+
+@pytest.mark.parametrize("words", [["--print-config"], ["optimizer.learning_rate=1"], ["--help"]])
+def test_configuration_needs_no_torch(config_file, words):
+    program = "import sys; sys.modules['torch'] = None; from sixfold.gpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", program, "train", config_file, *words], capture_output=True, text=True)
+    assert done.returncode == (2 if "=" in words[0] else 0), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_while_the_config_is_checked_is_143(config_file, monkeypatch):
+    def slow(path, overrides=()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(500):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(TrainConfig, "from_toml", slow)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["train", str(config_file)]) == 143
+    assert signal.getsignal(signal.SIGTERM) == before

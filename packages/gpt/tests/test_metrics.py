@@ -1,0 +1,134 @@
+"""metrics.jsonl: what is written, what is read back after kills and resumes, what is shown."""
+
+import io
+import json
+import math
+
+import pytest
+
+from sixfold.gpt.metrics import FIELDS, MetricsTail, MetricsWriter, ProgressLine, describe, read_all, read_metrics
+
+STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "batch_size": 8, "samples": 8, "tokens": 64}
+
+
+def step(number, loss=1.0):
+    return STEP | {"step": number, "loss": loss}
+
+
+def test_a_line_holds_kind_time_and_the_fields_and_floats_read_back_bitwise(tmp_path):
+    values = [0.1 + 0.2, 1e-300, 5e-324, 1.7976931348623157e308, 2 / 3]
+    with MetricsWriter(tmp_path / "run" / "metrics.jsonl") as writer:
+        for i, value in enumerate(values):
+            writer.write("step", **step(i, value))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == values
+    assert all(set(line) == {"kind", "time", *FIELDS["step"]} for line in lines)
+
+
+def test_what_is_not_finite_is_null_at_any_depth(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write("step", **step(1, math.nan))
+        writer.write("start", **dict.fromkeys(FIELDS["start"]) | {"step": 0, "ranks": [{"rank": math.inf}]})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    first, second = map(json.loads, text.splitlines())
+    assert first["loss"] is None and second["ranks"] == [{"rank": None}]
+
+
+def test_a_wrong_field_is_our_own_mistake(tmp_path):
+    with MetricsWriter(tmp_path / "m") as writer, pytest.raises(AssertionError, match="end line has fields"):
+        writer.write("end", step=1)
+
+
+def test_each_line_is_on_disk_when_written(tmp_path):
+    with MetricsWriter(tmp_path / "m") as writer:
+        writer.write("end", step=1, reason="finished")
+        assert read_metrics(tmp_path / "m")[0]["reason"] == "finished"
+
+
+def test_the_last_line_of_a_repeated_step_counts_and_restarts_stay(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for i in (1, 2, 3):
+            writer.write("step", **step(i, float(i)))
+        writer.write("resume", step=1, checkpoint="c", layout={})
+        for i in (2, 3, 4):
+            writer.write("step", **step(i, 10.0 * i))
+    records = read_metrics(tmp_path)
+    assert [(r["kind"], r["step"], r.get("loss")) for r in records] == [
+        ("step", 1, 1.0), ("resume", 1, None), ("step", 2, 20.0), ("step", 3, 30.0), ("step", 4, 40.0),
+    ]  # fmt: skip
+    assert len(read_all(path)) == 7
+
+
+def test_a_line_cut_by_a_kill_is_skipped_and_the_next_writer_begins_a_new_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write("step", **step(1))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) - 1):
+        path.write_bytes(whole + whole[:cut])
+        assert [r["step"] for r in read_metrics(path)] == [1]
+        with MetricsWriter(path) as writer:
+            writer.write("step", **step(2))
+        assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+def test_a_tail_gives_each_line_once_and_waits_for_a_line_to_be_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    with MetricsWriter(path) as writer:
+        writer.write("step", **step(1))
+        assert [r["step"] for r in tail.read()] == [1]
+        writer.write("step", **step(2))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "end", "st')
+    assert [r["step"] for r in tail.read()] == [2]
+    with path.open("ab") as file:
+        file.write(b'ep": 2, "reason": "finished"}\n')
+    assert [r["kind"] for r in tail.read()] == ["end"]
+    assert MetricsTail(path).read() == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_sees_one_line_that_is_overwritten_whole(tmp_path):
+    path, screen = tmp_path / "metrics.jsonl", Terminal()
+    line = ProgressLine(path, 20, stream=screen, every_s=0.0)
+    with MetricsWriter(path) as writer:
+        writer.write("step", **step(9, 123.0))
+        line.poll()
+        writer.write("step", **step(10, 1.0))
+        line._shown_at = -math.inf
+        line.poll()
+    line.close()
+    first, second = screen.getvalue().rstrip("\n").split("\r")[1:]
+    assert first.startswith("step 9/20  loss 123.0") and second.startswith("step 10/20  loss 1.0")
+    assert len(second) >= len(first)
+
+
+def test_a_file_gets_a_line_now_and_then_and_the_last_step(tmp_path):
+    path, out = tmp_path / "metrics.jsonl", io.StringIO()
+    line = ProgressLine(path, 100, stream=out, every_s=1000.0)
+    with MetricsWriter(path) as writer:
+        for i in range(1, 51):
+            writer.write("step", **step(i))
+            line.poll()
+        writer.write("end", step=50, reason="sigterm")
+    line.close()
+    assert [text.split()[1] for text in out.getvalue().splitlines()] == ["1/100", "50/100", "50"]
+
+
+def test_every_kind_has_a_text():
+    assert describe({"kind": "eval", "step": 3, "loss": 1.5, "tokens": 4096}) == (
+        "step 3  validation loss 1.5000 nats/token over 4,096 tokens"
+    )
+    assert describe({"kind": "resume", "step": 3, "checkpoint": "c", "layout": {"pp": 1, "dp": 2}}).endswith("as dp2")
+    where = {"kind": "nonfinite", "step": 3, "rank": 1, "where": "layers.2.ffn", "what": "gradient"}
+    assert describe(where) == "step 3  gradient is not finite on rank 1 in layers.2.ffn"
+    assert "2:00 left" in describe({"kind": "step", **step(80)} | {"seconds": 6.0}, 100)
+    assert "not finite" in describe({"kind": "step", **step(80, None)}, 100)

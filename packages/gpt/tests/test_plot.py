@@ -1,0 +1,97 @@
+"""Loss curves: the points that are drawn, and the files."""
+
+import json
+
+import pytest
+
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.plot import curve, plot, smoothed
+
+
+def records(*entries):
+    """("step", number, loss) and others to records one second apart."""
+    found = []
+    for i, (kind, number, *rest) in enumerate(entries):
+        record = {"kind": kind, "time": 1000.0 + i, "step": number, "tokens": 64 * number}
+        record |= {"layout": rest[0]} if kind == "resume" else {"loss": rest[0]} if rest else {}
+        found.append(record)
+    return found
+
+
+RUN = records(
+    ("start", 0), ("step", 1, 5.0), ("step", 2, 4.0), ("step", 3, 3.0), ("resume", 1, {"pp": 1, "dp": 2}),
+    ("step", 2, 4.5), ("step", 3, 3.5), ("eval", 3, 3.2), ("step", 4, None), ("step", 5, 2.5),
+)  # fmt: skip
+
+
+def test_each_step_is_drawn_once_and_a_loss_that_was_not_finite_is_left_out():
+    found = curve(RUN, "run", "step")
+    assert (found.x, found.loss) == ([1, 2, 3, 5], [5.0, 4.5, 3.5, 2.5])
+    assert (found.eval_x, found.eval_loss) == ([3], [3.2])
+
+
+def test_a_resume_tells_how_far_the_run_had_come():
+    [resume] = curve(RUN, "run", "step").resumes
+    assert (resume.x, resume.ended_after, resume.resumed_at, resume.layout) == (1, 3, 1, "dp2")
+
+
+def test_the_axis_is_steps_tokens_or_seconds_since_the_start():
+    assert curve(RUN, "run", "tokens").x == [64, 128, 192, 320]
+    found = curve(RUN, "run", "seconds")
+    assert found.x == [1, 5, 6, 9] and found.resumes[0].x == 4
+
+
+def test_smoothing_is_a_centred_mean_that_ends_on_the_last_value():
+    assert smoothed([1.0, 2.0, 6.0, 2.0, 1.0], 1) == [1.0, 3.0, 10 / 3, 3.0, 1.0]
+    assert smoothed([4.0, 7.0], 0) == [4.0, 7.0]
+
+
+def write_run(folder, entries=RUN):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in entries))
+    return folder
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_ending_chooses_the_format(tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    run = write_run(tmp_path / "first")
+    out = plot(
+        [run, run / "metrics.jsonl"],
+        tmp_path / "new" / f"loss{suffix}",
+        references={"zlib": 1.9},
+        marks={"end": (5, 2)},
+    )
+    assert out.read_bytes().startswith(magic)
+
+
+def test_a_plot_shows_names_lines_and_restarts(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        out = plot([write_run(tmp_path / "r1")], tmp_path / "loss.svg", references={"zlib": 1.93}, unit="nats per byte")
+    text = out.read_text()
+    assert all(
+        part in text for part in ("zlib 1.93", "nats per byte", "ended after 3,", "resumed at 1 as dp2", "updates")
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "out", "says"),
+    [
+        (RUN, "loss.pdf", r"ends in \.svg or \.png"),
+        ([], "loss.svg", "no step with a loss"),
+        (None, "loss.svg", "no metrics"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path, entries, out, says):
+    run = tmp_path / "run" if entries is None else write_run(tmp_path / "run", entries)
+    with pytest.raises(ConfigError, match=says):
+        plot([run], tmp_path / out)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sixfold-gpt\[plot\]'"):
+        plot([write_run(tmp_path / "run")], tmp_path / "loss.svg")

@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
     """What made a run: python, torch and the six packages."""
     from importlib import metadata
 
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp", "gpt"):
         try:
             found[f"sixfold-{name}"] = metadata.version(f"sixfold-{name}")

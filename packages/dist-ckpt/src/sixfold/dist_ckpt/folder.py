@@ -74,11 +74,12 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     if not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
     config = _read(folder / "metadata.json")
-    if config is not None:
-        _at(folder / "metadata.json", lambda: metadata.check_config(config))
     integrity = _open_integrity(folder)
-    if integrity is not None and config is not None and verify != "off":
-        integrity.check_file_bytes(folder / "metadata.json", config)
+    if config is not None:
+        # The digest first: a flipped digit of a version is damage and no unknown backend.
+        if integrity is not None and verify != "off":
+            integrity.check_file_bytes(folder / "metadata.json", config)
+        _at(folder / "metadata.json", lambda: metadata.check_config(config))
     manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
     if config is None and manifest.needs_metadata_json:
         raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")

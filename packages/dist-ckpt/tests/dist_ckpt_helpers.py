@@ -1,0 +1,81 @@
+"""Layouts for tests: a global tensor cut over a (TP, DP) grid, with plain slicing as the oracle.
+
+    global tensor + Cut --> flat_shards, grid_shards (this file) --> tests
+
+Nothing here shares code with the package: local parts come from ``torch.narrow`` and ``reshape``.
+"""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt import ShardedTensor
+
+
+class Cut(NamedTuple):
+    """Tensor-parallel parts of one axis, each flattened and cut at ``bounds`` for data parallelism."""
+
+    axis: int
+    parts: int
+    bounds: tuple[int, ...]  # dp + 1 places, first 0, last the elements of a local box
+
+
+def random_cut(shape: tuple[int, ...], rng: random.Random) -> Cut:
+    """Any axis, any divisor of its length, any places to cut, equal ones (empty shards) included."""
+    axis = rng.randrange(len(shape))
+    parts = rng.choice([n for n in range(1, shape[axis] + 1) if shape[axis] % n == 0])
+    elements = prod(shape) // parts
+    inner = sorted(rng.randint(0, elements) for _ in range(rng.randint(0, 4)))
+    return Cut(axis, parts, (0, *inner, elements))
+
+
+def flat_shards(key: str, whole: torch.Tensor, cut: Cut, *, fill: bool) -> list[ShardedTensor]:
+    """The shards of every rank of the cut; with ``fill`` they hold their values, else zeros."""
+    shards = []
+    length = whole.shape[cut.axis] // cut.parts
+    for tp in range(cut.parts):
+        local = whole.narrow(cut.axis, tp * length, length)
+        for start, stop in zip(cut.bounds, cut.bounds[1:], strict=False):
+            data = local.reshape(-1)[start:stop].clone()
+            shards.append(
+                ShardedTensor.from_rank_offsets_flat(
+                    key,
+                    data if fill else torch.zeros_like(data),
+                    tuple(local.shape),
+                    (cut.axis, tp, cut.parts),
+                    flattened_range=slice(start, stop),
+                )
+            )
+    return shards
+
+
+def expected_values(whole: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+    """What each shard of ``flat_shards`` must hold."""
+    length = whole.shape[cut.axis] // cut.parts
+    return [
+        whole.narrow(cut.axis, tp * length, length).reshape(-1)[start:stop]
+        for tp in range(cut.parts)
+        for start, stop in zip(cut.bounds, cut.bounds[1:], strict=False)
+    ]
+
+
+def one(key: str, tensor: torch.Tensor, **fields: Any) -> ShardedTensor:
+    """A tensor as one whole shard."""
+    return ShardedTensor.from_rank_offsets(key, tensor, **fields)
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    """Content of every file, to show that nothing was touched."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

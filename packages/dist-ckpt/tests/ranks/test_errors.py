@@ -1,0 +1,144 @@
+"""An error on one rank is the same error on all; a dead or late rank is named in time."""
+
+import os
+import signal
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from dist_ckpt_helpers import flip_byte
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor, ShardedTensorFactory
+
+
+def shard(rank, ranks, value=1.0):
+    return ShardedTensor.from_rank_offsets("w", torch.full((3,), value), (0, rank, ranks))
+
+
+def caught(action):
+    try:
+        action()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fail_in_many_ways(rank, ranks, folder):
+    """Each way fails on one rank; returns what this rank saw, and the job goes on after each."""
+    seen = {}
+
+    def save(name, state, **options):
+        seen[name] = caught(lambda: dist_ckpt.save(state, folder / name, **options))
+
+    save("hole", {"w": shard(rank, ranks)} if rank != 1 else {})
+    save("overlap", {"w": shard(0 if rank == 2 else rank, ranks)})
+    save(
+        "dtype",
+        {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", torch.zeros(3, dtype=torch.int64 if rank else None), (0, rank, ranks)
+            )
+        },
+    )
+    save("nan", {"w": shard(rank, ranks, float("nan") if rank == 2 else 0.0)}, check_finite=True)
+
+    def build(key, data, replica_id, flattened_range):
+        if rank == 1:
+            raise ValueError("my own bug")
+        return shard(rank, ranks)
+
+    save("factory", {"w": ShardedTensorFactory("w", None, build, lambda d: d)})
+    dist_ckpt.save({"w": shard(rank, ranks)}, folder / "good")
+    if rank == 0:
+        flip_byte(folder / "good" / "__2_0.distcp", 200)
+    dist.barrier()
+    asked = (
+        {"w": shard(rank, ranks)}
+        if rank
+        else {"w": shard(rank, ranks), "x": ShardedTensor.from_rank_offsets("x", torch.zeros(1))}
+    )
+    seen["unexpected"] = caught(lambda: dist_ckpt.load(asked, folder / "good"))
+    seen["corrupt"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "good"))
+    return seen
+
+
+def test_every_rank_raises_the_same_type_and_text(tmp_path):
+    results = run_ranks(fail_in_many_ways, 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    kinds = {name: seen and seen[0] for name, seen in results[0].items()}
+    assert kinds == {
+        "hole": "ShardingError",
+        "overlap": "ShardingError",
+        "dtype": "ShardingError",
+        "nan": "ShardingError",
+        "factory": "CheckpointError",
+        "unexpected": "MismatchError",
+        "corrupt": "CorruptError",
+    }
+    texts = {name: seen[1] for name, seen in results[0].items()}
+    assert "w[3:6]" in texts["hole"]
+    assert "of rank 0 and w[0:3] of rank 2 overlap" in texts["overlap"]
+    assert "w[6] is nan on rank 2" in texts["nan"]
+    assert "rank 1: ValueError: my own bug" in texts["factory"]
+    assert "x: asked for" in texts["unexpected"]
+    assert "__2_0.distcp" in texts["corrupt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def save_after_a_death(rank, ranks, folder):
+    state = {"w": shard(rank, ranks)}
+    dist_ckpt.save(state, folder / "c")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    kind, text = caught(lambda: dist_ckpt.save(state, folder / "c", timeout_s=20))
+    return kind, text.partition(" (")[0], time.monotonic() - start
+
+
+def test_a_dead_rank_is_named_on_every_other(tmp_path):
+    results = run_ranks(save_after_a_death, 3, tmp_path, allow_exit=(1,))
+    for kind, text, seconds in (results[0], results[2]):
+        assert kind == "LostPeerError"
+        assert text.startswith("rank 1 of 3 is dead")
+        assert seconds < 10
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0] * 9
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def save_while_one_sleeps(rank, ranks, folder):
+    if rank == 1:
+        time.sleep(0.6)
+    try:
+        dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c", timeout_s=0.2)
+    except LostPeerError as error:
+        return str(error).partition(" (")[0]
+
+
+def test_a_late_rank_ends_the_wait_at_the_deadline(tmp_path):
+    first, late = run_ranks(save_while_one_sleeps, 2, tmp_path)
+    assert first == "rank 1 of 2 is dead, absent or later than timeout_s=0.2"
+    assert late.startswith("rank 0 of 2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_unlike_common_data(rank, ranks, folder):
+    state = {"w": shard(rank, ranks), "seed": {"torch": rank, "python": 5}, "host": f"node{rank}", "lr": 0.1}
+    with warnings.catch_warnings(record=True) as caught_warnings:
+        warnings.simplefilter("always")
+        dist_ckpt.save(state, folder / "c")
+        dist_ckpt.save(
+            state,
+            folder / "d",
+            preprocess_common_before_consistancy_check=lambda common: {"lr": common["lr"]},
+        )
+    return [str(warning.message) for warning in caught_warnings]
+
+
+def test_common_data_that_differs_is_named_once(tmp_path):
+    first, second = run_ranks(save_unlike_common_data, 2, tmp_path)
+    assert first == ["common data differs between ranks at host, seed.torch; the first rank's was saved"]
+    assert second == []
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c")["host"] == "node0"

@@ -1,0 +1,154 @@
+"""The format is torch DCP's and megatron-core's own: each reads what the other wrote."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dist_ckpt_helpers import one
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CorruptError, ShardedTensor
+
+
+def quiet():
+    context = warnings.catch_warnings()
+    context.__enter__()
+    warnings.simplefilter("ignore")
+    stack = contextlib.ExitStack()
+    stack.push(context)
+    return stack
+
+
+def test_dcp_reads_flattened_shards_as_the_true_tensor(tmp_path):
+    whole = torch.randn(6, 5)
+    shards = [
+        ShardedTensor.from_rank_offsets_flat(
+            "model.w", part.clone(), (3, 5), (0, i, 2), flattened_range=slice(start, start + len(part))
+        )
+        for i, band in enumerate(whole.chunk(2))
+        for start, part in ((0, band.reshape(-1)[:4]), (4, band.reshape(-1)[4:]))
+    ]
+    state = {
+        "w": shards,
+        "bf": one("bf", whole.bfloat16()),
+        "s": one("s", torch.tensor(3)),
+        "e": one("e", torch.empty(0, 2)),
+    }
+    dist_ckpt.save(state, tmp_path / "c")
+    asked = {
+        "model": {"w": torch.zeros(6, 5)},
+        "bf": torch.zeros(6, 5).bfloat16(),
+        "s": torch.tensor(0),
+        "e": torch.empty(0, 2),
+    }
+    with quiet():
+        dcp.load(asked, checkpoint_id=str(tmp_path / "c"))
+    assert torch.equal(asked["model"]["w"], whole)
+    assert torch.equal(asked["bf"], whole.bfloat16())
+    assert asked["s"].item() == 3
+
+
+def test_we_read_a_plain_dcp_folder_strided_tensors_included(tmp_path):
+    tensors = {"w": torch.randn(8, 3), "t": torch.randn(4, 6).t(), "s": torch.tensor(2.0), "i": torch.arange(3)}
+    with quiet():
+        dcp.save({**tensors, "step": 5}, checkpoint_id=str(tmp_path / "c"))
+    assert dist_ckpt.check_is_distributed_checkpoint(tmp_path / "c")
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {}
+    plain = dist_ckpt.load_plain_tensors(tmp_path / "c")
+    assert plain.keys() == tensors.keys()
+    assert all(torch.equal(plain[key], tensor) for key, tensor in tensors.items())
+    column = ShardedTensor("t", torch.zeros(6, 1), torch.float32, (6, 1), (6, 4), (0, 2), None)
+    loaded = dist_ckpt.load({"t": column}, tmp_path / "c", validate_access_integrity=False)
+    assert torch.equal(loaded["t"], tensors["t"][:, 2:3])
+
+
+def test_the_crc_in_foreign_frames_is_checked(tmp_path):
+    with quiet():
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=str(tmp_path / "c"))
+    path = tmp_path / "c" / "__0_0.distcp"
+    data = path.read_bytes()
+    place = data.index(torch.ones(8).numpy().tobytes()) + 102  # the byte 0x80 of 1.0
+    path.write_bytes(data[:place] + b"\x00" + data[place + 1 :])
+    with quiet():
+        asked = {"w": torch.zeros(1000)}
+        dcp.load(asked, checkpoint_id=str(tmp_path / "c"))
+    assert not torch.equal(asked["w"], torch.ones(1000)), "DCP loads the damage silently"
+    with pytest.raises(CorruptError, match="CRC-32"):
+        dist_ckpt.load_plain_tensors(tmp_path / "c")
+    request = dist_ckpt.load_tensors_metadata(tmp_path / "c")
+    dist_ckpt.load(request, tmp_path / "c", verify="off")
+
+
+def dcp_sharded(rank, ranks, folder):
+    """Each library loads, sharded over two ranks, what the other saved sharded over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    whole = torch.arange(24.0).view(6, 4)
+    with quiet():
+        dcp.save({"w": distribute_tensor(whole, mesh, [Shard(1)])}, checkpoint_id=str(folder / "theirs"))
+        row = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4), (0, rank, ranks))
+        loaded = dist_ckpt.load({"w": row}, folder / "theirs")["w"]
+        assert torch.equal(loaded, whole.chunk(ranks)[rank])
+        dist_ckpt.save({"w": row}, folder / "ours")
+        asked = {"w": distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)])}
+        dcp.load(asked, checkpoint_id=str(folder / "ours"))
+    return torch.equal(asked["w"].full_tensor(), whole)
+
+
+def test_sharded_checkpoints_pass_both_ways(tmp_path):
+    assert run_ranks(dcp_sharded, 2, tmp_path) == [True, True]
+
+
+def megatron_both_ways(rank, ranks, folder):
+    """megatron-core on CPU: its CUDA calls become no-ops in this process."""
+    torch.cuda.synchronize = lambda *_, **__: None
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.device_count = lambda: 1
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing as peer
+
+    def state(library, fill):
+        """Both halves of each tensor in one process: a second one would only cost time."""
+        return {
+            "w": [
+                library.ShardedTensor.from_rank_offsets("w", torch.full((2, 3), i * fill), (0, i, 2)) for i in (0, 1)
+            ],
+            "layers": [
+                library.ShardedTensor.from_rank_offsets(
+                    "layers", torch.full((3,), i * fill), (0, i, 2), prepend_axis_num=1
+                )
+                for i in (0, 1)
+            ],
+            "rng": [library.ShardedObject("rng/state", {"i": i, "fill": fill}, (2,), (i,)) for i in (0, 1)],
+            "iteration": 7,
+            "args": {"lr": 0.1, "sizes": [1, 2]},
+        }
+
+    dist_ckpt.save(state(dist_ckpt, 5.0), folder / "ours")
+    peer_reads = peer.load(state(peer, 0.0), str(folder / "ours"))
+    (folder / "theirs").mkdir()
+    peer.save(state(peer, 5.0), str(folder / "theirs"))
+    we_read = dist_ckpt.load(state(dist_ckpt, 0.0), folder / "theirs")
+    for loaded in (peer_reads, we_read):
+        for i in (0, 1):
+            assert torch.equal(loaded["w"][i], torch.full((2, 3), i * 5.0))
+            assert torch.equal(loaded["layers"][i], torch.full((3,), i * 5.0))
+            assert loaded["rng"][i] == {"i": i, "fill": 5.0}
+        assert (loaded["iteration"], loaded["args"]) == (7, {"lr": 0.1, "sizes": [1, 2]})
+    return sorted(dist_ckpt.load_sharded_metadata(folder / "theirs"))
+
+
+def test_megatron_core_reads_ours_and_we_read_megatrons(tmp_path):
+    # Looked for, not imported: it takes two seconds, and the rank imports it anyway.
+    import importlib.util
+
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("psutil") is None:
+        pytest.skip("needs megatron-core (and the psutil it does not declare), a peer that only tests use")
+    keys = ["layers", "rng/state/shard_0_2", "rng/state/shard_1_2", "w"]
+    assert run_ranks(megatron_both_ways, 1, tmp_path, timeout=90.0) == [keys]

@@ -1,0 +1,117 @@
+"""Commit: old or new, never a mixture, whatever moment the process dies at."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from dist_ckpt_helpers import one
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import MismatchError, storage
+
+
+def state(value):
+    return {"w": one("w", torch.full((100,), float(value))), "v": one("v", torch.full((9,), float(value))), "it": value}
+
+
+def loaded_value(path):
+    """The step that a folder holds; fails if it is a mixture."""
+    loaded = dist_ckpt.load(state(0), path, group=None)
+    assert bool((loaded["w"] == loaded["it"]).all())
+    assert bool((loaded["v"] == loaded["it"]).all())
+    return loaded["it"]
+
+
+def hidden(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_checkpoint_is_replaced_in_place_and_nothing_is_left_over(tmp_path):
+    (tmp_path / "c").mkdir()  # the guide makes the folder before the first save
+    for value in (1, 2, 3):
+        dist_ckpt.save(state(value), tmp_path / "c")
+        assert loaded_value(tmp_path / "c") == value
+        assert hidden(tmp_path) == []
+
+
+def test_leftovers_of_dead_saves_to_the_same_name_go_with_the_next_save(tmp_path):
+    for name in (".c.tmp-dead", ".c.old-dead", ".cc.tmp-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    dist_ckpt.save(state(1), tmp_path / "c")
+    assert hidden(tmp_path) == [".cc.tmp-other"]
+
+
+def test_without_exchange_the_old_one_is_renamed_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "exchange", lambda a, b: False)
+    for value in (1, 2):
+        dist_ckpt.save(state(value), tmp_path / "c")
+    assert loaded_value(tmp_path / "c") == 2
+    assert hidden(tmp_path) == []
+
+
+def test_a_replacement_cut_short_between_its_renames_falls_back_to_a_whole_sibling(tmp_path):
+    dist_ckpt.save(state(1), tmp_path / "c")
+    (tmp_path / "c").rename(tmp_path / ".c.old-0123")
+    assert loaded_value(tmp_path / "c") == 1
+    dist_ckpt.save(state(2), tmp_path / "d")
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123")
+    assert loaded_value(tmp_path / "c") == 2
+    (tmp_path / ".c.tmp-0123" / "metadata.json").unlink()
+    assert loaded_value(tmp_path / "c") == 1
+
+
+def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):
+    dist_ckpt.save(state(1), tmp_path / "d")
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123")
+    with pytest.raises(MismatchError, match="does not exist"):
+        loaded_value(tmp_path / "c")
+
+
+def test_exchange_swaps_two_folders_here(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert storage.exchange(tmp_path / "a", tmp_path / "b")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def save_and_die(rank, ranks, folder, value, deadly_event):
+    """Save, and die by SIGKILL at the n-th access to the file system; returns the number of accesses."""
+    events = 0
+
+    def count(name, arguments):
+        nonlocal events
+        if name in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.scandir", "shutil.rmtree") and (
+            str(folder) in str(arguments[0]) or isinstance(arguments[0], int) or name == "os.remove"
+        ):
+            events += 1
+            if events == deadly_event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    dist_ckpt.save(state(1000), folder / "warm", group=None)  # imports of the first save open files too
+    sys.addaudithook(count)
+    dist_ckpt.save(state(value), folder / "c", group=None)
+    total, deadly_event = events, -1
+    return total
+
+
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    dist_ckpt.save(state(1), tmp_path / "c")
+    (total,) = run_ranks(save_and_die, 1, tmp_path, 2, -1)
+    assert total > 10, "the hook saw no file system"
+    seen = set()
+    for n, event in enumerate(range(1, total + 1, max(1, total // 9))):
+        before = loaded_value(tmp_path / "c")
+        value = 10 + n
+        assert run_ranks(save_and_die, 1, tmp_path, value, event, allow_exit=(0,)) == [None]
+        after = loaded_value(tmp_path / "c")
+        assert after in (before, value)
+        seen.add(after == value)
+    assert seen == {True, False}, "kills before and after the commit"
+    dist_ckpt.save(state(3), tmp_path / "c")
+    assert loaded_value(tmp_path / "c") == 3
+    assert [name for name in hidden(tmp_path) if name.startswith(".c.")] == []

@@ -1,0 +1,229 @@
+"""Damaged, foreign and unfinished folders: one typed error each, before anything is returned."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+
+import pytest
+import torch
+from dist_ckpt_helpers import flip_byte, folder_bytes, one
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import (
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    ShardedObject,
+    StorageError,
+    UnsafeError,
+    integrity,
+    storage,
+)
+
+
+def state(fill=1.0):
+    return {
+        "w": one("w", torch.full((40, 30), fill)),
+        "v": one("v", torch.full((7,), fill)),
+        "o": ShardedObject("o", {"x": fill}, (1,), (0,)),
+        "it": int(fill),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dist_ckpt.save(state(), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def load_all(path, **options):
+    return dist_ckpt.load(state(0.0), path, **options)
+
+
+def test_every_sampled_flip_of_every_file_is_found_and_named(folder):
+    rng = random.Random(0)
+    intact = folder_bytes(folder)
+    for name, data in intact.items():
+        for position in rng.sample(range(len(data)), min(25, len(data))):
+            flip_byte(folder / name, position)
+            with pytest.raises(CorruptError, match=name.replace(".", r"\.")):
+                load_all(folder)
+            (folder / name).write_bytes(data)
+    load_all(folder)
+
+
+@pytest.mark.parametrize("change", ["truncated", "longer", "missing", "zeroed"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", "integrity.json"])
+def test_other_damage_of_every_file_is_found(folder, name, change):
+    path = folder / name
+    data = path.read_bytes()
+    if change == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": data[:-1], "longer": data + b"x", "zeroed": bytes(len(data))}[change])
+    with pytest.raises(CorruptError):
+        load_all(folder)
+
+
+def test_missing_and_short_files_are_found_before_a_tensor_is_touched(folder):
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.truncate(100)
+    asked = state(5.0)
+    with pytest.raises(CorruptError, match="has 100 bytes"):
+        dist_ckpt.load(asked, folder)
+    assert bool((asked["w"].data == 5.0).all())
+
+
+def test_a_data_file_of_another_save_is_found(folder, tmp_path):
+    dist_ckpt.save(state(2.0), tmp_path / "d")
+    shutil.copy(tmp_path / "d" / "__0_0.distcp", folder / "__0_0.distcp")
+    with pytest.raises(CorruptError, match="__0_0"):
+        load_all(folder)
+
+
+def test_a_metadata_file_of_another_save_is_found(folder, tmp_path):
+    dist_ckpt.save(state(2.0), tmp_path / "d")
+    shutil.copy(tmp_path / "d" / ".metadata", folder / ".metadata")
+    with pytest.raises(CorruptError, match=r"files of two saves|not those that were saved"):
+        load_all(folder)
+    with pytest.raises(CorruptError, match="files of two saves"):
+        load_all(folder, verify="off")
+
+
+def test_touched_checks_what_is_read_full_everything_and_off_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 4096)
+    first = {"a": one("a", torch.ones(30_000)), "b": one("b", torch.ones(30_000))}
+    dist_ckpt.save(first, tmp_path / "c")
+    made = json.loads((tmp_path / "c" / "integrity.json").read_text())
+    assert made["block_bytes"] == 4 * 2**20  # the default of the record, whatever the hasher used
+    made.pop("self")
+    made["block_bytes"] = 4096
+    text = json.dumps(made, sort_keys=True, separators=(",", ":")).encode()
+    made["self"] = integrity.digest("crc32", text)
+    (tmp_path / "c" / "integrity.json").write_bytes(json.dumps(made, sort_keys=True, separators=(",", ":")).encode())
+    flip_byte(tmp_path / "c" / "__0_0.distcp", 200_000)  # inside b
+    only_a = {"a": one("a", torch.zeros(30_000))}
+    assert bool((dist_ckpt.load(only_a, tmp_path / "c")["a"] == 1).all())
+    with pytest.raises(CorruptError, match="bytes 196608:200704"):
+        dist_ckpt.load(only_a, tmp_path / "c", verify="full")
+    with pytest.raises(CorruptError, match="bytes 196608:200704"):
+        dist_ckpt.load(first, tmp_path / "c")
+    assert not bool((dist_ckpt.load(first, tmp_path / "c", verify="off")["b"] == 1).all())
+
+
+def test_folders_that_are_no_checkpoint(tmp_path):
+    with pytest.raises(MismatchError, match="does not exist"):
+        load_all(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MismatchError, match="not a checkpoint"):
+        load_all(tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(MismatchError, match="is a file"):
+        load_all(tmp_path / "file")
+    assert not any(map(dist_ckpt.check_is_distributed_checkpoint, (tmp_path / n for n in ("none", "empty", "file"))))
+
+
+@pytest.mark.parametrize(
+    "lost", [["metadata.json"], ["metadata.json", "integrity.json"], [".metadata", "metadata.json"]]
+)
+def test_a_save_that_never_finished_is_refused(folder, lost):
+    for name in lost:
+        (folder / name).unlink()
+    with pytest.raises(CorruptError):
+        load_all(folder)
+    assert not dist_ckpt.check_is_distributed_checkpoint(folder)
+
+
+def test_a_lost_integrity_file_is_damage(folder):
+    (folder / "integrity.json").unlink()
+    with pytest.raises(CorruptError, match=r"integrity\.json is missing"):
+        load_all(folder)
+
+
+class _Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_nothing_in_a_file_is_run(tmp_path, name):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "c"))
+    evil = _Evil(tmp_path / "ran")
+    if name == ".metadata":
+        (tmp_path / "c" / name).write_bytes(pickle.dumps(evil))
+    else:
+        torch.save({"x": evil}, tmp_path / "c" / name)
+    with pytest.raises(UnsafeError, match="mkdir"):
+        dist_ckpt.load({"w": one("w", torch.zeros(2))}, tmp_path / "c")
+    assert not (tmp_path / "ran").exists()
+
+
+class _Settings:
+    def __init__(self, rate=0.0):
+        self.rate = rate
+
+
+def test_safe_globals_admit_a_class_of_the_caller(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "c"))
+    torch.save({"settings": _Settings(0.5)}, tmp_path / "c" / "common.pt")
+    with pytest.raises(UnsafeError, match="_Settings"):
+        dist_ckpt.load_common_state_dict(tmp_path / "c")
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c", safe_globals=[_Settings])["settings"].rate == 0.5
+
+
+def test_a_target_with_other_files_is_left_untouched(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    before = folder_bytes(tmp_path / "home")
+    with pytest.raises(StorageError, match=r"home holds files.*thesis\.txt"):
+        dist_ckpt.save(state(), tmp_path / "home")
+    assert folder_bytes(tmp_path / "home") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_if_exists_error_refuses_a_non_empty_target(folder):
+    before = folder_bytes(folder)
+    with pytest.raises(StorageError, match="if_exists is 'error'"):
+        dist_ckpt.save(state(2.0), folder, if_exists="error")
+    assert folder_bytes(folder) == before
+    dist_ckpt.save(state(2.0), folder.parent / "new", if_exists="error")
+
+
+def test_a_full_disk_is_told_before_the_first_byte(folder, monkeypatch):
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(StorageError, match=r"ENOSPC: the checkpoint needs \d+ bytes, 1000 are free") as caught:
+        dist_ckpt.save(state(2.0), folder)
+    assert caught.value.errno == errno.ENOSPC
+    assert load_all(folder)["it"] == 1
+
+
+def test_a_disk_that_fills_midway_leaves_the_old_checkpoint(folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "__0_0.distcp")
+
+    monkeypatch.setattr(storage.FrameFile, "finish", full)
+    with pytest.raises(StorageError, match="No space left") as caught:
+        dist_ckpt.save(state(2.0), folder)
+    assert caught.value.errno == errno.ENOSPC
+    assert [path.name for path in folder.parent.iterdir()] == ["c"]
+    assert load_all(folder)["it"] == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"verify": "maybe"}, {"dtype_policy": "wild"}, {"timeout_s": 0}, {"group": "moon"}]
+)
+def test_options_that_do_not_exist_are_refused(folder, options):
+    (value,) = options.values()
+    with pytest.raises(CheckpointError, match=str(value)):
+        load_all(folder, **options)

@@ -1,0 +1,68 @@
+"""Checksums: blocks, canonical JSON, and every changed character of it."""
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+
+from sixfold.dist_ckpt import CorruptError
+from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block, BlockHasher, FileDigest, Integrity, decode
+from sixfold.dist_ckpt.manifest import ByteRange
+
+PATH = Path("integrity.json")
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES])
+def test_digests_do_not_depend_on_how_the_bytes_arrive(size):
+    data = bytes(range(256)) * (size // 256 + 1)
+    data = data[:size]
+    hasher = BlockHasher()
+    for start in range(0, size, 1_000_003):
+        hasher.update(data[start : start + 1_000_003])
+    blocks = [data[i : i + BLOCK_BYTES] for i in range(0, size, BLOCK_BYTES)] or [b""]
+    assert hasher.finish() == FileDigest(size, tuple(f"{zlib.crc32(block):08x}" for block in blocks))
+
+
+def test_the_file_is_canonical_json_with_a_digest_of_the_rest():
+    data = Integrity(save_id="ab", files={"f": FileDigest(1, ("00000000",))}).encode()
+    content = json.loads(data)
+    assert data == json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    claimed = content.pop("self")
+    rest = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    assert claimed == f"{zlib.crc32(rest):08x}"
+
+
+def test_every_changed_byte_is_seen():
+    data = Integrity(save_id="ab", files={"f": FileDigest(1, ("00000000",))}).encode()
+    assert decode(PATH, data).save_id == "ab"
+    for position in range(len(data)):
+        for bit in (1, 32):
+            damaged = bytearray(data)
+            damaged[position] ^= bit
+            with pytest.raises(CorruptError, match=r"integrity\.json"):
+                decode(PATH, bytes(damaged))
+    for other in (data + b" ", b" " + data, data.replace(b",", b", ", 1), data[:-1], b"", b"[]", b"null"):
+        with pytest.raises(CorruptError):
+            decode(PATH, other)
+
+
+def test_sha256_of_another_writer_is_checked_too(tmp_path):
+    (tmp_path / "f").write_bytes(b"hello")
+    digests = (hashlib.sha256(b"hell").hexdigest(), hashlib.sha256(b"o").hexdigest())
+    made = Integrity(save_id="x", files={"f": FileDigest(5, digests)}, algorithm="sha256", block_bytes=4)
+    read = decode(PATH, made.encode())
+    assert read.check_blocks(tmp_path, read.all_blocks()) == 5
+    (tmp_path / "f").write_bytes(b"hellO")
+    with pytest.raises(CorruptError, match="bytes 4:5"):
+        read.check_blocks(tmp_path, read.all_blocks())
+
+
+def test_blocks_of_a_byte_range():
+    made = Integrity(save_id="x", files={}, block_bytes=10)
+    assert made.blocks_of([ByteRange("f", 9, 2), ByteRange("f", 30, 10), ByteRange("g", 5, 0)]) == {
+        Block("f", 0),
+        Block("f", 1),
+        Block("f", 3),
+    }

@@ -1,0 +1,138 @@
+"""Records: what they accept, what they refuse, and where their data lies."""
+
+import pytest
+import torch
+
+from sixfold.dist_ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError
+
+
+def test_rank_offsets_give_offset_and_global_shape_per_axis():
+    record = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4), (1, 2, 3))
+    assert (record.global_shape, record.global_offset) == ((8, 9), (2, 6))
+    assert record.global_slice() == (slice(2, 4), slice(6, 9))
+    assert str(record) == "w[2:4, 6:9]"
+
+
+def test_a_prepended_axis_has_local_length_one():
+    record = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
+    assert (record.global_shape, record.global_offset, record.local_shape) == ((8, 4, 3), (5, 2, 0), (2, 3))
+    assert record.global_slice() == (5, slice(2, 4), slice(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "word"),
+    [
+        ([(-1, 0, 2)], "axis -1"),
+        ([(2, 0, 2)], "axis 2"),
+        ([(0, 2, 2)], "rank 2"),
+        ([(0, -1, 2)], "rank -1"),
+        ([(0, 0, 0)], "rank 0"),
+        ([(0, 0, 2), (0, 1, 2)], "named twice"),
+    ],
+)
+def test_impossible_rank_offsets_are_refused(offsets, word):
+    with pytest.raises(ShardingError, match=f"w: .*{word}"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), *offsets)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dtype": torch.float64}, "dtype"),
+        ({"local_shape": (1, 3)}, r"\(2, 3\)"),
+        ({"global_shape": (4,)}, "dimensions"),
+        ({"global_offset": (0,)}, "dimensions"),
+        ({"prepend_axis_num": 1}, "dimensions"),
+        ({"global_offset": (1, 0)}, "multiple"),
+        ({"flattened_range": slice(0, 7)}, "leaves"),
+        ({"flattened_range": slice(0, 4, 2)}, "step"),
+        ({"flattened_range": slice(0, 6)}, "needs"),
+    ],
+)
+def test_contradictions_in_a_record_are_refused(changes, word):
+    fields = {
+        "data": torch.zeros(2, 3),
+        "dtype": torch.float32,
+        "local_shape": (2, 3),
+        "global_shape": (4, 3),
+        "global_offset": (2, 0),
+        "axis_fragmentations": (2, 1),
+    }
+    ShardedTensor("w", **fields)
+    with pytest.raises(ShardingError, match=f"w: .*{word}"):
+        ShardedTensor("w", **{**fields, **changes})
+
+
+def test_an_irregular_cut_may_start_anywhere():
+    record = ShardedTensor("w", torch.zeros(2, 3), torch.float32, (2, 3), (7, 3), (5, 0), None)
+    assert not record.has_regular_grid
+    assert str(record) == "w[5:7, :]"
+
+
+def test_flattened_data_has_the_length_of_its_range():
+    with pytest.raises(ShardingError, match=r"flattened_range 2:5 needs \(3,\)"):
+        ShardedTensor.from_rank_offsets_flat("w", torch.zeros(4), (2, 3), flattened_range=slice(2, 5))
+    with pytest.raises(ShardingError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4), flattened_range=slice(0, 4))
+
+
+def test_pieces_of_a_flattened_shard_are_views_of_its_data():
+    data = torch.arange(5.0)
+    record = ShardedTensor.from_rank_offsets_flat("w", data, (3, 4), (0, 1, 2), flattened_range=slice(2, 7))
+    pieces = list(record.pieces())
+    assert [(piece.box.offset, piece.box.size) for piece in pieces] == [((3, 2), (1, 2)), ((4, 0), (1, 3))]
+    assert [record.view(piece).tolist() for piece in pieces] == [[[0.0, 1.0]], [[2.0, 3.0, 4.0]]]
+    record.view(pieces[1]).zero_()
+    assert data.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_init_data_allocates_what_the_record_says():
+    whole = ShardedTensor("w", None, torch.int32, (2, 3), (2, 3), (0, 0), None)
+    whole.init_data("cpu", torch.zeros)
+    assert (tuple(whole.data.shape), whole.data.dtype) == ((2, 3), torch.int32)
+    flat = ShardedTensor("w", None, torch.int32, (2, 3), (2, 3), (0, 0), None, flattened_range=slice(1, 4))
+    flat.init_data("cpu", torch.zeros)
+    assert tuple(flat.data.shape) == (3,)
+
+
+def test_narrow_shrinks_the_global_tensor_as_every_rank_narrows():
+    data = torch.arange(12.0).view(4, 3)
+    (half,) = ShardedTensor.from_rank_offsets("w", data, (0, 1, 2)).narrow(0, 2, 2)
+    assert (half.local_shape, half.global_shape, half.global_offset) == ((2, 3), (4, 3), (2, 0))
+    assert torch.equal(half.data, data[2:])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (1, 5), (5, 8), (6, 12), (7, 11)])
+def test_narrow_of_a_flattened_shard_keeps_the_common_elements(start, stop):
+    data = torch.arange(12.0)[start:stop]
+    record = ShardedTensor.from_rank_offsets_flat("w", data, (4, 3), flattened_range=slice(start, stop))
+    kept = record.narrow(0, 2, 2)
+    expected = [value for value in data.tolist() if value >= 6]
+    assert [value for part in kept for value in part.data.tolist()] == expected
+    assert [(part.flattened_range.start, part.flattened_range.stop) for part in kept] == (
+        [(max(start, 6) - 6, stop - 6)] if expected else []
+    )
+
+
+@pytest.mark.parametrize("key", ["rng", "a/b", "a_b_c", "shard_x", "a/shard_1.2_3.4", "a/shard_b"])
+@pytest.mark.parametrize(("offset", "shape"), [((), ()), ((0,), (1,)), ((1, 10), (2, 12))])
+def test_stored_keys_of_objects_parse_whatever_the_key_holds(key, offset, shape):
+    record = ShardedObject(key, None, shape, offset)
+    parsed = ShardedObject.empty_from_unique_key(record.unique_key)
+    assert (parsed.key, parsed.global_offset, parsed.global_shape) == (key, offset, shape)
+
+
+@pytest.mark.parametrize("text", ["plain", "a/shard_1", "a/shard_x_y", "a/shard_5_3"])
+def test_other_keys_are_not_taken_for_objects(text):
+    with pytest.raises(ShardingError):
+        ShardedObject.empty_from_unique_key(text)
+
+
+def test_an_object_outside_its_grid_is_refused():
+    with pytest.raises(ShardingError, match="not in the grid"):
+        ShardedObject("o", 1, (2,), (2,))
+
+
+def test_unwrap_gives_the_object_back():
+    thing = object()
+    assert LocalNonpersistentObject(thing).unwrap() is thing

@@ -1,0 +1,104 @@
+"""Retention: only complete checkpoints count, and pruning keeps what the rule says."""
+
+import shutil
+
+import pytest
+from dist_ckpt_helpers import flip_byte
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, retention
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "c"
+    dist_ckpt.save({"it": 1}, folder)
+    return folder
+
+
+def make(root, model, steps):
+    for step in steps:
+        shutil.copytree(model, retention.step_path(root, step))
+
+
+def steps_of(root):
+    return [step for step, _ in retention.checkpoints(root)]
+
+
+def test_step_paths_have_eight_digits_and_more_if_need_be(tmp_path):
+    assert retention.step_path("root", 1000).as_posix() == "root/step-00001000"
+    assert retention.step_path(tmp_path, 10**9).name == "step-1000000000"
+    with pytest.raises(CheckpointError):
+        retention.step_path("root", -1)
+
+
+def test_checkpoints_are_sorted_by_step_and_latest_is_the_last(tmp_path, model):
+    make(tmp_path, model, [100, 5, 10**9])
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert retention.checkpoints(tmp_path) == [(s, retention.step_path(tmp_path, s)) for s in (5, 100, 10**9)]
+    assert retention.latest(tmp_path) == retention.step_path(tmp_path, 10**9)
+
+
+def test_no_root_and_an_empty_one_have_none(tmp_path):
+    assert retention.checkpoints(tmp_path / "none") == []
+    assert retention.latest(tmp_path) is None
+    assert retention.prune(tmp_path, keep_last=1) == []
+
+
+@pytest.mark.parametrize("lost", ["metadata.json", ".metadata", "common.pt", "integrity.json"])
+def test_incomplete_folders_are_not_listed_and_not_pruned(tmp_path, model, lost):
+    make(tmp_path, model, [1, 2, 3])
+    (retention.step_path(tmp_path, 3) / lost).unlink()
+    assert steps_of(tmp_path) == [1, 2]
+    assert retention.latest(tmp_path) == retention.step_path(tmp_path, 2)
+    assert retention.prune(tmp_path, keep_last=1) == [retention.step_path(tmp_path, 1)]
+    assert retention.step_path(tmp_path, 3).exists()
+
+
+def test_digests_are_not_looked_at(tmp_path, model):
+    make(tmp_path, model, [1])
+    flip_byte(retention.step_path(tmp_path, 1) / "common.pt", 100)
+    assert steps_of(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, None, [60]),
+        (3, None, [40, 50, 60]),
+        (9, None, [10, 20, 30, 40, 50, 60]),
+        (1, 20, [20, 40, 60]),
+        (2, 30, [30, 50, 60]),
+        (0, 30, [30, 60]),
+    ],
+)
+def test_prune_keeps_the_last_and_the_multiples(tmp_path, model, keep_last, keep_every, kept):
+    steps = [10, 20, 30, 40, 50, 60]
+    make(tmp_path, model, steps)
+    deleted = retention.prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
+    assert deleted == [retention.step_path(tmp_path, s) for s in steps if s not in kept]
+    assert steps_of(tmp_path) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{s:08d}" for s in kept]
+
+
+def test_what_a_killed_prune_left_is_removed_by_the_next(tmp_path, model):
+    make(tmp_path, model, [1])
+    (tmp_path / ".step-00000000.gone-12").mkdir()
+    assert retention.prune(tmp_path, keep_last=1) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):
+    make(tmp_path, model, [1, 2])
+    retention.step_path(tmp_path, 2).rename(tmp_path / ".step-00000002.old-ab")
+    assert steps_of(tmp_path) == [1, 2]
+    assert dist_ckpt.load_common_state_dict(retention.latest(tmp_path)) == {"it": 1}
+    assert len(retention.prune(tmp_path, keep_last=0)) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
+def test_rules_that_cannot_work_are_refused(tmp_path, options):
+    with pytest.raises(CheckpointError):
+        retention.prune(tmp_path, **options)

@@ -3,7 +3,7 @@
     python -m pytest packages/gpt/benchmarks/bench_model.py --benchmark-only
 
 Both hold the same weights in number and shape; ours keeps them in bfloat16, as fsdp hands them out, and the plain
-loop casts them in each forward. ``extra_info`` holds tokens per micro-batch; tokens per CPU second follow from the minimum.
+loop casts them in each forward. ``extra_info`` has the tokens of a micro-batch; the time is CPU time of the process.
 """
 
 import time

@@ -8,8 +8,8 @@ h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
 [Note: back ends] One table, BACKENDS; ``choose_backend`` picks by device, dtype and length:
 
 - ``blocks``: CPU, rows up to BLOCKS_LONGEST. Batched matrix products over blocks of queries, each against the keys up
-  to its end, with the probabilities kept for backward. torch's fused CPU kernel needs 2.3 times its time in bfloat16
-  at head_dim 64 and 1.6 times at 32; the price is memory quadratic in the row, hence the limit.
+  to its end, with the probabilities kept for backward. torch's fused CPU kernel takes 2.1 to 2.7 times as long in
+  bfloat16; the price is memory quadratic in the row, hence the limit.
 - ``sdpa``: torch's scaled_dot_product_attention, with a mask where a row holds several documents.
 - ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
 """

@@ -19,6 +19,7 @@ HELPERS = Path(ranks.__file__)
 @pytest.fixture(autouse=True)
 def _no_preload(monkeypatch):
     monkeypatch.setattr(processes, "PRELOAD", ())
+    monkeypatch.setattr(processes, "TERM_S", 0.3)
 
 
 def launcher(target, folder, count=2):

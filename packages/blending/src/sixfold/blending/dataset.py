@@ -9,7 +9,7 @@ its number. ``read_rows`` is the one path from numbers to token ids, and ``why``
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from sixfold.blending.splits import Split
 from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import TokenRange, Why
 
-Self = TypeVar("Self", bound="MegatronDataset")
 Positions = Sequence[int] | range | npt.NDArray[Any]
 
 
@@ -185,7 +184,7 @@ class MegatronDataset(Samples):
             return Schedule.one_epoch([self.samples_per_epoch], self.lengths[0][1])
         return Schedule([Era(0, [PERIOD], self.lengths[0][1])])
 
-    def with_sequence_lengths(self: Self, lengths: tuple[tuple[int, int], ...]) -> Self:
+    def with_sequence_lengths(self, lengths: tuple[tuple[int, int], ...]) -> Self:
         """The same data and name with (first sample, sequence length) of each change."""
         other = object.__new__(type(self))
         other.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("order", "schedule")}

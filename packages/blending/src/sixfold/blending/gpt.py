@@ -5,12 +5,9 @@ dataset.py --> TokenRows --> GPTDataset (this file) --> SampleLayout
 
 from functools import cached_property
 
-import numpy.typing as npt
-
 from sixfold.blending.config import GPTDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.sample import Batch, SampleLayout, TokenRows
-from sixfold.blending.source import DocumentSource
 from sixfold.blending.splits import Split
 
 
@@ -18,17 +15,6 @@ class GPTDataset(MegatronDataset):
     """The samples of one part of one dataset for a GPT; see ``MegatronDataset`` for the arguments."""
 
     config: GPTDatasetConfig
-
-    def __init__(
-        self,
-        indexed_dataset: DocumentSource,
-        dataset_path: str | None,
-        indexed_indices: "range | npt.ArrayLike",
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTDatasetConfig,
-    ) -> None:
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
 
     @cached_property
     def layout(self) -> SampleLayout:

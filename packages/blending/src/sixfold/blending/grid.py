@@ -12,7 +12,6 @@ many tokens of the line behind the window as the last sample of the string needs
 is a piece: labels inside a piece are successors on the line, and masks begin anew with a piece.
 """
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -194,7 +193,3 @@ class SampleOrder:
         if len(parts) == 1:
             return Pieces(*parts[0])
         return Pieces(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def grid_at(self, sample: int) -> Grid:
-        """The grid that ``sample`` is read from."""
-        return self._grids[bisect_right(self._begins, sample) - 1]

@@ -70,11 +70,12 @@ def _padded(weights: Weights, datasets: int) -> Weights:
 def _weights_by_dataset(change: BlendChange, paths: Sequence[str], tokens: Sequence[int]) -> Weights:
     assert change.blend is not None, "the caller looks at blends"
     prefixes, weights = change.blend
+    numbers = {path: number for number, path in enumerate(paths)}
     by_dataset: list[float] = [0] * len(paths)
     for number, prefix in enumerate([fspath(prefix) for prefix in prefixes]):
-        if prefix not in paths:
-            raise BlendingError(f"the change at {change.at} names {prefix!r}, which is none of the datasets {paths}")
-        dataset = list(paths).index(prefix)
+        dataset = numbers.get(prefix)
+        if dataset is None:
+            raise BlendingError(f"the change at {change.at} names {prefix!r}, which is none of the datasets blended")
         by_dataset[dataset] = tokens[dataset] if weights is None else weights[number]
     return by_dataset
 

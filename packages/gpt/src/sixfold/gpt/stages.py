@@ -13,9 +13,8 @@ from sixfold.gpt.errors import ConfigError
 def stage_layers(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
     """Cut ``num_layers`` layers into ``num_stages`` contiguous stages.
 
-    Each stage gets ``num_layers // num_stages``; what is left goes one each to stages 1, 2, ..., then to stage 0,
-    because the first stage also carries the embedding and the last, served before it only when all but the first
-    were, the head.
+    Each stage gets ``num_layers // num_stages``; what is left goes one each to stages 1, 2, ... So the first stage,
+    which also carries the embedding, never gets one, and the last, which carries the head, gets one last.
 
     Args:
         layers_per_stage: the number for each stage instead; as many as stages, summing to ``num_layers``.

@@ -1,0 +1,94 @@
+"""After AdamW steps, weights of real ranks equal those of one process that emulates them, bit by bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
+from ranktest import run_ranks
+from torch import Tensor
+
+import pytest
+from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+STEPS, ACCUMULATE = 3, 2
+VARIANTS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True},
+    "unused": {"unused": True},
+    "recompute inside": {"recompute": "inside"},
+    "recompute around": {"recompute": "around"},
+    "recompute reentrant": {"recompute": "reentrant"},
+}
+
+
+def train(rank: int, strategy: str, net_options: dict, hint: bool, **precision: object) -> dict[str, Tensor]:
+    net = make_net(**net_options)
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        strategy=strategy,
+        fsdp_unit_modules=[Block],
+        mixed_precision=MixedPrecision(**precision),
+    )
+    optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
+    for step in range(STEPS):
+        for k in range(ACCUMULATE):
+            tokens = batch(step, k, rank)
+            with model.microbatch(last=not hint or k == ACCUMULATE - 1):
+                loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.full_state_dict()
+
+
+def train_variants(
+    rank: int, ranks: int, strategy: str, variants: list[dict], hint: bool, precision: dict
+) -> list[dict[str, Tensor]]:
+    return [train(rank, strategy, options, hint, **precision) for options in variants]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) -> None:
+    results = run_ranks(train_variants, 2, strategy, list(VARIANTS.values()), True, {})
+    sharded_grads = strategy in ("optim_grads", "optim_grads_params")
+    for at, (name, options) in enumerate(VARIANTS.items()):
+        expected = emulate(
+            ranks=2, steps=STEPS, accumulate=ACCUMULATE, net_options=options, per_microbatch=sharded_grads
+        )
+        for rank in range(2):
+            assert same(expected, results[rank][at]) == [], f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_four_ranks_in_rank_order_equal_the_emulation(strategy: str) -> None:
+    results = run_ranks(train_variants, 4, strategy, [{"tied": True}], True, {"grad_sum": "rank_order"})
+    sharded_grads = strategy in ("optim_grads", "optim_grads_params")
+    expected = emulate(
+        ranks=4, steps=STEPS, accumulate=ACCUMULATE, net_options={"tied": True}, per_microbatch=sharded_grads
+    )
+    assert [same(expected, result[0]) for result in results] == [[], [], [], []]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16_compute_keeps_fp32_sums_and_main_weights(strategy: str) -> None:
+    results = run_ranks(train_variants, 2, strategy, [{}], True, {"param_dtype": torch.bfloat16})
+    expected = emulate(
+        ranks=2,
+        steps=STEPS,
+        accumulate=ACCUMULATE,
+        net_options={},
+        per_microbatch=strategy in ("optim_grads", "optim_grads_params"),
+        param_dtype=torch.bfloat16,
+    )
+    assert same(expected, results[0][0]) == []
+    assert same(expected, results[1][0]) == []
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_without_hints_every_backward_reduces(strategy: str) -> None:
+    results = run_ranks(train_variants, 2, strategy, [{}], False, {})
+    expected = emulate(ranks=2, steps=STEPS, accumulate=ACCUMULATE, net_options={}, per_microbatch=True)
+    assert same(expected, results[0][0]) == []

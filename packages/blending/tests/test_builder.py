@@ -12,6 +12,7 @@ from sixfold.blending import (
     BlendingError,
     GPTDataset,
     Split,
+    prefixes,
 )
 from sixfold.blending.builder import Built
 from sixfold.blending.source import ListSource
@@ -196,3 +197,10 @@ def test_a_blend_by_hand_is_checked_too():
 def test_the_config_of_every_kind_of_dataset_needs_no_tokenizer():
     plain = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=4, blend=(["x"], None), split="9,1")
     assert plain.split_matrix == [(0.0, 0.9), (0.9, 1.0), None]
+
+
+def test_without_the_extra_that_reads_prefixes_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(prefixes, "find_spec", lambda name: None)
+    made = config(blend=(["data/a"], None), split="1")
+    with pytest.raises(BlendingError, match=r"data/a: .* pip install 'sixfold-blending\[indexed\]'"):
+        BlendedMegatronDatasetBuilder(GPTDataset, [5, 0, 0], lambda: True, made).build()

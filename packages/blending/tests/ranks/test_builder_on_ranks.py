@@ -1,7 +1,7 @@
 """Every rank builds alone and alike; an error of one is raised on all."""
 
 import pytest
-from blending_helpers import ListDataset, config, numbered
+from blending_helpers import ListDataset, blend, config, numbered
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
 from sixfold.blending.source import ListSource
@@ -37,3 +37,19 @@ def test_an_error_on_one_rank_is_raised_on_every_rank():
     errors = ranktest.run_ranks(build, 3, 2)
     assert len(set(errors)) == 1
     assert errors[0].startswith("rank 2: the train part of 'b' has 1 sequences and no tokens")
+
+
+def read_by_sampler(rank: int, ranks: int, steps: int):
+    from sixfold.blending.torch import PositionSampler
+
+    sampler = PositionSampler(begin=10, batch_size=3, rank=rank, ranks=ranks)
+    data = blend({"a": numbered([30] * 9), "b": numbered([20] * 5)}, [1, 2])
+    return [(batch, data[batch]["tokens"].tolist()) for _, batch in zip(range(steps), sampler, strict=False)]
+
+
+def test_processes_of_any_number_read_the_samples_of_one_process():
+    alone = blend({"a": numbered([30] * 9), "b": numbered([20] * 5)}, [1, 2]).get_batch(range(34))["tokens"].tolist()
+    read = [part for parts in ranktest.run_ranks(read_by_sampler, 2, 4) for part in parts]
+    assert sorted(position for batch, _ in read for position in batch) == list(range(10, 34))
+    for batch, tokens in read:
+        assert tokens == [alone[position] for position in batch]

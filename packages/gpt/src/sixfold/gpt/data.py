@@ -79,13 +79,13 @@ def train_samples(config: TrainConfig, steps: int | None = None) -> int:
     )
 
 
-def build_datasets(config: TrainConfig) -> tuple[BlendedDataset | GPTDataset, BlendedDataset | GPTDataset | None]:
+def build_datasets(config: TrainConfig) -> tuple[BlendedDataset, BlendedDataset | GPTDataset | None]:
     """Open the blend and its validation part. Builds no index: the order is computed from positions.
 
     Returns:
         (train, valid); valid is None where the split leaves it nothing.
     """
-    from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.tokenizer import tokenizer_of
 
     data = config.data
@@ -115,6 +115,8 @@ def build_datasets(config: TrainConfig) -> tuple[BlendedDataset | GPTDataset, Bl
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options).build()
     if train is None:
         raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
+    assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
+    assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
     return train, valid
 
 

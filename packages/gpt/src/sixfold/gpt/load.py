@@ -46,6 +46,6 @@ def load_model(
     from sixfold.gpt.model import GPTModel
 
     folder = find(path, step)
-    model = GPTModel(saved_config(folder).model)
+    model = GPTModel(saved_config(folder).model, device="meta").to_empty(device="cpu")
     dist_ckpt.load(model.sharded_state_dict(), folder, group=None)
     return model.to(device=device, dtype=dtype).eval()

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -236,7 +236,7 @@ class Run:
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (peak * 1e12 * self.rank.mesh.size)
 
-    def _end_nonfinite(self, error: TrainError, batch: list[Microbatch]) -> None:
+    def _end_nonfinite(self, error: TrainError, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
         mine = first_nonfinite(self.rank, batch)
         found: list[tuple[int, str] | None] = [mine]

@@ -71,4 +71,5 @@ def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | Non
     if mesh.pipeline is None or first == last or mesh.pp_rank not in (first, last):
         return None
     members = [dist.get_global_rank(mesh.pipeline, r) for r in (first, last)]
-    return dist.new_group(members, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    return group

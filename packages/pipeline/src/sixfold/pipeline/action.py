@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from sixfold.pipeline.errors import ScheduleError
 
 __all__ = ["BACKWARD_ENDS", "COMPUTE", "MESSAGES", "PER_STAGE", "Action", "Kind"]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action does; the value is its spelling in text and CSV."""
 
     F = "F"  # forward of one microbatch on one stage
@@ -37,9 +37,6 @@ class Kind(str, Enum):
     OVERLAP_F_B = "OVERLAP_F_B"  # a forward and a backward that run together
     RECOMPUTE = "RECOMPUTE"  # ours: run the forward again before the backward
     STEP = "STEP"  # ours: optimizer step of one stage; its number is the step
-
-    def __str__(self) -> str:
-        return self.value
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from sixfold.pipeline.action import MESSAGES, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
@@ -52,7 +53,7 @@ class Program:
         """Whether the messages are in the lists; one without need of any is lowered once it reduces gradients."""
         if any(action.kind in MESSAGES for _, _, action in self.entries()):
             return True
-        local = all(a == b for a, b in zip(self.placement, self.placement[1:], strict=False))
+        local = all(a == b for a, b in pairwise(self.placement))
         return local and any(action.kind is Kind.REDUCE_GRAD for _, _, action in self.entries())
 
     def entries(self) -> Iterator[tuple[int, int, Action]]:
@@ -66,9 +67,8 @@ class Program:
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def __str__(self) -> str:
-        return "".join(
-            f"{rank}: {' '.join(map(str, actions))}".rstrip() + "\n" for rank, actions in enumerate(self.ranks)
-        )
+        lines = (f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks))
+        return "".join(line.rstrip() + "\n" for line in lines)
 
     @classmethod
     def parse(cls, text: str, microbatches: int | None = None) -> Program:
@@ -103,9 +103,8 @@ class Program:
         An empty cell is an idle slot that torch writes for alignment; it is dropped.
         """
         rows = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-        return cls._from_rows(
-            [_cells((cell.strip() for cell in row.split(",")), r) for r, row in enumerate(rows)], None
-        )
+        cells = [_cells((cell.strip() for cell in row.split(",")), rank) for rank, row in enumerate(rows)]
+        return cls._from_rows(cells, None)
 
     def to_csv(self) -> str:
         """PyTorch's form of this program.

@@ -122,9 +122,8 @@ def _play(program: Program, rows: list[list[Action]], costs: Costs) -> list[list
     for rank, row in enumerate(rows):
         if len(events[rank]) < len(row):
             action = row[len(events[rank])]
-            raise ScheduleError(
-                f"rank {rank}: {action} never starts; verify(program) shows why", rank=rank, action=action
-            )
+            message = f"rank {rank}: {action} never starts; verify(program) shows why"
+            raise ScheduleError(message, rank=rank, action=action)
     return events
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
@@ -87,7 +88,7 @@ def verify(
         input_share=costs.input_share if costs is not None else 0.0,
         cap=memory_cap,
     )
-    crossings = sum(a != b for a, b in zip(program.placement, program.placement[1:], strict=False))
+    crossings = sum(a != b for a, b in pairwise(program.placement))
     return Report(2 * program.microbatches * crossings, peaks, weight_versions(program))
 
 

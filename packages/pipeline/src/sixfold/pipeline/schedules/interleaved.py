@@ -11,6 +11,8 @@ way from the last rank back to the first is new traffic.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.placement import at_least_one, looped
@@ -54,4 +56,4 @@ def _near_equal(count: int, groups: int) -> list[range]:
     """0..count in ``groups`` runs whose lengths differ by at most one, longer runs first."""
     base, longer = divmod(count, groups)
     starts = [g * base + min(g, longer) for g in range(groups + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]

@@ -1,0 +1,89 @@
+"""What ranks tell each other when a step fails.
+
+    failure --> record in the store (this file) --> one report on every rank
+
+The store is touched only here, and only after a failure: a rank writes where it
+stands, then ends its edges, which wakes its neighbours; they write, end theirs,
+and so on, until every rank knows. A rank that stays silent is reported as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+
+from torch.distributed import Store
+
+__all__ = ["Record", "Records", "report"]
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a rank stopped.
+
+    Attributes:
+        place: ``[17/48] 0RECV_B3``.
+        peer: rank it waited for, None if it did not wait.
+        error: what its stage raised, None if it only waited.
+    """
+
+    place: str
+    peer: int | None = None
+    error: str | None = None
+
+
+class Records:
+    """The records of all ranks of one runner, in a store.
+
+    Args:
+        store: shared by all ranks; None when there is none, and then nobody else is heard.
+        key: equal on the ranks of one runner and unlike any other runner's.
+    """
+
+    def __init__(self, store: Store | None, key: str, rank: int, ranks: int) -> None:
+        self._store, self._key, self._rank, self._ranks = store, key, rank, ranks
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the other ranks can be heard."""
+        return self._store is not None
+
+    def write(self, record: Record) -> None:
+        """Tell the others where this rank stopped."""
+        if self._store is not None:
+            try:
+                self._store.set(f"{self._key}/{self._rank}", json.dumps(asdict(record)))
+            except RuntimeError:
+                pass  # the store's host may be what died; the report then says less
+
+    def others(self, wait_s: float) -> dict[int, Record]:
+        """Records of the other ranks, after all have spoken, one has failed, or ``wait_s`` has passed."""
+        found: dict[int, Record] = {}
+        if self._store is None:
+            return found
+        deadline = time.monotonic() + wait_s
+        missing = [rank for rank in range(self._ranks) if rank != self._rank]
+        while missing:
+            for rank in tuple(missing):
+                try:
+                    if self._store.check([f"{self._key}/{rank}"]):
+                        found[rank] = Record(**json.loads(self._store.get(f"{self._key}/{rank}")))
+                        missing.remove(rank)
+                except RuntimeError:
+                    return found
+            if time.monotonic() > deadline or any(record.error is not None for record in found.values()):
+                break
+            time.sleep(_POLL_S)
+        return found
+
+
+def report(rank: int, ranks: int, mine: Record, others: dict[int, Record], heard: bool) -> str:
+    """The line of a time-out: this rank, then what is known of the others."""
+    parts = [f"rank {rank} waits at {mine.place}" + ("" if mine.peer is None else f" for rank {mine.peer}")]
+    for other in range(ranks) if heard else ():
+        if other != rank:
+            parts.append(f"rank {other} at {others[other].place}" if other in others else f"rank {other} silent")
+    return "; ".join(parts)

@@ -1,0 +1,240 @@
+"""What SEND and RECV do: messages of one program over the edges of one rank.
+
+    outbox --> ForwardOut, BackwardOut --> edge --> ForwardIn, BackwardIn (this file) --> inbox
+
+[Note: shapes] A receiver posts its buffer before the tensor exists, so it must
+know the shape. Gradients have the shapes of the outputs that this rank made
+itself. Outputs are agreed upon: the first SEND_F of a step on each edge is
+preceded, on the control channel, by one flag. 0: all is as in the step before.
+1: each message of this step on this edge is preceded by its header. The flag is
+1 in the first step of a program, when stage 0's inputs or the first output
+changed, when a flag 1 came in, and always with ``dynamic_shapes``. (A header sent
+only on change could not be expected by the receiver.) Until the flag has come
+receives wait in a queue, which their consumer empties.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.stage_run import StageRun, TensorSpec, Tensors
+from sixfold.pipeline.transport import Control, Incoming, Outgoing
+
+__all__ = ["Agreement", "BackwardIn", "BackwardOut", "ForwardIn", "ForwardOut"]
+
+_TAG = 1  # of flags and headers on the control channel
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+class Agreement:
+    """Whether the shapes of this step are those of the step before; see [Note: shapes]."""
+
+    def __init__(self, dynamic: bool) -> None:
+        self._dynamic = dynamic
+        self._settled = False
+        self._signature: object = None
+        self.open = True
+
+    def begin(self, signature: object) -> None:
+        """A new step; ``signature`` describes stage 0's inputs where they are known."""
+        self.open = self._dynamic or not self._settled or signature != self._signature
+        self._signature = signature
+
+    def settle(self) -> None:
+        """The step went through: its shapes hold until further notice."""
+        self._settled = True
+
+
+class ForwardOut:
+    """SEND_F on one directed edge."""
+
+    def __init__(self, edge: Outgoing, control: Control, peer: int, agreement: Agreement) -> None:
+        self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
+        self.begin()
+
+    def begin(self) -> None:
+        """A new step: the flag has not been sent."""
+        self._headers: bool | None = None
+
+    def send(self, run: StageRun, k: int, action: Action) -> None:
+        """Send what stage ``run`` made of microbatch ``k``."""
+        outputs = run.outbox[k]
+        run.outbox[k] = None
+        assert outputs is not None, f"{action}: the outbox is empty"
+        specs = tuple((t.shape, t.dtype, t.requires_grad) for t in outputs)
+        if self._headers is None:
+            self._announce(specs == run.output_specs[k], action)
+        if self._headers:
+            run.output_specs[k] = specs
+            for numbers in _header(specs):
+                self._control.send(numbers, self._peer, _TAG, action)
+        elif specs != run.output_specs[k]:
+            raise ScheduleError(
+                f"stage {run.index} made {_words(specs)} of microbatch {k}, in the step before "
+                f"{_words(run.output_specs[k] or ())}; make the runner with dynamic_shapes=True"
+            )
+        self._edge.send(outputs, action)
+
+    def _announce(self, same: bool, action: Action) -> None:
+        self._agreement.open |= not same
+        self._headers = self._agreement.open
+        self._control.send(torch.tensor([int(self._headers)]), self._peer, _TAG, action)
+
+
+class ForwardIn:
+    """RECV_F on one directed edge."""
+
+    def __init__(self, edge: Incoming, control: Control, peer: int, agreement: Agreement) -> None:
+        self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
+        self._queue: deque[Receipt] = deque()
+
+    def begin(self) -> None:
+        """A new step: ask for its flag."""
+        self._headers: bool | None = None
+        self._queue.clear()
+        self._flag, self._flag_work = self._control.post(1, self._peer, _TAG)
+
+    def post(self, run: StageRun, k: int, action: Action) -> None:
+        """Post the receive of the inputs of microbatch ``k``, now or as soon as its shape is known."""
+        receipt = Receipt(self, run, k, action)
+        run.inbox[k] = receipt
+        if self._headers is False:
+            self._post(receipt)
+        else:
+            self._queue.append(receipt)
+
+    def complete(self, receipt: Receipt) -> Tensors:
+        """The tensors of ``receipt``, waited for; called by the action that uses them."""
+        while receipt.works is None:
+            self._post_next(receipt.action)
+        for work in receipt.works:
+            self._edge.wait(work, receipt.action)
+        specs = receipt.run.input_specs[receipt.k]
+        assert specs is not None, f"{receipt.action}: received without a shape"
+        for buffer, (_, _, wants_gradient) in zip(receipt.buffers, specs, strict=True):
+            if wants_gradient:
+                buffer.requires_grad_()
+        return receipt.buffers
+
+    def _post_next(self, action: Action) -> None:
+        if self._headers is None:
+            self._control.wait(self._flag_work, action)
+            self._headers = bool(self._flag.item())
+            self._agreement.open |= self._headers
+        receipt = self._queue.popleft()
+        if self._headers:
+            receipt.run.input_specs[receipt.k] = self._read_header(receipt.action)
+        self._post(receipt)
+
+    def _post(self, receipt: Receipt) -> None:
+        specs = receipt.run.input_specs[receipt.k]
+        assert specs is not None, f"{receipt.action}: posted without a shape"
+        receipt.buffers, receipt.works = self._edge.post([(shape, dtype) for shape, dtype, _ in specs])
+
+    def _read_header(self, action: Action) -> tuple[TensorSpec, ...]:
+        size, work = self._control.post(1, self._peer, _TAG)
+        self._control.wait(work, action)
+        numbers, work = self._control.post(int(size.item()), self._peer, _TAG)
+        self._control.wait(work, action)
+        return _specs(numbers.tolist())
+
+
+class Receipt:
+    """Inputs that were asked for; the F that uses them waits."""
+
+    __slots__ = ("action", "buffers", "k", "run", "stream", "works")
+
+    def __init__(self, stream: ForwardIn, run: StageRun, k: int, action: Action) -> None:
+        self.stream, self.run, self.k, self.action = stream, run, k, action
+        self.buffers: Tensors = ()
+        self.works: list[Any] | None = None
+
+    def wait(self) -> Tensors:
+        """The inputs, as leaves."""
+        return self.stream.complete(self)
+
+
+class BackwardOut:
+    """SEND_B on one directed edge."""
+
+    def __init__(self, edge: Outgoing) -> None:
+        self._edge = edge
+
+    def send(self, run: StageRun, k: int, action: Action) -> None:
+        """Send the gradients of the inputs of microbatch ``k``."""
+        gradients = run.gradient_outbox[k]
+        run.gradient_outbox[k] = None
+        assert gradients is not None, f"{action}: the outbox is empty"
+        self._edge.send(gradients, action)
+
+
+class BackwardIn:
+    """RECV_B on one directed edge."""
+
+    def __init__(self, edge: Incoming) -> None:
+        self._edge = edge
+
+    def post(self, run: StageRun, k: int, action: Action) -> None:
+        """Post the receive of the gradients of this rank's own outputs, whose shapes it knows."""
+        specs = run.output_specs[k]
+        assert specs is not None, f"{action}: its output was not sent yet"
+        wanted = [(shape, dtype) for shape, dtype, wants_gradient in specs if wants_gradient]
+        run.gradients[k] = GradientReceipt(self._edge, action, *self._edge.post(wanted))
+
+
+class GradientReceipt:
+    """Gradients that were asked for; the B that uses them waits."""
+
+    __slots__ = ("action", "buffers", "edge", "works")
+
+    def __init__(self, edge: Incoming, action: Action, buffers: Tensors, works: list[Any]) -> None:
+        self.edge, self.action, self.buffers, self.works = edge, action, buffers, works
+
+    def wait(self) -> Tensors:
+        """The gradients."""
+        for work in self.works:
+            self.edge.wait(work, self.action)
+        return self.buffers
+
+
+def _header(specs: tuple[TensorSpec, ...]) -> tuple[Tensor, Tensor]:
+    """Length and numbers: per tensor dtype code, whether it wants a gradient, dimensions, sizes."""
+    numbers: list[int] = []
+    for shape, dtype, wants_gradient in specs:
+        if dtype not in _DTYPES:
+            raise ScheduleError(f"{dtype} does not travel between stages; known are {', '.join(map(str, _DTYPES))}")
+        numbers += (_DTYPES.index(dtype), int(wants_gradient), len(shape), *shape)
+    return torch.tensor([len(numbers)]), torch.tensor(numbers, dtype=torch.int64)
+
+
+def _specs(numbers: list[int]) -> tuple[TensorSpec, ...]:
+    specs: list[TensorSpec] = []
+    at = 0
+    while at < len(numbers):
+        dtype, wants_gradient, dimensions = numbers[at : at + 3]
+        at += 3 + dimensions
+        specs.append((torch.Size(numbers[at - dimensions : at]), _DTYPES[dtype], bool(wants_gradient)))
+    return tuple(specs)
+
+
+def _words(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype, _ in specs) or "nothing"

@@ -1,0 +1,90 @@
+"""Deadlines: no wait without one.
+
+    work --> HostWait, StreamWait (this file) --> PeerLost, or the report of a watchdog thread
+
+Waiting for gloo blocks the host, so the wait itself has the deadline. (gloo's
+``is_completed`` stays False until ``wait``, so there is nothing to poll.) Waiting
+for NCCL only orders streams; there a thread looks at the works in the order in
+which they were waited for, and ends the communicators when one is overdue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from sixfold.pipeline.action import Action
+
+__all__ = ["HostWait", "PeerLost", "StreamWait"]
+
+_POLL_S = 0.05
+
+
+class PeerLost(Exception):  # noqa: N818 - it never leaves the package
+    """The message of ``action`` did not come before the deadline, or its connection ended."""
+
+    def __init__(self, action: Action | None) -> None:
+        super().__init__(str(action))
+        self.action = action
+
+
+class HostWait:
+    """Blocks until a work is done, at most ``timeout_s``."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit = timedelta(seconds=timeout_s)
+
+    def __call__(self, work: Any, action: Action | None) -> None:
+        """Raises PeerLost with ``action`` when the work failed or is overdue."""
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            raise PeerLost(action) from error
+
+    def check(self) -> None:
+        """Nothing is ever overdue behind the caller's back."""
+
+
+class StreamWait:
+    """Lets the current stream wait for a work; a thread watches that it ends in time.
+
+    Args:
+        timeout_s: from the wait to the work's end.
+        abort: ends the communicators; a method, called once, on the thread, when a work is overdue.
+    """
+
+    def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
+        self._timeout_s = timeout_s
+        self._abort = weakref.WeakMethod(abort)  # so that the thread does not keep the owner alive
+        self._watched: deque[tuple[float, Any, Action | None]] = deque()
+        self._overdue: list[Action | None] = []
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, work: Any, action: Action | None) -> None:
+        """Order the stream behind ``work``; returns at once."""
+        self.check()
+        work.wait()
+        self._watched.append((time.monotonic() + self._timeout_s, work, action))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="sixfold-pipeline-watchdog", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raises PeerLost if a work was found overdue."""
+        if self._overdue:
+            raise PeerLost(self._overdue[0])
+
+    def _watch(self) -> None:
+        while not self._overdue and self._abort() is not None:
+            time.sleep(_POLL_S)
+            while self._watched and self._watched[0][1].is_completed():
+                self._watched.popleft()
+            if self._watched and time.monotonic() > self._watched[0][0]:
+                self._overdue.append(self._watched[0][2])
+                if (abort := self._abort()) is not None:
+                    abort()

@@ -103,3 +103,5 @@ def test_the_score_is_the_sum_of_surprises_over_the_bytes(document_mask):
     found = nats_per_byte(model, ids, seq_length=8, eod=256, document_mask=document_mask)
     assert found == pytest.approx(total / int((ids != 256).sum()), rel=1e-6)
     assert (model.cuts[0] is not None) == document_mask
+    thirds = [nats_per_byte(model, ids, seq_length=8, eod=256, share=(k, 3)) for k in range(3)]
+    assert sum(thirds) == pytest.approx(found, rel=1e-12)

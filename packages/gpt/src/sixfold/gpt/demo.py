@@ -10,9 +10,11 @@ before in the same folder is replaced; any other folder with content is refused.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -193,7 +195,10 @@ def demo(folder: Path, *, minutes: float = 3.0, ranks: int = 2) -> int:
         "train_data": [pair.prefix for pair in prepared.train],
         "valid_data": prepared.valid.prefix,
     }
-    _finish(folder, second, corpus, summary, int(resume["last"]["step"]))
+    measured = _score_and_sample(second, ranks)
+    if measured is None:
+        return STOPPED
+    _finish(folder, second, corpus, summary, measured, int(resume["last"]["step"]))
     _say(f"Done in {time.time() - began:.0f} s; the first loss came after {summary['seconds_to_first_loss']:.1f} s.")
     return 0
 
@@ -291,13 +296,15 @@ def _second_half(config: TrainConfig, ranks: int) -> dict[str, Any] | None:
     return {"step": resumes[-1]["step"], "first": steps[0], "last": steps[-1]}
 
 
-def _finish(folder: Path, config: TrainConfig, corpus: Corpus, summary: dict[str, Any], step: int) -> None:
-    """Score the whole validation text, plot, sample, write summary.json and say where everything lies."""
+def _finish(
+    folder: Path, config: TrainConfig, corpus: Corpus, summary: dict[str, Any], measured: tuple[float, str], step: int
+) -> None:
+    """Plot, write summary.json and say where everything lies."""
     from sixfold.gpt.plot import plot
     from sixfold.gpt.references import references
 
     lines = references([d for documents in corpus.train.values() for d in documents], corpus.valid)
-    score, text = _score_and_sample(config)
+    score, text = measured
     svg, png = folder / "loss.svg", folder / "loss.png"
     for out in (svg, png):
         plot(
@@ -315,25 +322,39 @@ def _finish(folder: Path, config: TrainConfig, corpus: Corpus, summary: dict[str
     _report(folder, summary, lines)
 
 
-def _score_and_sample(config: TrainConfig) -> tuple[float, str]:
-    """Nats per byte of the whole validation text, and a few documents that the model writes."""
-    import torch
+def score_rank(config: TrainConfig, out: Path) -> int:
+    """Body of one rank of the measurement: its share of the validation text; rank 0 then lets the model write.
 
+    Each rank holds the whole model, whatever layout trained it, and writes ``out/RANK.json``.
+    """
+    from sixfold.gpt import launch
     from sixfold.gpt.sample import open_run, sample
     from sixfold.gpt.score import nats_per_byte
     from sixfold.indexed_data import IndexedDataset
 
-    torch.set_num_threads(min(8, len(os.sched_getaffinity(0))))
+    here = launch.detect(os.environ)
+    assert here is not None, "start_ranks makes every process a rank"
     model, _, tokenizer = open_run(config.run.dir)
+    length = config.data.seq_length
     with IndexedDataset(config.data.valid[0]) as valid:
         assert valid.tokens is not None, "a mapped pair has its tokens as one array"
-        score = nats_per_byte(model, valid.tokens, seq_length=config.data.seq_length, eod=tokenizer.eod)
-    texts, left = list[str](), SAMPLE_TOKENS
+        share = (here.rank, here.size)
+        nats = nats_per_byte(model, valid.tokens, seq_length=length, eod=tokenizer.eod, share=share)
+    texts, left = list[str](), SAMPLE_TOKENS if here.rank == 0 else 0
     while left > 0:
-        text = sample(model, tokenizer, tokens=left, seed=len(texts), context=config.data.seq_length)
-        texts.append(text)
-        left -= len(tokenizer.encode(text)) + 1
-    return score, "\n\n".join(texts)
+        texts.append(sample(model, tokenizer, tokens=left, seed=len(texts), context=length))
+        left -= len(tokenizer.encode(texts[-1])) + 1
+    (out / f"{here.rank}.json").write_text(json.dumps({"nats": nats, "text": "\n\n".join(texts)}), encoding="utf-8")
+    return 0
+
+
+def _score_and_sample(config: TrainConfig, ranks: int) -> tuple[float, str] | None:
+    """Nats per byte of the whole validation text, and a few documents that the model writes; None after SIGTERM."""
+    with tempfile.TemporaryDirectory(prefix="sixfold-") as out:
+        if start_ranks(score_rank, ranks, (config, Path(out))) == STOPPED:
+            return None
+        parts = [json.loads(Path(out, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return math.fsum(part["nats"] for part in parts), str(parts[0]["text"])
 
 
 def _report(folder: Path, summary: Mapping[str, Any], lines: Mapping[str, float]) -> None:

@@ -10,6 +10,7 @@ would need.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,24 +44,35 @@ def boundaries(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int32]
     return np.flatnonzero(begins).astype(np.int32)
 
 
-@torch.inference_mode()
 def nats_per_byte(
-    model: GPTModel, ids: npt.NDArray[np.integer], *, seq_length: int, eod: int, document_mask: bool = True
+    model: GPTModel,
+    ids: npt.NDArray[np.integer],
+    *,
+    seq_length: int,
+    eod: int,
+    document_mask: bool = True,
+    share: tuple[int, int] = (0, 1),
 ) -> float:
     """The loss of ``model`` on a text of byte tokens.
 
     Args:
         ids: (N,), N > 1: documents, each ended by ``eod``; every other id is one byte.
         document_mask: as the model was trained.
+        share: (k, n) counts the k-th of n parts of the windows only; the n results add up to that of (0, 1).
     """
+    part = islice(windows(ids, seq_length), share[0], None, share[1])
+    return sum(_nats(model, *rows, eod, document_mask) for rows in part) / int((ids != eod).sum())
+
+
+@torch.inference_mode()
+def _nats(
+    model: GPTModel, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], eod: int, document_mask: bool
+) -> float:
     from sixfold.gpt.data import positions_in_documents
 
-    total = 0.0
-    for inputs, labels in windows(ids, seq_length):
-        kwargs = {"labels": torch.from_numpy(np.ascontiguousarray(labels))}
-        if document_mask:
-            cu_seqlens = boundaries(inputs, eod)
-            kwargs["cu_seqlens"] = torch.from_numpy(cu_seqlens)
-            kwargs["position_ids"] = torch.from_numpy(positions_in_documents(cu_seqlens, inputs.shape[1]))
-        total += float(model(torch.from_numpy(np.ascontiguousarray(inputs)), **kwargs).double().sum())
-    return total / int((ids != eod).sum())
+    kwargs = {"labels": torch.from_numpy(np.ascontiguousarray(labels))}
+    if document_mask:
+        cu_seqlens = boundaries(inputs, eod)
+        kwargs["cu_seqlens"] = torch.from_numpy(cu_seqlens)
+        kwargs["position_ids"] = torch.from_numpy(positions_in_documents(cu_seqlens, inputs.shape[1]))
+    return float(model(torch.from_numpy(np.ascontiguousarray(inputs)), **kwargs).double().sum())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,12 +128,13 @@ def _make_parts(
     reports: list[PartReport] = []
     if progress is not None:
         progress(0, len(parts))
-    for report in run_parts(parts, folder, job, workers):
-        reports.append(report)
-        if report.fatal is not None:
-            raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
-        if progress is not None:
-            progress(len(reports), len(parts))
+    with closing(run_parts(parts, folder, job, workers)) as made:  # closed: no worker writes on after an error
+        for report in made:
+            reports.append(report)
+            if report.fatal is not None:
+                raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
+            if progress is not None:
+                progress(len(reports), len(parts))
     return reports
 
 

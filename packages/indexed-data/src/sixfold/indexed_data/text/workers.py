@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.inputs import Slice
@@ -18,7 +18,7 @@ from sixfold.indexed_data.text.workshop import part_prefix
 Parts = Sequence[tuple[Slice, ...]]
 
 
-def run_parts(parts: Parts, folder: str, job: Job, workers: int) -> Iterator[PartReport]:
+def run_parts(parts: Parts, folder: str, job: Job, workers: int) -> Generator[PartReport, None, None]:
     """The reports of all parts in their order; finished ones are read, the others made.
 
     Raises:
@@ -32,7 +32,9 @@ def run_parts(parts: Parts, folder: str, job: Job, workers: int) -> Iterator[Par
         yield from _run_side_by_side(parts, missing, folder, job, min(workers, len(missing)))
 
 
-def _run_side_by_side(parts: Parts, missing: list[int], folder: str, job: Job, workers: int) -> Iterator[PartReport]:
+def _run_side_by_side(
+    parts: Parts, missing: list[int], folder: str, job: Job, workers: int
+) -> Generator[PartReport, None, None]:
     # Imported here: most builds are small, and no reader of pairs needs processes.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor

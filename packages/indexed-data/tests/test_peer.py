@@ -1,0 +1,121 @@
+"""megatron-core 0.16.1 on both sides: the same bytes, and each reads what the other wrote."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from indexed_data_helpers import pair_bytes
+
+from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, merge, verify
+
+GOLDEN = Path(__file__).parent / "golden"
+PAIRS = json.loads((GOLDEN / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def peer():
+    pytest.importorskip("megatron.core", reason="needs megatron-core, a peer that only tests use")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
+def random_documents(seed, modes=False):
+    """Documents of (ids, mode), with empty sequences and empty documents among them."""
+    rng = np.random.default_rng(seed)
+    return [
+        [(rng.integers(0, 100, rng.integers(0, 7)).tolist(), int(rng.integers(-2, 3)) * modes) for _ in range(n)]
+        for n in rng.integers(0, 5, 20)
+    ]
+
+
+def write(builder, documents, tensor=lambda ids: ids):
+    for i, document in enumerate(documents):
+        if i % 2:
+            for ids, mode in document:
+                builder.add_item(tensor(ids), mode)
+            builder.end_document()
+        else:
+            ids, lengths = [i for ids, _ in document for i in ids], [len(ids) for ids, _ in document]
+            modes = [mode for _, mode in document] if builder.multimodal else None
+            builder.add_document(tensor(ids), lengths, modes)
+
+
+def write_with_peer(peer, prefix, documents, dtype, multimodal):
+    torch = pytest.importorskip("torch", reason="megatron-core's builder takes torch tensors")
+    builder = peer.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
+    write(builder, documents, lambda ids: torch.tensor(ids, dtype=torch.int64))
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64, np.float32, np.float64])
+def test_both_write_the_same_bytes_and_read_each_others(peer, tmp_path, dtype, multimodal):
+    documents = random_documents(seed=7, modes=multimodal)
+    write_with_peer(peer, tmp_path / "theirs", documents, dtype, multimodal)
+    with IndexedDatasetBuilder(tmp_path / "ours.bin", dtype, multimodal) as builder:
+        write(builder, documents)
+    assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "theirs")
+
+    ours = IndexedDataset(tmp_path / "theirs", multimodal)
+    theirs = peer.IndexedDataset(str(tmp_path / "ours"), multimodal)
+    assert len(ours) == len(theirs) > 0
+    for i in range(len(ours)):
+        mine, other = (ours[i], theirs[i]) if multimodal else ((ours[i], 0), (theirs[i], 0))
+        assert mine[0].dtype == other[0].dtype == dtype
+        assert np.array_equal(mine[0], other[0])
+        assert mine[1] == other[1]
+    assert np.array_equal(ours.document_indices, theirs.document_indices)
+    assert verify(tmp_path / "theirs", multimodal=multimodal).ok
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_both_merge_to_the_same_bytes(peer, tmp_path, multimodal):
+    prefixes = [str(tmp_path / f"part{i}") for i in range(3)]
+    for i, prefix in enumerate(prefixes):
+        write_with_peer(peer, prefix, random_documents(i, multimodal), np.uint16, multimodal)
+    builder = peer.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), np.uint16, multimodal)
+    for prefix in prefixes:
+        builder.add_index(prefix)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    merge(prefixes, tmp_path / "ours", multimodal=multimodal)
+    assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_builder_calls_gives_the_peers_bytes(peer, tmp_path, seed):
+    """An ``add_document`` after ``add_item`` closes both as one document, there and here."""
+    torch = pytest.importorskip("torch", reason="megatron-core's builder takes torch tensors")
+    theirs = peer.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), np.uint16)
+    ours = IndexedDatasetBuilder(tmp_path / "ours.bin", np.uint16)
+    for call in np.random.default_rng(seed).integers(0, 3, 30):
+        ids = torch.arange(int(call) + 2)
+        for builder in (ours, theirs):
+            if call == 0:
+                builder.add_item(ids)
+            elif call == 1:
+                builder.add_document(ids, [1, len(ids) - 1])
+            else:
+                builder.end_document()
+    for builder in (ours, theirs):
+        builder.end_document()
+        builder.finalize(str(tmp_path / ("ours.idx" if builder is ours else "theirs.idx")))
+    assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_golden_pairs_of_the_peer_are_read_and_written_again(tmp_path, name):
+    dtype, multimodal, documents = PAIRS[name]
+    golden = IndexedDataset(GOLDEN / name, multimodal)
+    golden.check()
+    assert golden.dtype == dtype
+    reads = [
+        (golden[i][0].tolist(), golden[i][1]) if multimodal else (golden[i].tolist(), 0) for i in range(len(golden))
+    ]
+    assert reads == [(ids, mode) for document in documents for ids, mode in document]
+    with IndexedDatasetBuilder(tmp_path / "ours.bin", dtype, multimodal) as builder:
+        write(builder, documents)
+    assert pair_bytes(tmp_path / "ours") == pair_bytes(GOLDEN / name)

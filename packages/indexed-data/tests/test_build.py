@@ -3,7 +3,7 @@
 import gzip
 import json
 import os
-import random
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +14,7 @@ import pytest
 from indexed_data_helpers import pair_bytes
 
 from sixfold.indexed_data import IndexedDataError, IndexedDataset, build
+from sixfold.indexed_data.text.inputs import Lines, Source, TextOptions, cut
 
 EOD = 256
 
@@ -112,22 +113,39 @@ def test_a_text_file_that_is_not_utf8_is_named_with_the_line_of_the_byte(folder)
 
 def test_the_first_ten_bad_lines_are_listed_and_all_are_counted(folder):
     (folder / "a.jsonl").write_text("".join('{"text": "x"}\n' if i % 2 else "bad\n" for i in range(60)))
-    for part_bytes in (1 << 20, 50):
+    for part_bytes in (1 << 20, 200):
         report = build(["a.jsonl"], "out", on_error="skip", part_bytes=part_bytes, overwrite=True)
         assert (report.documents, report.bad_lines) == (30, 30)
         assert [error.split(":")[1] for error in report.errors] == [str(2 * i + 1) for i in range(10)]
 
 
 @pytest.mark.parametrize("last", ["", "\n"])
-@pytest.mark.parametrize("part_bytes", [1, 7, 40, 1000])
-def test_bytes_do_not_depend_on_how_the_work_is_cut(folder, part_bytes, last):
-    rng = random.Random(part_bytes)
-    kept = ["".join(rng.choices("ab é\n", k=rng.randrange(1, 30))) for _ in range(12)]
-    (folder / "a.jsonl").write_text("\n\n".join(json.dumps({"text": text}) for text in kept) + last)
+@pytest.mark.parametrize("part_bytes", [1, 2, 3, 7, 40, 1000])
+def test_every_line_is_in_exactly_one_slice_wherever_the_file_is_cut(folder, part_bytes, last):
+    lines = [b"", b"a", b"", b"", "é漢".encode(), b"x" * 50, b"yz", b""] * 3 + [b"end"]
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines) + last.encode())
+    parts = cut([Source.of("a.jsonl")], TextOptions(), part_bytes)
+    assert len(parts) == -(-os.path.getsize("a.jsonl") // part_bytes)
+    slices = [Lines(piece) for part in parts for piece in part]
+    assert [line for piece in slices for _, line in piece] == lines
+    assert sum(piece.count for piece in slices) == len(lines)
+
+
+def test_small_files_share_a_part_and_large_text_files_stay_whole(folder):
+    sizes = [10, 10, 10, 100, 10]
+    for i, size in enumerate(sizes):
+        (folder / f"{i}.txt").write_text("x" * size)
+    parts = cut([Source.of(f"{i}.txt") for i in range(5)], TextOptions(), 25)
+    assert [[piece.path for piece in part] for part in parts] == [["0.txt", "1.txt"], ["2.txt"], ["3.txt"], ["4.txt"]]
+
+
+def test_bytes_do_not_depend_on_how_the_work_is_cut(folder):
+    kept = ["a", "b é\n", "c" * 30, "d"]
+    (folder / "a.jsonl").write_text("\n\n".join(json.dumps({"text": text}) for text in kept))
     (folder / "b.txt").write_text("b1\nb2")
     build(["a.jsonl", "b.txt", "a.jsonl"], "whole", text_documents="line")
     assert texts("whole") == [*kept, "b1", "b2", *kept]
-    build(["a.jsonl", "b.txt", "a.jsonl"], "cut", text_documents="line", part_bytes=part_bytes)
+    build(["a.jsonl", "b.txt", "a.jsonl"], "cut", text_documents="line", part_bytes=40)
     assert pair_bytes("cut") == pair_bytes("whole")
 
 
@@ -137,7 +155,7 @@ def test_a_bad_line_has_its_number_in_the_file_however_it_was_cut(folder, bad):
     (folder / "b.jsonl").write_text('{"text": "first"}\n' * 3)
     for inputs in (["b.jsonl", "a.jsonl"], ["a.jsonl", "b.jsonl"]):
         with pytest.raises(IndexedDataError, match=rf"^a\.jsonl:{bad + 1}: not JSON"):
-            build(inputs, "out", part_bytes=30)
+            build(inputs, "out", part_bytes=300)
         assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl"]
 
 
@@ -146,7 +164,7 @@ def test_workers_write_the_same_bytes(folder):
         "".join(json.dumps({"text": f"document {i} " * (i % 50)}) + "\n" for i in range(500))
     )
     one = build(["a.jsonl"], "one")
-    two = build(["a.jsonl"], "two", workers=2, part_bytes=20_000)
+    two = build(["a.jsonl"], "two", workers=2, part_bytes=50_000)
     assert pair_bytes("one") == pair_bytes("two")
     assert (one.documents, one.tokens, one.empty_documents) == (two.documents, two.tokens, two.empty_documents)
 
@@ -264,37 +282,97 @@ def test_inputs_without_documents_make_an_empty_pair(folder):
     assert len(IndexedDataset("none")) == 0
 
 
-KILLED = "import sys\nfrom sixfold.indexed_data import build\nbuild(['a.jsonl'], 'out', part_bytes=2000, workers=int(sys.argv[1]))"
+def numbered(folder, n=60):
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i:05d}"}) + "\n" for i in range(n)))
+    build(["a.jsonl"], "whole")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_build_leaves_no_pair_and_goes_on_from_its_parts(folder, workers):
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(20_000)))
-    if workers == 1:
-        build(["a.jsonl"], "whole")
-    process = subprocess.Popen(
-        [sys.executable, "-c", "if __name__ == '__main__':\n " + KILLED.replace("\n", "\n "), str(workers)]
-    )
-    deadline = time.monotonic() + 30
-    while not os.path.exists("out.building/part-00003.json") and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL
-    assert not [name for name in os.listdir() if name in ("out.bin", "out.idx")]
-    stamp = os.stat("out.building/part-00000.bin").st_ino, os.stat("out.building/part-00000.bin").st_mtime_ns
+def interrupt_after_two_parts(done, total):
+    if done == 2:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_build_goes_on_from_its_finished_parts(folder):
+    numbered(folder)
+    with pytest.raises(KeyboardInterrupt):
+        build(["a.jsonl"], "out", part_bytes=500, progress=interrupt_after_two_parts)
+    assert not IndexedDataset.exists("out")
+    stamps = [os.stat(f"out.building/part-0000{i}.bin").st_mtime_ns for i in range(2)]
     reused = []
 
-    def progress(done, total):
-        if done == 1:
-            status = os.stat("out.building/part-00000.bin")
-            reused.append((status.st_ino, status.st_mtime_ns) == stamp)
+    def compare(done, total):
+        if done == 2:
+            reused.extend(os.stat(f"out.building/part-0000{i}.bin").st_mtime_ns for i in range(2))
 
-    if workers == 2:  # another plan starts over; here only its start matters
-        with pytest.raises(IndexedDataError, match="tokenizer is 'none'"):
-            build(["a.jsonl"], "out", tokenizer="none")
-        return
-    build(["a.jsonl"], "out", part_bytes=2000, progress=progress)
-    assert reused == [True]
+    build(["a.jsonl"], "out", part_bytes=500, progress=compare)
+    assert reused == stamps
     assert pair_bytes("out") == pair_bytes("whole")
     assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
+
+
+@pytest.mark.parametrize("change", ["options", "input"])
+def test_parts_of_another_build_are_not_used(folder, change):
+    numbered(folder)
+    with pytest.raises(KeyboardInterrupt):
+        build(["a.jsonl"], "out", part_bytes=500, progress=interrupt_after_two_parts)
+    if change == "input":
+        (folder / "a.jsonl").write_text((folder / "a.jsonl").read_text().replace("document", "DOCUMENT"))
+    build(["a.jsonl"], "out", part_bytes=500, append_eod=change == "input")
+    build(["a.jsonl"], "whole", append_eod=change == "input", overwrite=True)
+    assert pair_bytes("out") == pair_bytes("whole")
+
+
+def test_two_builds_of_one_output_do_not_meet(folder):
+    numbered(folder)
+    refused = []
+
+    def build_again(done, total):
+        with pytest.raises(IndexedDataError, match="another build of the same output is running"):
+            build(["a.jsonl"], "out")
+        refused.append(done)
+
+    build(["a.jsonl"], "out", progress=build_again)
+    assert refused == [0, 1]
+    assert pair_bytes("out") == pair_bytes("whole")
+
+
+KILLED = """
+from sixfold.indexed_data import build
+build(["a.jsonl"], "out", part_bytes=500)
+"""
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder, part):
+    numbered(folder, 400)
+    process = subprocess.Popen([sys.executable, "-c", KILLED])
+    deadline = time.monotonic() + 30
+    while not os.path.exists(f"out.building/part-0000{part}.json") and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not [name for name in os.listdir() if name in ("out.bin", "out.idx")]
+    build(["a.jsonl"], "out", part_bytes=500)
+    assert pair_bytes("out") == pair_bytes("whole")
+    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
+
+
+def test_a_worker_that_dies_is_an_error_that_names_its_part(folder):
+    (folder / "my_tokenizer3.py").write_text(TOKENIZER)
+    (folder / "a.jsonl").write_text('{"text": "ab"}\n' * 20 + '{"text": "kill"}\n')
+    with pytest.raises(IndexedDataError, match=r"a worker died before input part a\.jsonl\[.*finished parts are kept"):
+        build(["a.jsonl"], "out", tokenizer="my_tokenizer3:Tokenizer", workers=2, part_bytes=200)
+    assert not IndexedDataset.exists("out")
+    assert [name for name in os.listdir() if name.endswith(".bin")] == []
+
+
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_part(folder):
+    (folder / "a.txt").write_text("x" * 100_000)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(IndexedDataError, match=r"input part a\.txt: .*File too large"):
+            build(["a.txt"], "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert os.listdir() == ["a.txt"]

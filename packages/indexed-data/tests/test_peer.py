@@ -10,6 +10,8 @@ from indexed_data_helpers import pair_bytes
 
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, merge, verify
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the peer's own
+
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = json.loads((GOLDEN / "expected.json").read_text())
 

@@ -46,6 +46,7 @@ def leave_without_a_word():
 
 def hang_while_rank_one_fails():
     if rank_of() == 1:
+        time.sleep(0.3)
         raise TrainError("the cause")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -139,9 +139,10 @@ def start_ranks(
                 there.close()
                 started.append(_Rank(rank=rank, process=process, channel=here))
             _wait_for_end(started, stop, watch)
+            stopped = [r.rank for r in started if r.result is None and r.failure is None and _is_stopped(r.process)]
         finally:
             _end(started)
-        return _outcome(started, stop)
+        return _outcome(started, stop, stopped)
 
 
 @contextmanager
@@ -227,13 +228,23 @@ def _signal(ranks: list[_Rank], number: signal.Signals) -> None:
                 pass
 
 
-def _outcome(ranks: list[_Rank], stop: _Stop) -> int:
+def _is_stopped(process: BaseProcess) -> bool:
+    """Whether a signal such as SIGSTOP holds the process, which then answers nobody."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except (OSError, IndexError):
+        return False
+
+
+def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
     failures = [r.failure for r in ranks if r.failure is not None]
     # A rank that SIGTERM ended before it could save took its peers with it: that is a stop, not a failure.
     if stop.asked > 1 or any(f.killed_by == signal.SIGTERM for f in failures):
         return STOPPED
     if failures:
-        raise RankError(_first(failures))
+        first = _first(failures)
+        held = "".join(f"; rank {rank} did not answer: a signal had stopped its process" for rank in stopped)
+        raise RankError(replace(first, text=first.text + held))
     return max(r.result or 0 for r in ranks)
 
 
@@ -273,7 +284,7 @@ def _rank_main(
 def _die_with_parent() -> None:
     """End this process with the server that forked it, which ends with the launcher."""
     # The server ends when nobody holds this pipe any more, and it hands its ranks the end that the launcher holds.
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = None

@@ -100,13 +100,15 @@ def build(
     faults = Faults(
         ranks.rank, ranks.size, store, options.timeout_s, host_waits=device.type != "cuda", abort=_abort_of(real)
     )
-    specs = find_units(module, options.fsdp_unit_modules)
-    _refuse_integers(module)
 
     def wait(work: Any) -> None:
         faults.wait(work, None, None, "check")
 
-    agree(module, options.text(), control, wait)
+    problem, specs = _look_at(module, options)
+    # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
+    agree(module, options.text(), problem, control, wait)
+    if problem is not None:
+        raise problem
     units = _units(specs, ranks, options, device)
     slots = _gather_slots(units, options, device)
     pool = _reduce_pool(units, options, device)
@@ -160,10 +162,15 @@ def _abort_of(groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
     return abort
 
 
-def _refuse_integers(module: nn.Module) -> None:
+def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, list[UnitSpec]]:
+    """The units, or what is wrong with the module."""
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
-            raise FsdpError(f"{name} is {parameter.dtype}; parameters are floating, others are buffers")
+            return FsdpError(f"{name} is {parameter.dtype}; parameters are floating, others are buffers"), []
+    try:
+        return None, find_units(module, options.fsdp_unit_modules)
+    except FsdpError as error:
+        return error, []
 
 
 def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: torch.device) -> list[Unit]:

@@ -24,13 +24,13 @@ InitFn = Callable[[str, nn.Module], None]
 WaitWork = Callable[[Any], None]
 
 
-def agree(module: nn.Module, options: str, control: Control, wait: WaitWork) -> None:
-    """All ranks wrap the same model with the same options.
+def agree(module: nn.Module, options: str, problem: FsdpError | None, control: Control, wait: WaitWork) -> None:
+    """All ranks wrap the same model with the same options, and have the same ``problem`` or none.
 
     Raises:
         FsdpError: on all ranks: the first difference, both values, the ranks that differ from most.
     """
-    lines = [f"options|{options}"]
+    lines = [f"error|{problem or 'none'}", f"options|{options}"]
     lines += [
         f"{name}|{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
     ]

@@ -180,7 +180,7 @@ def _search(specs: Sequence[TensorSpec], world_size: int, align: int) -> tuple[i
     # A tensor over three shards or more needs shards that are whole numbers of its blocks, hence the quanta.
     # Only the largest tensors span so many; more quanta than these cost time and save nothing.
     largest = sorted(((size, step) for size, step in zip(nbytes, steps, strict=True) if step <= size), reverse=True)
-    quanta = {align} | {step for _, step in largest[:16]}
+    quanta = {align, *list(dict.fromkeys(step for _, step in largest))[:16]}
     together = math.lcm(*quanta)
     if together <= most:
         quanta.add(together)

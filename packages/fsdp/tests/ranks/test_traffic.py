@@ -1,0 +1,101 @@
+"""Collectives counted as torch's dispatcher sees them, against the table of strategies."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
+from ranktest import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pytest
+from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, cost_model, fully_shard_optimizer
+
+SMALL = 2048  # bytes of a control message at most
+
+
+class Count(TorchDispatchMode):
+    """Bytes of each kind of collective; control messages apart."""
+
+    KINDS = {
+        "allgather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "allreduce": "all_reduce",
+        "alltoall": "all_to_all",
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.calls = dict.fromkeys(self.KINDS.values(), 0)
+        self.nbytes = dict.fromkeys(self.KINDS.values(), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith("c10d"):
+            for part, kind in self.KINDS.items():
+                if part in name:
+                    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+                    if leaves[0].dtype != torch.int64:
+                        self.calls[kind] += 1
+                        self.nbytes[kind] += max(leaf.nbytes for leaf in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+def count_step(
+    rank: int, ranks: int, strategy: str, accumulate: int, options: dict, config: dict, grad_sum: str
+) -> tuple[dict, dict, int, int]:
+    net = make_net(**options)
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        strategy=strategy,
+        fsdp_unit_modules=[Block],
+        buffers=BufferConfig(**config),
+        mixed_precision=MixedPrecision(grad_sum=grad_sum),
+    )
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    for step in range(3):
+        count = Count()
+        with count:
+            for k in range(accumulate):
+                with model.microbatch(last=k == accumulate - 1):
+                    loss_of(model(batch(step, k, rank)), batch(step, k, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    gathered = sum(unit["gathered_bytes"] for unit in model.report()["units"].values())
+    return count.calls, count.nbytes, gathered, len(model.units)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_a_step_moves_at_most_what_the_table_says(strategy):
+    accumulate = 2
+    calls, nbytes, model_bytes, units = run_ranks(count_step, 2, strategy, accumulate, {}, {}, "backend")[0]
+    table = cost_model.collectives(strategy, accumulate)
+    for kind, models in table.items():
+        assert calls[kind] <= models * units, kind
+        assert nbytes[kind] <= models * model_bytes, kind
+    assert calls["reduce_scatter"] == table["reduce_scatter"] * units
+    assert calls["all_reduce"] == table["all_reduce"] * units
+    assert calls["all_to_all"] == 0
+    if strategy in ("optim", "optim_grads"):
+        assert calls["all_gather"] == units
+
+
+def test_recompute_around_or_inside_a_unit_gathers_nothing_more():
+    plain = run_ranks(count_step, 2, "optim_grads_params", 2, {}, {}, "backend")[0][0]
+    for recompute in ("inside", "around", "reentrant"):
+        result = run_ranks(count_step, 2, "optim_grads_params", 2, {"recompute": recompute}, {}, "backend")[0][0]
+        assert result == plain, recompute
+
+
+def test_a_buffer_for_every_unit_is_gathered_once_per_step():
+    calls, _, _, units = run_ranks(count_step, 2, "optim_grads_params", 3, {}, {"gathered_bytes": "all"}, "backend")[0]
+    assert calls["all_gather"] == units
+
+
+def test_rank_order_sends_the_bytes_of_a_reduce_scatter_by_all_to_all():
+    backend = run_ranks(count_step, 2, "optim_grads", 2, {}, {}, "backend")[0]
+    ordered = run_ranks(count_step, 2, "optim_grads", 2, {}, {}, "rank_order")[0]
+    assert ordered[0]["all_to_all"] == backend[0]["reduce_scatter"]
+    assert ordered[1]["all_to_all"] == backend[1]["reduce_scatter"]
+    assert ordered[0]["reduce_scatter"] == 0

@@ -1,0 +1,105 @@
+"""Every wrong option is refused with its value and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+from fsdp_helpers import Block, make_net
+from torch import nn
+
+import pytest
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, residency
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "zero3"}, "strategy is 'zero3'; it is one of no_shard, optim, optim_grads, optim_grads_params"),
+        ({"initial": "hope"}, "initial is 'hope'; it is one of check, broadcast, trust"),
+        ({"checks": "all"}, "checks is 'all'; it is one of off, order, unit"),
+        ({"grad_reduce": "first"}, "grad_reduce is 'first'; it is one of auto, last, microbatch"),
+        ({"fsdp_unit_modules": ["Nothing"]}, "'Nothing' matches no module"),
+        ({"grad_divisor": 0.0}, "grad_divisor is 0.0"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        (
+            {"mesh_for": lambda name: object()},
+            "embedding.weight a mesh of its own; other meshes comes? with the fsdp issue",
+        ),
+    ],
+)
+def test_a_wrong_option_of_the_model_is_refused(options, says):
+    with pytest.raises(FsdpError, match=says):
+        FullyShardedDataParallel(make_net(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: MixedPrecision(grad_sum="tree"), "grad_sum is 'tree'; it is one of backend, rank_order"),
+        (lambda: MixedPrecision(param_dtype=torch.int8), "param_dtype is torch.int8"),
+        (lambda: MixedPrecision(fp8=lambda name: True), "fp8 .* comes? with the fsdp issue"),
+        (lambda: MixedPrecision(grad_dtype=torch.bfloat16), "grad_dtype is torch.bfloat16"),
+        (lambda: BufferConfig(gathered_bytes=0), "gathered_bytes is 0"),
+        (lambda: BufferConfig(gathered_bytes="treble"), "'treble'; it is one of double, all"),
+        (
+            lambda: BufferConfig(gathered_bytes=1 << 20),
+            "gathered_bytes is 1048576; a byte budget comes with the fsdp issue",
+        ),
+        (lambda: BufferConfig(user_buffers="require"), "user_buffers is 'require'"),
+        (lambda: BufferConfig(bucket_bytes=1), "bucket_bytes is 1"),
+        (lambda: BufferConfig(offload=True), "offload is True"),
+        (lambda: BufferConfig(reduce_buffers=0), "reduce_buffers is 0"),
+        (lambda: BufferConfig(align_bytes=100), "align_bytes is 100"),
+        (lambda: BufferConfig(prefetch_bytes=-1), "prefetch_bytes is -1"),
+        (lambda: residency.plan(["a"], {"a": 8}, budget_bytes=8), "comes with the fsdp issue"),
+    ],
+)
+def test_a_wrong_or_later_option_of_a_config_is_refused(make, says):
+    with pytest.raises(FsdpError, match=says):
+        make()
+
+
+def test_moving_or_loading_a_wrapped_model_is_refused():
+    model = FullyShardedDataParallel(make_net(), fsdp_unit_modules=[Block])
+    with pytest.raises(FsdpError, match="before wrapping"):
+        model.to(torch.bfloat16)
+    with pytest.raises(FsdpError, match="state_records"):
+        model.load_state_dict({})
+    with pytest.raises(FsdpError, match="not inside"):
+        model.entry(nn.Linear(2, 2))
+    with pytest.raises(FsdpError, match="comes? with the fsdp issue"):
+        model.use_plan([])
+
+
+def test_integer_parameters_and_meta_modules_without_an_initialiser_are_refused():
+    class Odd(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, **options), requires_grad=False)
+
+    with pytest.raises(FsdpError, match=r"w is torch.int32"):
+        FullyShardedDataParallel(Odd(dtype=torch.int32))
+    with pytest.raises(FsdpError, match="reset_parameters"):
+        FullyShardedDataParallel(Odd(device="meta"))
+
+
+def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_gradient():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Hiding(nn.Linear):
+        def forward(self, x):
+            return Box(super().forward(x))
+
+    net = nn.ModuleList([Hiding(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Hiding, net[1], net[2]])
+
+    class Runner(nn.Module):
+        def forward(self, x):
+            return net[2](net[1](net[0](x).value))
+
+    runner = Runner()
+    net.append(runner)
+    with pytest.raises(FsdpError, match="no tensor, list, tuple or dict") as caught:
+        model.entry(runner)(torch.ones(1, 3)).sum().backward()
+    assert caught.value.unit == "0"

@@ -1,0 +1,225 @@
+"""Stage handles under a driven program: several stages, micro-batches in flight, split backward."""
+
+from __future__ import annotations
+
+import torch
+from fsdp_helpers import VOCABULARY, Block, same
+from torch import nn
+
+import pytest
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+WIDTH, MICROBATCHES = 8, 4
+
+
+class FirstStage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LastStage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x, *, weight):
+        for layer in self.layers:
+            x = layer(x)
+        return (self.norm(x) * weight).sum()
+
+
+def container() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"0": FirstStage(), "1": LastStage()})
+
+
+def tokens(microbatch: int, step: int = 0):
+    return torch.randint(0, VOCABULARY, (2, 3), generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+
+ONE_F_ONE_B = "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 0F3 1F3 1B2 0B2 1B3 0B3".split()
+GPIPE = [f"{s}F{k}" for k in range(4) for s in (0, 1)] + [f"{s}B{k}" for k in range(4) for s in (1, 0)]
+
+
+def run_program(actions, call, stages, step=0, on_backward=lambda stage, microbatch: None):
+    """A tiny runner: the activations between stages are leaves, as a pipeline's are."""
+    inputs, outputs = {}, {}
+    for action in actions:
+        stage, kind, k = int(action[0]), action[1], int(action[2])
+        if kind == "F":
+            x = tokens(k, step) if stage == 0 else outputs[0, k].detach().requires_grad_()
+            inputs[stage, k] = x
+            kwargs = {"weight": torch.tensor(0.5 + k)} if stage == 1 else {}
+            outputs[stage, k] = call(stage, stages[stage], x, kwargs)
+        else:
+            on_backward(stage, k)
+            if stage == 1:
+                outputs[1, k].backward()
+            else:
+                outputs[0, k].backward(inputs[1, k].grad)
+
+
+def plain_gradients(actions, steps=1):
+    net = container()
+    run_program(actions, lambda stage, module, x, kwargs: module(x, **kwargs), [net["0"], net["1"]])
+    return {name: p.grad.view(-1).clone() for name, p in net.named_parameters()}
+
+
+def drive(model, handles, actions, step=0):
+    last = {stage: max(int(a[2]) for a in actions if a[0] == str(stage)) for stage in (0, 1)}
+
+    def before(stage, k):
+        if k == last[stage]:
+            handles[stage].before_last_backward()
+
+    run_program(actions, lambda stage, handle, x, kwargs: handle.call(x, **kwargs), handles, step, before)
+    for k in range(MICROBATCHES):
+        for handle in handles:
+            handle.after_backward(k)
+    for handle in reversed(handles):
+        handle.reduce_grad()
+    model.finish_grad_sync()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("actions", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
+def test_gradients_of_a_two_stage_program_equal_the_plain_program(strategy, actions):
+    net = container()
+    units = [Block, net["0"].embedding]
+    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=units, grad_divisor=1.0)
+    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    expected = plain_gradients(actions)
+    for _ in range(3):  # first order unknown, then recorded
+        drive(model, handles, actions)
+        assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+        model.zero_grad()
+    assert model.report()["reductions"] == 3 * 7  # one per unit and step: six units and the root
+
+
+@pytest.mark.parametrize(
+    ("grad_reduce", "per_step"), [("auto", MICROBATCHES), ("last", 1), ("microbatch", MICROBATCHES)]
+)
+def test_one_local_stage_with_fused_backward_reduces_by_micro_batch_unless_told(grad_reduce, per_step):
+    net = nn.ModuleDict({"0": LastStage()})
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_divisor=1.0, grad_reduce=grad_reduce)
+    handle = model.stage_handle(net["0"])
+    for _ in range(2):
+        for k in range(MICROBATCHES):
+            if k == MICROBATCHES - 1:
+                handle.before_last_backward()
+            handle.call(torch.randn(1, 2, WIDTH), weight=torch.tensor(1.0)).backward()
+            handle.after_backward(k)
+        handle.reduce_grad()
+        model.finish_grad_sync()
+    assert model.report()["reductions"] == 2 * 3 * per_step
+
+
+class Deferred(torch.autograd.Function):
+    """A linear whose weight gradient is kept for later, as a split backward does."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.later.append((gradient.flatten(0, -2).t() @ x.flatten(0, -2)).detach())
+        return gradient @ weight, None, None
+
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.later = []
+
+    def forward(self, x):
+        return self.norm(Deferred.apply(x, self.linear.weight, self.later))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_deferred_weight_gradients_enter_the_same_fp32_sums(strategy, dtype):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"0": nn.Sequential(Split(), Split())})
+    model = FullyShardedDataParallel(
+        net,
+        strategy=strategy,
+        fsdp_unit_modules=[Split],
+        grad_divisor=1.0,
+        mixed_precision=MixedPrecision(param_dtype=dtype),
+    )
+    handle = model.stage_handle(net["0"])
+    for _ in range(2):
+        model.zero_grad()
+        expected = {}
+        for k in range(3):
+            handle.call(torch.randn(2, 3, WIDTH)).sum().backward()
+            if k == 2:
+                handle.before_last_backward()
+            for i, part in enumerate(net["0"]):
+                gradient = part.later.pop()
+                handle.accumulate(part.linear.weight, gradient)
+                name = f"0.{i}.linear.weight"
+                expected[name] = expected[name] + gradient.float() if name in expected else gradient.float()
+            handle.after_backward(k)
+        handle.reduce_grad()
+        model.finish_grad_sync()
+        mains = dict(model.main_parameters())
+        assert all(torch.equal(mains[name].grad, value.view(-1)) for name, value in expected.items())
+        assert all(main.grad is not None for main in mains.values())
+    assert model.report()["reductions"] == 2 * 2, "a split backward reduces once per unit and step"
+
+
+def test_split_backward_with_reduction_by_micro_batch_is_refused():
+    net = nn.ModuleDict({"0": Split()})
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Split], grad_reduce="microbatch")
+    handle = model.stage_handle(net["0"])
+    handle.call(torch.randn(2, 3, WIDTH)).sum().backward()
+    with pytest.raises(FsdpError, match="'microbatch'"):
+        handle.accumulate(net["0"].linear.weight, net["0"].later.pop())
+    with pytest.raises(FsdpError, match="not of this model"):
+        model.stage_handle(net["0"]).accumulate(nn.Parameter(torch.ones(2)), torch.ones(2))
+
+
+def test_unshard_gathers_kept_units_ahead_and_is_a_hint_with_two_slots():
+    from sixfold.fsdp import BufferConfig
+
+    for gathered, ahead in (("all", 5), ("double", 0)):
+        net = nn.ModuleDict({"0": FirstStage(), "1": LastStage()})
+        model = FullyShardedDataParallel(
+            net, fsdp_unit_modules=[Block], buffers=BufferConfig(gathered_bytes=gathered), initial="trust"
+        )
+        for name in ("0", "1"):
+            handle = model.stage_handle(net[name])
+            handle.unshard()
+        assert model.report()["gathers"] == ahead
+        handle.reshard()
+
+
+def test_evaluation_through_a_handle_leaves_the_recorded_order_alone():
+    net = container()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_divisor=1.0)
+    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    expected = plain_gradients(ONE_F_ONE_B)
+    for _ in range(2):
+        with torch.no_grad():
+            x = handles[0].call(tokens(0))
+            handles[1].call(x, weight=torch.tensor(1.0))
+        drive(model, handles, ONE_F_ONE_B)
+        assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+        model.zero_grad()

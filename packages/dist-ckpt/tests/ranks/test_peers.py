@@ -1,6 +1,7 @@
 """The format is torch DCP's and megatron-core's own: each reads what the other wrote."""
 
 import contextlib
+import struct
 import warnings
 
 import pytest
@@ -70,7 +71,7 @@ def test_the_crc_in_foreign_frames_is_checked(tmp_path):
         dcp.save({"w": torch.ones(1000)}, checkpoint_id=str(tmp_path / "c"))
     path = tmp_path / "c" / "__0_0.distcp"
     data = path.read_bytes()
-    place = data.index(torch.ones(8).numpy().tobytes()) + 102  # the byte 0x80 of 1.0
+    place = data.index(struct.pack("<8f", *[1.0] * 8)) + 102  # the byte 0x80 of 1.0
     path.write_bytes(data[:place] + b"\x00" + data[place + 1 :])
     with quiet():
         asked = {"w": torch.zeros(1000)}

@@ -124,7 +124,8 @@ class Exchange:
         reason = str(error).partition("\n")[0]
         return LostPeerError(
             f"rank {peer} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
-            f"(rank {self.rank} waited: {reason}); the checkpoint was left as it was"
+            f"(rank {self.rank} waited: {reason}). Restart the job; the folder holds the old or "
+            "the new checkpoint, whole"
         )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -91,6 +92,7 @@ class Integrity:
     def check_blocks(self, folder: Path, blocks: Iterable[Block]) -> int:
         """Read and hash ``blocks``; CorruptError names the first that differs. Returns the bytes read."""
         total, handle, opened = 0, None, None
+        buffer = memoryview(bytearray(self.block_bytes))  # one for all: fresh memory costs more than the hash
         try:
             for block in sorted(blocks):
                 if block.file != opened:
@@ -99,21 +101,29 @@ class Integrity:
                     opened, handle = block.file, (folder / block.file).open("rb", buffering=0)
                 assert handle is not None, block
                 handle.seek(block.number * self.block_bytes)
-                data = handle.read(self.block_bytes)
-                self._compare(folder / block.file, block.number, data)
-                total += len(data)
+                count = _read_full(handle, buffer)
+                self._compare(folder / block.file, block.number, buffer[:count])
+                total += count
         finally:
             if handle:
                 handle.close()
         return total
 
-    def _compare(self, path: Path, index: int, data: bytes) -> None:
+    def _compare(self, path: Path, index: int, data: bytes | memoryview) -> None:
         expected = self.files[path.name].digests if path.name in self.files else ()
         if index >= len(expected) or digest(self.algorithm, data) != expected[index]:
             start = index * self.block_bytes
             raise CorruptError(
                 f"{path}: bytes {start}:{start + len(data)} are not those that were saved ({self.algorithm} differs)"
             )
+
+
+def _read_full(file: RawIOBase, buffer: memoryview) -> int:
+    """Fill ``buffer`` as far as the file goes; one read may give less than it is asked for."""
+    filled = 0
+    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+        filled += count
+    return filled
 
 
 class BlockHasher:

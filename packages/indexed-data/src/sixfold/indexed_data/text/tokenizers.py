@@ -80,7 +80,7 @@ def _decode_bytes(ids: list[int]) -> str:
 
 def _from_file(path: str, eod_token: str | None) -> Tokenizer:
     try:
-        tokenizers = importlib.import_module("tokenizers")
+        import tokenizers
     except ImportError as error:
         raise IndexedDataError(
             f"tokenizer {path} needs the tokenizers package: pip install 'sixfold-indexed-data[tokenizers]'"

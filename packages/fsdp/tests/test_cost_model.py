@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from sixfold.fsdp import FsdpError, cost_model
 
 BANDWIDTH = 8 * 400e9 / 8 * 0.85

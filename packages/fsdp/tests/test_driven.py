@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fsdp_helpers import VOCABULARY, Block, same
 from torch import nn
 
-import pytest
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WIDTH, MICROBATCHES = 8, 4
@@ -47,7 +47,24 @@ def tokens(microbatch: int, step: int = 0):
     return torch.randint(0, VOCABULARY, (2, 3), generator=torch.Generator().manual_seed(10 * step + microbatch))
 
 
-ONE_F_ONE_B = "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 0F3 1F3 1B2 0B2 1B3 0B3".split()
+ONE_F_ONE_B = [
+    "0F0",
+    "1F0",
+    "0F1",
+    "1F1",
+    "1B0",
+    "0B0",
+    "0F2",
+    "1F2",
+    "1B1",
+    "0B1",
+    "0F3",
+    "1F3",
+    "1B2",
+    "0B2",
+    "1B3",
+    "0B3",
+]
 GPIPE = [f"{s}F{k}" for k in range(4) for s in (0, 1)] + [f"{s}B{k}" for k in range(4) for s in (1, 0)]
 
 
@@ -197,8 +214,6 @@ def test_split_backward_with_reduction_by_micro_batch_is_refused():
 
 
 def test_unshard_gathers_kept_units_ahead_and_is_a_hint_with_two_slots():
-    from sixfold.fsdp import BufferConfig
-
     for gathered, ahead in (("all", 5), ("double", 0)):
         net = nn.ModuleDict({"0": FirstStage(), "1": LastStage()})
         model = FullyShardedDataParallel(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pytest
 from sixfold.fsdp import FsdpError
 from sixfold.fsdp.layout import Layout, TensorSpec, plan_layout
 

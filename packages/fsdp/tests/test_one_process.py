@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
 
-import pytest
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from sixfold.fsdp import fully_shard, fully_shard_optimizer
+from sixfold.fsdp import (
+    BufferConfig,
+    FsdpError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    fully_shard_optimizer,
+)
 
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
 
-import pytest
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 OPTIMIZERS = {

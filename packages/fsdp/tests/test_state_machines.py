@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pytest
 from sixfold.fsdp import AllGatherPipeline, FsdpError, GradReducePipeline, TemporaryBucketAllocator
 from sixfold.fsdp.gather import UseOrder
 
@@ -75,7 +75,7 @@ def test_reductions_finish_first_in_first_out_down_to_the_limit():
 def test_a_unit_in_flight_cannot_be_put_again():
     pipeline, _ = reduces()
     pipeline.put("a")
-    with pytest.raises(FsdpError, match="in flight; drain it first. History: put") as caught:
+    with pytest.raises(FsdpError, match=r"in flight; drain it first\. History: put") as caught:
         pipeline.put("a")
     assert (caught.value.unit, caught.value.op) == ("a", "reduce")
     pipeline.finish()

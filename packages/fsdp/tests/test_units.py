@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from fsdp_helpers import Block, make_net
 from torch import nn
 
-import pytest
 from sixfold.fsdp import FsdpError
 from sixfold.fsdp.units import find_units
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
-from ranktest import run_ranks
 from torch import Tensor
 
-import pytest
+from ranktest import run_ranks
 from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

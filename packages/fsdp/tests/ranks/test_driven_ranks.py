@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import VOCABULARY, Block
-from ranktest import run_ranks
 from torch import nn
 
-import pytest
+from ranktest import run_ranks
 from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision
 
-PROGRAM = "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2".split()
+PROGRAM = ["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "0F2", "1F2", "1B1", "0B1", "1B2", "0B2"]
 WIDTH = 9
 
 

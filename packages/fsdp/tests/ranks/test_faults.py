@@ -6,13 +6,13 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, Net, batch, loss_of, make_adamw, make_net
-from ranktest import run_ranks, store
 from torch import nn
 
-import pytest
+from ranktest import run_ranks, store
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
-from ranktest import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-import pytest
+from ranktest import run_ranks
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 
@@ -63,7 +63,7 @@ def test_records_cover_each_element_once_and_resume_bitwise(strategy, grain):
                 seen = covered.setdefault((name, key), torch.zeros(torch.Size(shape).numel(), dtype=torch.int32))
                 seen[start:stop] += 1
     names = {name for name, _ in make_net(tied=True).named_parameters()}
-    assert {key for key in covered} == {(name, key) for name in names for key in ("param", "exp_avg", "exp_avg_sq")}
+    assert set(covered) == {(name, key) for name in names for key in ("param", "exp_avg", "exp_avg_sq")}
     assert all(bool((seen == 1).all()) for seen in covered.values())
 
 

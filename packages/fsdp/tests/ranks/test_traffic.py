@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
-from ranktest import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pytest
+from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, cost_model, fully_shard_optimizer
 
-SMALL = 2048  # bytes of a control message at most
+KINDS = {
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+}
 
 
 class Count(TorchDispatchMode):
-    """Bytes of each kind of collective; control messages apart."""
-
-    KINDS = {
-        "allgather": "all_gather",
-        "reduce_scatter": "reduce_scatter",
-        "allreduce": "all_reduce",
-        "alltoall": "all_to_all",
-    }
+    """Calls and bytes of each kind of collective; control messages (int64) apart."""
 
     def __init__(self):
         super().__init__()
-        self.calls = dict.fromkeys(self.KINDS.values(), 0)
-        self.nbytes = dict.fromkeys(self.KINDS.values(), 0)
+        self.calls = dict.fromkeys(KINDS.values(), 0)
+        self.nbytes = dict.fromkeys(KINDS.values(), 0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         if name.startswith("c10d"):
-            for part, kind in self.KINDS.items():
+            for part, kind in KINDS.items():
                 if part in name:
                     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
                     if leaves[0].dtype != torch.int64:

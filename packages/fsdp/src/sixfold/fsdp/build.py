@@ -67,7 +67,7 @@ class Options:
         """Parameters on a mesh of their own are not there yet."""
         for name, _ in module.named_parameters() if mesh_for is not None else ():
             if mesh_for is not None and mesh_for(name) is not None:
-                raise FsdpError(f"mesh_for gives {name} a mesh of its own; other meshes {LATER}; return None for it")
+                raise FsdpError(f"mesh_for gives {name} a mesh of its own: {LATER}; return None for it")
 
     def text(self) -> str:
         """What all ranks must have alike."""
@@ -102,7 +102,7 @@ def build(
     )
 
     def wait(work: Any) -> None:
-        faults.wait(work, None, None, "check")
+        faults.wait(work, None, None, "check", on_host=True)
 
     problem, specs = _look_at(module, options)
     # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
@@ -136,7 +136,7 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             return tensor.device
-    if groups and "cpu:" not in str(dist.get_backend_config(groups[-1])).split(",")[0] and torch.cuda.is_available():
+    if groups and "cuda:nccl" in str(dist.get_backend_config(groups[-1])) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     default = torch.get_default_device()
     return torch.device("cpu") if default.type == "meta" else default
@@ -325,5 +325,5 @@ def report(
         "reductions": engine.reduction.reductions,
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.precision.grad_sum,
-        "user_buffers": f"off: registering buffers with NCCL {LATER}",
+        "user_buffers": f"off: registration with NCCL {LATER}",
     }

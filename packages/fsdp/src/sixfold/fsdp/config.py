@@ -79,11 +79,9 @@ class MixedPrecision:
             if dtype is not None and not dtype.is_floating_point:
                 raise FsdpError(f"{field} is {dtype}; it is a floating dtype or None")
         if self.fp8 is not None:
-            raise FsdpError(f"fp8 is set; fp8 parameters {LATER}; leave it None")
+            raise FsdpError(f"fp8 is set: {LATER}; leave it None")
         if self.grad_dtype not in (None, self.main_dtype):
-            raise FsdpError(
-                f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}; another storage for gradients {LATER}"
-            )
+            raise FsdpError(f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}: another storage {LATER}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +116,12 @@ class BufferConfig:
             raise FsdpError(f"align_bytes is {self.align_bytes}; it is a power of two >= 16")
         one_of("user_buffers", self.user_buffers, ("off", "auto", "require"))
         if self.user_buffers == "require":
-            raise FsdpError(f"user_buffers is 'require'; registering buffers with NCCL {LATER}; use 'auto'")
+            raise FsdpError(f"user_buffers is 'require': registration with NCCL {LATER}; use 'auto'")
         for field in ("bucket_bytes", "nccl_min_ctas", "nccl_max_ctas"):
             if getattr(self, field) is not None:
-                raise FsdpError(f"{field} is {getattr(self, field)}; this option {LATER}; leave it None")
+                raise FsdpError(f"{field} is {getattr(self, field)}: {LATER}; leave it None")
         if self.offload:
-            raise FsdpError(f"offload is True; offloading optimizer state {LATER}; leave it False")
+            raise FsdpError(f"offload is True: {LATER}; leave it False")
 
     def _check_gathered_bytes(self) -> None:
         value = self.gathered_bytes
@@ -132,4 +130,4 @@ class BufferConfig:
         elif value <= 0:
             raise FsdpError(f"gathered_bytes is {value}; it is 'double', 'all' or a number of bytes > 0")
         else:
-            raise FsdpError(f"gathered_bytes is {value}; a byte budget {LATER}; use 'double' or 'all'")
+            raise FsdpError(f"gathered_bytes is {value}: a byte budget {LATER}; use 'double' or 'all'")

@@ -104,10 +104,10 @@ class Engine:
 
     # ---- waiting and faults
 
-    def wait(self, work: Any, unit: str | None, op: str) -> None:
+    def wait(self, work: Any, unit: str | None, op: str, *, on_host: bool = False) -> None:
         """Wait for a Work with the deadline."""
         try:
-            self.faults.wait(work, unit, self.step, op)
+            self.faults.wait(work, unit, self.step, op, on_host=on_host)
         except FsdpError as error:
             self.failed = error
             raise
@@ -126,7 +126,7 @@ class Engine:
         """[Note: two channels] Before a collective, in ``checks="unit"``: are all ranks about to do the same?"""
         nbytes = unit.gathered_bytes
         row = [self.step, unit.index, op, nbytes, int(finite)]
-        rows = exchange(self.control, row, lambda work: self.wait(work, unit.name, _OPS[op]))
+        rows = exchange(self.control, row, lambda work: self.wait(work, unit.name, _OPS[op], on_host=True))
         common, odd = odd_ranks([one[:4] for one in rows])
         if odd:
             does = "; ".join(
@@ -193,7 +193,7 @@ class Engine:
         if self._checks == "order":
             self._compare_digests()
             digest = self._digest.take()
-            finish = self.control.start([digest], lambda work: self.wait(work, None, "check"))
+            finish = self.control.start([digest], lambda work: self.wait(work, None, "check", on_host=True))
             self._comparing = self.step, finish
         self.step += 1
 

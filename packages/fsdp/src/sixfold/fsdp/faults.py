@@ -51,15 +51,15 @@ class Faults:
         self._watchdog = None if host_waits or abort is None else Watchdog(timeout_s, self._expire)
         self._abort = abort
 
-    def wait(self, work: Any, unit: str | None, step: int | None, op: str) -> None:
-        """Wait for ``work``.
+    def wait(self, work: Any, unit: str | None, step: int | None, op: str, *, on_host: bool = False) -> None:
+        """Wait for ``work``; ``on_host``: it is a control message, which the host waits for on any device.
 
         Raises:
             FsdpError: it failed, ran out of time, or another rank met a fault meanwhile.
         """
         if work is None:
             return
-        if not self._host_waits:
+        if not (self._host_waits or on_host):
             if self._watchdog is not None:
                 self._watchdog.watch(work, f"op {op} of unit {unit or '(root)'} in step {step}")
             work.wait()

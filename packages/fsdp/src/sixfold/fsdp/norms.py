@@ -20,9 +20,10 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
     gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
     device = engine.units[0].device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    if gradients:
+        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=device)
     if engine.strategy.shards_optimizer:
         engine.wait(engine.ranks.shard.all_reduce(total), None, "reduce")
     return total

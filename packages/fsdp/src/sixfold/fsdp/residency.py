@@ -17,6 +17,4 @@ def plan(
     uses: Sequence[str], unit_bytes: Mapping[str, int], *, budget_bytes: int, keep: Collection[str] = ()
 ) -> list[object]:
     """Refused in this version: plans of gathers and frees come with the fsdp issue."""
-    raise FsdpError(
-        f"residency.plan for {budget_bytes} bytes: planning under a byte budget {LATER}; use 'double' or 'all'"
-    )
+    raise FsdpError(f"residency.plan for {budget_bytes} bytes: a byte budget {LATER}; use 'double' or 'all'")

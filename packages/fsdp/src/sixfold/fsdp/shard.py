@@ -135,7 +135,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def use_plan(self, actions: Sequence[object]) -> None:
         """Refused in this version: gather plans come with the fsdp issue."""
-        raise FsdpError(f"use_plan with {len(actions)} actions: gather plans {LATER}; 'double' and 'all' take none")
+        raise FsdpError(f"use_plan with {len(actions)} actions: {LATER}; 'double' and 'all' take no plan")
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from sixfold.pipeline.action import COMPUTE, MESSAGES, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.messages import Agreement, BackwardIn, BackwardOut, ForwardIn, ForwardOut
+from sixfold.pipeline.messages import Agreement, Inlet, Outlet
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import LossTail, StageRun
@@ -69,8 +70,8 @@ class Compiled:
         self._goal = goal
         self._agreement = Agreement(dynamic_shapes)
         self._runs = {index: StageRun(stage, program.microbatches, goal.train) for index, stage in stages.items()}
-        self._forward_out: dict[int, ForwardOut] = {}
-        self._forward_in: dict[int, ForwardIn] = {}
+        self._outlets: dict[int, Outlet] = {}
+        self._inlets: dict[int, Inlet] = {}
         self.tail: LossTail | None = None
         self.tokens: TokenCount | None = None
         self._join_stages()
@@ -89,9 +90,7 @@ class Compiled:
                 self.calls.append(call)
                 self.entries.append(entry)
 
-    def begin(
-        self, inputs: list[tuple[Tensor, ...]], targets: list[Any], kwargs: list[Mapping[str, Any]]
-    ) -> None:
+    def begin(self, inputs: list[tuple[Tensor, ...]], targets: list[Any], kwargs: list[Mapping[str, Any]]) -> None:
         """Fill the slots for a step; ``inputs`` is [] where another rank has stage 0."""
         for run in self._runs.values():
             run.begin(kwargs)
@@ -100,8 +99,8 @@ class Compiled:
         if self.tail is not None:
             self.tail.begin(targets)
         self._agreement.begin([[(t.shape, t.dtype) for t in tensors] for tensors in inputs])
-        for stream in (*self._forward_out.values(), *self._forward_in.values()):
-            stream.begin()
+        for end in (*self._outlets.values(), *self._inlets.values()):
+            end.begin()
         if self.tokens is not None:
             self.tokens.begin()
 
@@ -135,21 +134,18 @@ class Compiled:
             self.tokens = TokenCount(self.program, self._runs, self.tail, self._transport)
 
     def _connect(self, transport: Transport) -> None:
-        """Make the edges of this rank and the streams of forward messages on them."""
-        mine, placement = transport.rank, self.program.placement
-        for stage in range(self.program.stages - 1):
-            source, destination = placement[stage], placement[stage + 1]
-            if source == destination or mine not in (source, destination):
-                continue
-            transport.connect({(source, destination), (destination, source)} if self._goal.train else {(source, destination)})
-        for stage in range(self.program.stages - 1):
-            source, destination = placement[stage], placement[stage + 1]
-            if source == mine != destination and destination not in self._forward_out:
+        """Make the edges of this rank and the ends of this program's messages on them."""
+        forward = {edge for edge in pairwise(self.program.placement) if edge[0] != edge[1] and transport.rank in edge}
+        backward = {(b, a) for a, b in forward} if self._goal.train else set()
+        transport.connect(forward | backward)
+        for source, destination in forward | backward:
+            if source == transport.rank:
                 edge = transport.to(destination)
-                self._forward_out[destination] = ForwardOut(edge, transport.control, destination, self._agreement)
-            elif destination == mine != source and source not in self._forward_in:
+                self._outlets[destination] = Outlet(edge, transport.control, destination, self._agreement)
+            else:
+                announced = (source, destination) in forward
                 incoming = transport.from_(source)
-                self._forward_in[source] = ForwardIn(incoming, transport.control, source, self._agreement)
+                self._inlets[source] = Inlet(incoming, transport.control, source, self._agreement, announced)
 
     def _bind(self, entry: Entry) -> list[Callable[[], object]]:
         """The calls of one action."""
@@ -172,19 +168,20 @@ class Compiled:
         if action.kind is Kind.REDUCE_GRAD and self.tokens is not None:
             calls.append(partial(self.tokens.divide, run.index, action))
         if handle is not None:
-            calls.append({Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard}.get(action.kind, handle.reduce_grad))
+            calls.append(
+                {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard}.get(action.kind, handle.reduce_grad)
+            )
         return calls
 
     def _message(self, action: Action) -> Callable[[StageRun, int, Action], None]:
-        assert self._transport is not None, f"{action}: messages need a group"
         peer = self.program.placement[action.peer_stage]
         if action.kind is Kind.SEND_F:
-            return self._forward_out[peer].send
+            return self._outlets[peer].send_forward
         if action.kind is Kind.RECV_F:
-            return self._forward_in[peer].post
+            return self._inlets[peer].post_forward
         if action.kind is Kind.SEND_B:
-            return BackwardOut(self._transport.to(peer)).send
-        return BackwardIn(self._transport.from_(peer)).post
+            return self._outlets[peer].send_backward
+        return self._inlets[peer].post_backward
 
 
 def _drop(k: int, gradients: tuple[Tensor, ...]) -> None:

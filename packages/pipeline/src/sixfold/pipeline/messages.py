@@ -1,6 +1,6 @@
 """What SEND and RECV do: messages of one program over the edges of one rank.
 
-    outbox --> ForwardOut, BackwardOut --> edge --> ForwardIn, BackwardIn (this file) --> inbox
+    outbox --> Outlet --> edge --> Inlet (this file) --> inbox
 
 [Note: shapes] A receiver posts its buffer before the tensor exists, so it must
 know the shape. Gradients have the shapes of the outputs that this rank made
@@ -9,8 +9,9 @@ preceded, on the control channel, by one flag. 0: all is as in the step before.
 1: each message of this step on this edge is preceded by its header. The flag is
 1 in the first step of a program, when stage 0's inputs or the first output
 changed, when a flag 1 came in, and always with ``dynamic_shapes``. (A header sent
-only on change could not be expected by the receiver.) Until the flag has come
-receives wait in a queue, which their consumer empties.
+only on change could not be expected by the receiver.) A receive whose shape is not
+known yet waits in the edge's queue, and so do those behind it; the action that
+uses its tensor empties the queue.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.stage_run import StageRun, TensorSpec, Tensors
+from sixfold.pipeline.stage_run import StageRun, Tensors, TensorSpec
 from sixfold.pipeline.transport import Control, Incoming, Outgoing
 
-__all__ = ["Agreement", "BackwardIn", "BackwardOut", "ForwardIn", "ForwardOut"]
+__all__ = ["Agreement", "Inlet", "Outlet"]
 
 _TAG = 1  # of flags and headers on the control channel
 _DTYPES = (
@@ -64,8 +65,8 @@ class Agreement:
         self._settled = True
 
 
-class ForwardOut:
-    """SEND_F on one directed edge."""
+class Outlet:
+    """SEND_F and SEND_B on one directed edge."""
 
     def __init__(self, edge: Outgoing, control: Control, peer: int, agreement: Agreement) -> None:
         self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
@@ -75,8 +76,8 @@ class ForwardOut:
         """A new step: the flag has not been sent."""
         self._headers: bool | None = None
 
-    def send(self, run: StageRun, k: int, action: Action) -> None:
-        """Send what stage ``run`` made of microbatch ``k``."""
+    def send_forward(self, run: StageRun, k: int, action: Action) -> None:
+        """SEND_F: what stage ``run`` made of microbatch ``k``."""
         outputs = run.outbox[k]
         run.outbox[k] = None
         assert outputs is not None, f"{action}: the outbox is empty"
@@ -94,61 +95,85 @@ class ForwardOut:
             )
         self._edge.send(outputs, action)
 
+    def send_backward(self, run: StageRun, k: int, action: Action) -> None:
+        """SEND_B: the gradients of the inputs of microbatch ``k``."""
+        gradients = run.gradient_outbox[k]
+        run.gradient_outbox[k] = None
+        assert gradients is not None, f"{action}: the outbox is empty"
+        self._edge.send(gradients, action)
+
     def _announce(self, same: bool, action: Action) -> None:
         self._agreement.open |= not same
         self._headers = self._agreement.open
         self._control.send(torch.tensor([int(self._headers)]), self._peer, _TAG, action)
 
 
-class ForwardIn:
-    """RECV_F on one directed edge."""
+class Inlet:
+    """RECV_F and RECV_B on one directed edge.
 
-    def __init__(self, edge: Incoming, control: Control, peer: int, agreement: Agreement) -> None:
+    Args:
+        announced: whether forward messages come this way, and so a flag in every step.
+    """
+
+    def __init__(self, edge: Incoming, control: Control, peer: int, agreement: Agreement, announced: bool) -> None:
         self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
+        self._announced = announced
         self._queue: deque[Receipt] = deque()
 
     def begin(self) -> None:
         """A new step: ask for its flag."""
         self._headers: bool | None = None
         self._queue.clear()
-        self._flag, self._flag_work = self._control.post(1, self._peer, _TAG)
+        if self._announced:
+            self._flag, self._flag_work = self._control.post(1, self._peer, _TAG)
 
-    def post(self, run: StageRun, k: int, action: Action) -> None:
-        """Post the receive of the inputs of microbatch ``k``, now or as soon as its shape is known."""
-        receipt = Receipt(self, run, k, action)
-        run.inbox[k] = receipt
+    def post_forward(self, run: StageRun, k: int, action: Action) -> None:
+        """RECV_F: the inputs of microbatch ``k``."""
+        run.inbox[k] = receipt = Receipt(self, run, k, action, True)
         if self._headers is False:
             self._post(receipt)
         else:
             self._queue.append(receipt)
 
+    def post_backward(self, run: StageRun, k: int, action: Action) -> None:
+        """RECV_B: the gradients of the outputs of microbatch ``k``, whose shapes this rank knows."""
+        run.gradients[k] = receipt = Receipt(self, run, k, action, False)
+        if self._queue:
+            self._queue.append(receipt)  # an edge keeps its order
+        else:
+            self._post(receipt)
+
     def complete(self, receipt: Receipt) -> Tensors:
-        """The tensors of ``receipt``, waited for; called by the action that uses them."""
-        while receipt.works is None:
-            self._post_next(receipt.action)
+        """The tensors of ``receipt``, waited for."""
+        if receipt.works is None:
+            self._post_queued(receipt)
+        assert receipt.works is not None, f"{receipt.action}: it was not in the queue of its edge"
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
-        specs = receipt.run.input_specs[receipt.k]
-        assert specs is not None, f"{receipt.action}: received without a shape"
-        for buffer, (_, _, wants_gradient) in zip(receipt.buffers, specs, strict=True):
-            if wants_gradient:
-                buffer.requires_grad_()
         return receipt.buffers
 
-    def _post_next(self, action: Action) -> None:
+    def _post_queued(self, wanted: Receipt) -> None:
+        """Post what waits in the queue: all of it, or with headers up to ``wanted``, whose header must have come."""
         if self._headers is None:
-            self._control.wait(self._flag_work, action)
+            self._control.wait(self._flag_work, wanted.action)
             self._headers = bool(self._flag.item())
             self._agreement.open |= self._headers
-        receipt = self._queue.popleft()
-        if self._headers:
-            receipt.run.input_specs[receipt.k] = self._read_header(receipt.action)
-        self._post(receipt)
+        while self._queue:
+            receipt = self._queue.popleft()
+            if self._headers and receipt.forward:
+                receipt.run.input_specs[receipt.k] = self._read_header(receipt.action)
+            self._post(receipt)
+            if self._headers and receipt is wanted:
+                return
 
     def _post(self, receipt: Receipt) -> None:
-        specs = receipt.run.input_specs[receipt.k]
+        run, k = receipt.run, receipt.k
+        specs = run.input_specs[k] if receipt.forward else run.output_specs[k]
         assert specs is not None, f"{receipt.action}: posted without a shape"
-        receipt.buffers, receipt.works = self._edge.post([(shape, dtype) for shape, dtype, _ in specs])
+        wanted = [spec for spec in specs if receipt.forward or spec[2]]
+        receipt.buffers, receipt.works = self._edge.post(wanted)
+        if receipt.forward:
+            receipt.wants_gradient = [buffer for buffer, spec in zip(receipt.buffers, wanted, strict=True) if spec[2]]
 
     def _read_header(self, action: Action) -> tuple[TensorSpec, ...]:
         size, work = self._control.post(1, self._peer, _TAG)
@@ -159,61 +184,22 @@ class ForwardIn:
 
 
 class Receipt:
-    """Inputs that were asked for; the F that uses them waits."""
+    """A message that was asked for; the action that uses its tensors waits."""
 
-    __slots__ = ("action", "buffers", "k", "run", "stream", "works")
+    __slots__ = ("action", "buffers", "forward", "inlet", "k", "run", "wants_gradient", "works")
 
-    def __init__(self, stream: ForwardIn, run: StageRun, k: int, action: Action) -> None:
-        self.stream, self.run, self.k, self.action = stream, run, k, action
+    def __init__(self, inlet: Inlet, run: StageRun, k: int, action: Action, forward: bool) -> None:
+        self.inlet, self.run, self.k, self.action, self.forward = inlet, run, k, action, forward
         self.buffers: Tensors = ()
+        self.wants_gradient: list[Tensor] = []
         self.works: list[Any] | None = None
 
     def wait(self) -> Tensors:
-        """The inputs, as leaves."""
-        return self.stream.complete(self)
-
-
-class BackwardOut:
-    """SEND_B on one directed edge."""
-
-    def __init__(self, edge: Outgoing) -> None:
-        self._edge = edge
-
-    def send(self, run: StageRun, k: int, action: Action) -> None:
-        """Send the gradients of the inputs of microbatch ``k``."""
-        gradients = run.gradient_outbox[k]
-        run.gradient_outbox[k] = None
-        assert gradients is not None, f"{action}: the outbox is empty"
-        self._edge.send(gradients, action)
-
-
-class BackwardIn:
-    """RECV_B on one directed edge."""
-
-    def __init__(self, edge: Incoming) -> None:
-        self._edge = edge
-
-    def post(self, run: StageRun, k: int, action: Action) -> None:
-        """Post the receive of the gradients of this rank's own outputs, whose shapes it knows."""
-        specs = run.output_specs[k]
-        assert specs is not None, f"{action}: its output was not sent yet"
-        wanted = [(shape, dtype) for shape, dtype, wants_gradient in specs if wants_gradient]
-        run.gradients[k] = GradientReceipt(self._edge, action, *self._edge.post(wanted))
-
-
-class GradientReceipt:
-    """Gradients that were asked for; the B that uses them waits."""
-
-    __slots__ = ("action", "buffers", "edge", "works")
-
-    def __init__(self, edge: Incoming, action: Action, buffers: Tensors, works: list[Any]) -> None:
-        self.edge, self.action, self.buffers, self.works = edge, action, buffers, works
-
-    def wait(self) -> Tensors:
-        """The gradients."""
-        for work in self.works:
-            self.edge.wait(work, self.action)
-        return self.buffers
+        """The tensors: gradients, or inputs as leaves."""
+        buffers = self.inlet.complete(self)
+        for leaf in self.wants_gradient:
+            leaf.requires_grad_()
+        return buffers
 
 
 def _header(specs: tuple[TensorSpec, ...]) -> tuple[Tensor, Tensor]:

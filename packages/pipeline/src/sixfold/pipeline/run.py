@@ -294,7 +294,9 @@ class PipelineRunner:
             self._broken = words
         if isinstance(error, ScheduleError) and action is None:
             raise error
-        raise ScheduleError(f"rank {rank} failed at {place}: {words}", rank=rank, position=position, action=action) from error
+        raise ScheduleError(
+            f"rank {rank} failed at {place}: {words}", rank=rank, position=position, action=action
+        ) from error
 
     def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""

@@ -1,6 +1,6 @@
 """A stage: a piece of the model with its place in the pipeline.
 
-    nn.Module, index --> Stage (this file) --> PipelineRunner
+nn.Module, index --> Stage (this file) --> PipelineRunner
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Stage:
     ) -> None:
         for name, given in (("optimizer", optimizer), ("tied", tied), ("checkpoint", checkpoint)):
             if given:
-                raise ScheduleError(f"stage {index}: {name} comes with the executor issue; this version has no use for it")
+                raise ScheduleError(
+                    f"stage {index}: {name} comes with the executor issue; this version has no use for it"
+                )
         for part in module.modules() if module is not None else ():
             if isinstance(part, DistributedDataParallel):
                 raise ScheduleError(

@@ -80,13 +80,13 @@ class Incoming:
         self._device = device
         self.wait = wait
 
-    def post(self, specs: list[tuple[torch.Size, torch.dtype]]) -> tuple[tuple[Tensor, ...], list[Any]]:
-        """Ask for one message into fresh buffers.
+    def post(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """Ask for one message into fresh buffers of these shapes and dtypes.
 
         Returns:
             the buffers, and a work per buffer; the data is there when its work was waited for.
         """
-        buffers = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs)
+        buffers = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in specs)
         return buffers, [self._receive([buffer], self._peer, 0) for buffer in buffers]
 
     def close(self) -> None:
@@ -169,9 +169,7 @@ class Transport:
         self._store = dist.PrefixStore(f"sixfold.pipeline.{self.serial}", store)
         host = HostWait(timeout_s)
         self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
-        everyone = dist.ProcessGroupGloo(
-            dist.PrefixStore("control", self._store), self.rank, self.ranks, self._timeout
-        )
+        everyone = dist.ProcessGroupGloo(dist.PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
         self.control = Control(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -241,5 +239,3 @@ def _close(group: Any, peer: int) -> None:
             group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         pass  # it timed out, as intended, or was gone already
-
-

@@ -25,7 +25,7 @@ __all__ = ["HostWait", "PeerLost", "StreamWait"]
 _POLL_S = 0.05
 
 
-class PeerLost(Exception):  # noqa: N818 - it never leaves the package
+class PeerLost(Exception):
     """The message of ``action`` did not come before the deadline, or its connection ended."""
 
     def __init__(self, action: Action | None) -> None:

@@ -1,0 +1,43 @@
+"""Gradients on several ranks have the bits of the plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+
+from ranktest import run_ranks
+from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe, interleaved, naive, one_f_one_b
+
+SCHEDULES = {
+    "naive": lambda p: naive(p, 5),
+    "gpipe": lambda p: gpipe(p, 5),
+    "one_f_one_b": lambda p: one_f_one_b(p, 5),
+    "interleaved": lambda p: interleaved(p, 5, 2),
+}
+
+
+def check_bits(rank: int, ranks: int, names: list[str]) -> None:
+    """Two steps of each program, and compare the gradients of the local stages with the plain loop's."""
+    for name in names:
+        program: Program = SCHEDULES[name](ranks)
+        mine = program.stages_of(rank)
+        modules, oracle = layers(program.stages), layers(program.stages)
+        stages = [Stage(modules[s], s) for s in mine]
+        runner = PipelineRunner(program, stages, dist.group.WORLD, square_loss, timeout_s=20)
+        for seed in (2, 3):
+            inputs, targets = batch(11, seed)
+            losses = runner.step(inputs, targets).losses
+            expected = plain_loop(oracle, list(inputs.tensor_split(5)), list(targets.tensor_split(5)))
+            for s in mine:
+                assert equal_bits(gradients(modules[s]), gradients(oracle[s])), f"{name}: stage {s} differs"
+            if program.placement[-1] == rank:
+                assert torch.equal(torch.stack(losses), torch.stack(expected)), f"{name}: losses differ"
+            else:
+                assert losses == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_all_schedules_have_the_bits_of_the_plain_loop(ranks):
+    run_ranks(check_bits, ranks, list(SCHEDULES))

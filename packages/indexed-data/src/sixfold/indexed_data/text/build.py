@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
-from sixfold.indexed_data.text.tokenizers import load_tokenizer
+from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
 from sixfold.indexed_data.writer import IndexedDatasetBuilder, publish
@@ -85,8 +85,18 @@ def build(
     started = time.perf_counter()
     names = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     prefix = os.fspath(output)
-    job = _job(TextOptions(format=format, json_key=json_key, text_documents=text_documents),
-               tokenizer, eod_token, append_eod, dtype, on_error)  # fmt: skip
+    text = TextOptions(format=format, json_key=json_key, text_documents=text_documents)
+    loaded = load_tokenizer(tokenizer, eod_token)
+    job = Job(
+        text=text,
+        tokenizer=tokenizer,
+        eod_token=eod_token,
+        append_eod=append_eod,
+        dtype=_stored_dtype(dtype, loaded),
+        on_error=on_error,
+    )
+    if append_eod and loaded.eod is None:
+        raise IndexedDataError(f"{tokenizer} has no EOD to append; name it with eod_token, or pass append_eod=False")
     if workers < 1 or part_bytes < 1:
         raise IndexedDataError(f"workers is {workers}, part_bytes {part_bytes}; both are >= 1")
     if not names:
@@ -94,22 +104,15 @@ def build(
     sources = [Source.of(name) for name in names]
     parts = cut(sources, job.text, part_bytes)
     with workshop(prefix, _plan(sources, job, part_bytes), overwrite) as folder:
-        reports = _make_parts(parts, folder, job, workers, progress)
+        reports = _make_parts(run_parts(parts, folder, job, loaded, workers), parts, progress)
         _join(folder, len(parts), job, prefix)
     return _summary(prefix, parts, reports, job, time.perf_counter() - started)
 
 
-def _job(text: TextOptions, name: str, eod_token: str | None, append_eod: bool, dtype: str, on_error: str) -> Job:
-    """The options as one value, after the checks that need the tokenizer."""
-    tokenizer = load_tokenizer(name, eod_token)
-    if append_eod and tokenizer.eod is None:
-        raise IndexedDataError(
-            f"tokenizer {name} has no EOD to append; name it with eod_token, or pass append_eod=False"
-        )
+def _stored_dtype(dtype: str, tokenizer: Tokenizer) -> str:
     if dtype not in ("auto", "uint16", "int32"):
         raise IndexedDataError(f"dtype is {dtype!r}; it is auto, uint16 or int32")
-    stored = np.dtype(DType.optimal_dtype(tokenizer.vocab_size)).name if dtype == "auto" else dtype
-    return Job(text=text, tokenizer=name, eod_token=eod_token, append_eod=append_eod, dtype=stored, on_error=on_error)
+    return np.dtype(DType.optimal_dtype(tokenizer.vocab_size)).name if dtype == "auto" else dtype
 
 
 def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any]:
@@ -122,14 +125,14 @@ def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any
 
 
 def _make_parts(
-    parts: Parts, folder: str, job: Job, workers: int, progress: Callable[[int, int], None] | None
+    running: Generator[PartReport, None, None], parts: Parts, progress: Callable[[int, int], None] | None
 ) -> list[PartReport]:
-    """All parts, made or found; BadInput at the first line, in order, that cannot be used."""
+    """The reports of all parts; BadInput at the first line, in order, that cannot be used."""
     reports: list[PartReport] = []
     if progress is not None:
         progress(0, len(parts))
-    with closing(run_parts(parts, folder, job, workers)) as made:  # closed: no worker writes on after an error
-        for report in made:
+    with closing(running):  # no worker writes on after an error
+        for report in running:
             reports.append(report)
             if report.fatal is not None:
                 raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))

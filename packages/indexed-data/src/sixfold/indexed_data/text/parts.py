@@ -17,7 +17,7 @@ import numpy as np
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.inputs import Lines, Slice, TextOptions, documents
-from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
+from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder, temporary_name
 
 LISTED_ERRORS = 10
@@ -53,13 +53,12 @@ class PartReport:
     fatal: tuple[int, int, str] | None = None  # where the part was given up; it then wrote nothing
 
 
-def build_part(slices: Sequence[Slice], prefix: str, job: Job) -> PartReport:
+def build_part(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tokenizer) -> PartReport:
     """Write the pair ``prefix`` and its report, unless a bad line or id is fatal.
 
     Raises:
         IndexedDataError: a file cannot be read or written.
     """
-    tokenizer = load_tokenizer(job.tokenizer, job.eod_token)
     report = PartReport()
     with IndexedDatasetBuilder(prefix + ".bin", job.dtype, vocab_size=tokenizer.vocab_size) as builder:
         for number, piece in enumerate(slices):

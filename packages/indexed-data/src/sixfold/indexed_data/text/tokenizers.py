@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,8 @@ class Tokenizer:
     decode: Callable[[list[int]], str] | None  # ids below vocab_size -> text
 
 
-@lru_cache(maxsize=4)
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer called ``name``, loaded once per process.
+    """The tokenizer called ``name``.
 
     Args:
         name: ``bytes``; the path of a Hugging Face tokenizer file, ending in .json; or ``MODULE:CALLABLE``, a factory

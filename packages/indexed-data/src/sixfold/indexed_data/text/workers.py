@@ -9,16 +9,20 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Sequence
+from functools import lru_cache
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.parts import Job, PartReport, build_part, read_report
+from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workshop import part_prefix
 
 Parts = Sequence[tuple[Slice, ...]]
 
 
-def run_parts(parts: Parts, folder: str, job: Job, workers: int) -> Generator[PartReport, None, None]:
+def run_parts(
+    parts: Parts, folder: str, job: Job, tokenizer: Tokenizer, workers: int
+) -> Generator[PartReport, None, None]:
     """The reports of all parts in their order; finished ones are read, the others made.
 
     Raises:
@@ -27,7 +31,7 @@ def run_parts(parts: Parts, folder: str, job: Job, workers: int) -> Generator[Pa
     missing = [number for number in range(len(parts)) if read_report(part_prefix(folder, number)) is None]
     if min(workers, len(missing)) <= 1:
         for number, slices in enumerate(parts):
-            yield read_report(part_prefix(folder, number)) or _make(slices, part_prefix(folder, number), job)
+            yield read_report(part_prefix(folder, number)) or _make(slices, part_prefix(folder, number), job, tokenizer)
     else:
         yield from _run_side_by_side(parts, missing, folder, job, min(workers, len(missing)))
 
@@ -43,7 +47,7 @@ def _run_side_by_side(
     # spawn: the caller may run threads (torch does), and a fork would copy their locks as they stand.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker) as pool:
-        futures = {n: pool.submit(_make, parts[n], part_prefix(folder, n), job) for n in missing}
+        futures = {n: pool.submit(_make_in_worker, parts[n], part_prefix(folder, n), job) for n in missing}
         try:
             for number, slices in enumerate(parts):
                 if number not in futures:
@@ -62,9 +66,19 @@ def _run_side_by_side(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _make(slices: tuple[Slice, ...], prefix: str, job: Job) -> PartReport:
+def _make_in_worker(slices: tuple[Slice, ...], prefix: str, job: Job) -> PartReport:
+    return _make(slices, prefix, job, _loaded(job.tokenizer, job.eod_token))
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, eod_token: str | None) -> Tokenizer:
+    """Once per worker: it works for one build, and tokenizers do not travel between processes."""
+    return load_tokenizer(name, eod_token)
+
+
+def _make(slices: tuple[Slice, ...], prefix: str, job: Job, tokenizer: Tokenizer) -> PartReport:
     try:
-        return build_part(slices, prefix, job)
+        return build_part(slices, prefix, job, tokenizer)
     except (IndexedDataError, OSError) as error:
         raise IndexedDataError(f"{_name(slices)}: {error}") from error
 

@@ -123,6 +123,20 @@ def test_a_file_gets_a_line_now_and_then_and_the_last_step(tmp_path):
     assert [text.split()[1] for text in out.getvalue().splitlines()] == ["1/100", "50/100", "50"]
 
 
+class Closed(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_a_reader_that_went_away_does_not_end_the_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    line = ProgressLine(path, 100, stream=Closed())
+    with MetricsWriter(path) as writer:
+        writer.write("step", **step(1))
+    line.poll()
+    line.close()
+
+
 def test_every_kind_has_a_text():
     assert describe({"kind": "eval", "step": 3, "loss": 1.5, "tokens": 4096}) == (
         "step 3  validation loss 1.5000 nats/token over 4,096 tokens"

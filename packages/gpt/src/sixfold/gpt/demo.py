@@ -120,6 +120,14 @@ class FirstHalf:
     def watch(self) -> None:
         """Called about ten times a second while the ranks run."""
         self.line.poll()
+        self.read()
+        if self._is_time() and not self.killed:
+            self.killed = True
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+
+    def read(self) -> None:
+        """Take in what the ranks wrote since the last call."""
         for record in self.tail.read():
             if record["kind"] == "start":
                 self.pids = [int(rank["pid"]) for rank in record["ranks"]]
@@ -127,10 +135,6 @@ class FirstHalf:
                 self.steps.append(record)
             elif record["kind"] == "save":
                 self.saved_step = int(record["step"])
-        if self._is_time() and not self.killed:
-            self.killed = True
-            for pid in self.pids:
-                os.kill(pid, signal.SIGKILL)
 
     def _is_time(self) -> bool:
         if not self.steps or not self.saved_step or self.last["step"] <= self.saved_step:
@@ -271,6 +275,7 @@ def _first_half(config: TrainConfig, seconds: float, ranks: int) -> FirstHalf | 
     except RankError as error:
         if not (first.killed and error.killed_by == signal.SIGKILL):
             raise
+        first.read()  # a step may have ended between the last look and the kill
         return first
     finally:
         line.close()

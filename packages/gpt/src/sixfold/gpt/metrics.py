@@ -10,6 +10,7 @@ the next writer begins on a new line. No torch here.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -199,8 +200,7 @@ class ProgressLine:
         self.poll()
         self._flush()
         if self._terminal and self._width:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._width = 0
 
     def _flush(self) -> None:
@@ -209,17 +209,22 @@ class ProgressLine:
         text = describe(self._pending, self._steps)
         self._pending, self._shown_at = None, time.monotonic()
         if self._terminal:
-            self._stream.write("\r" + text.ljust(self._width))
+            self._write("\r" + text.ljust(self._width))
             self._width = len(text)
         else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+            self._write(text + "\n")
 
     def _print(self, text: str) -> None:
         lead = "\n" if self._terminal and self._width else ""
-        self._stream.write(f"{lead}{text}\n")
-        self._stream.flush()
+        self._write(f"{lead}{text}\n")
         self._width = 0
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads any more, which is no reason to end the run
+            self._stream = io.StringIO()
 
 
 def describe(record: Mapping[str, Any], steps: int | None = None) -> str:

@@ -99,8 +99,10 @@ class Compiled:
         if self.tail is not None:
             self.tail.begin(targets)
         self._agreement.begin([[(t.shape, t.dtype) for t in tensors] for tensors in inputs])
-        for end in (*self._outlets.values(), *self._inlets.values()):
-            end.begin()
+        for outlet in self._outlets.values():
+            outlet.begin()
+        for inlet in self._inlets.values():
+            inlet.begin()
         if self.tokens is not None:
             self.tokens.begin()
 
@@ -149,11 +151,11 @@ class Compiled:
 
     def _bind(self, entry: Entry) -> list[Callable[[], object]]:
         """The calls of one action."""
-        rank, position, action = entry
-        run, k = self._runs[action.stage], action.microbatch
+        _, position, action = entry
+        run = self._runs[action.stage]
+        k = -1 if action.microbatch is None else action.microbatch  # -1: a kind without one
         handle = run.stage.data_parallel
         if action.kind in MESSAGES:
-            assert k is not None, f"{action} has no microbatch"
             return [partial(self._message(action), run, k, action)]
         if action.kind is Kind.F:
             return [partial(run.forward, k)]
@@ -161,16 +163,15 @@ class Compiled:
             calls: list[Callable[[], object]] = [partial(run.backward, k)]
             if handle is not None and position == self._last_backward[action.stage]:
                 calls.insert(0, handle.before_last_backward)
-            if hasattr(handle, "after_backward"):
-                calls.append(partial(handle.after_backward, k))
+            if (after_backward := getattr(handle, "after_backward", None)) is not None:
+                calls.append(partial(after_backward, k))
             return calls
         calls = []
         if action.kind is Kind.REDUCE_GRAD and self.tokens is not None:
             calls.append(partial(self.tokens.divide, run.index, action))
         if handle is not None:
-            calls.append(
-                {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard}.get(action.kind, handle.reduce_grad)
-            )
+            slots = {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard, Kind.REDUCE_GRAD: handle.reduce_grad}
+            calls.append(slots[action.kind])
         return calls
 
     def _message(self, action: Action) -> Callable[[StageRun, int, Action], None]:
@@ -178,7 +179,9 @@ class Compiled:
         if action.kind is Kind.SEND_F:
             return self._outlets[peer].send_forward
         if action.kind is Kind.RECV_F:
-            return self._inlets[peer].post_forward
+            inlet = self._inlets[peer]
+            inlet.first = inlet.first or action
+            return inlet.post_forward
         if action.kind is Kind.SEND_B:
             return self._outlets[peer].send_backward
         return self._inlets[peer].post_backward

@@ -12,12 +12,24 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
-from torch.distributed import Store
-
-__all__ = ["Record", "Records", "report"]
+__all__ = ["Record", "Records", "Store", "report"]
 
 _POLL_S = 0.02
+
+
+class Store(Protocol):
+    """What is used of a ``torch.distributed`` store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether the keys are there, without waiting."""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ class Inlet:
     def __init__(self, edge: Incoming, control: Control, peer: int, agreement: Agreement, announced: bool) -> None:
         self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
         self._announced = announced
+        self.first: Action | None = None  # that a flag precedes, for reports
         self._queue: deque[Receipt] = deque()
 
     def begin(self) -> None:
@@ -125,7 +126,7 @@ class Inlet:
         self._headers: bool | None = None
         self._queue.clear()
         if self._announced:
-            self._flag, self._flag_work = self._control.post(1, self._peer, _TAG)
+            self._flag, self._flag_work = self._control.post(1, self._peer, _TAG, self.first)
 
     def post_forward(self, run: StageRun, k: int, action: Action) -> None:
         """RECV_F: the inputs of microbatch ``k``."""
@@ -171,14 +172,14 @@ class Inlet:
         specs = run.input_specs[k] if receipt.forward else run.output_specs[k]
         assert specs is not None, f"{receipt.action}: posted without a shape"
         wanted = [spec for spec in specs if receipt.forward or spec[2]]
-        receipt.buffers, receipt.works = self._edge.post(wanted)
+        receipt.buffers, receipt.works = self._edge.post(wanted, receipt.action)
         if receipt.forward:
             receipt.wants_gradient = [buffer for buffer, spec in zip(receipt.buffers, wanted, strict=True) if spec[2]]
 
     def _read_header(self, action: Action) -> tuple[TensorSpec, ...]:
-        size, work = self._control.post(1, self._peer, _TAG)
+        size, work = self._control.post(1, self._peer, _TAG, action)
         self._control.wait(work, action)
-        numbers, work = self._control.post(int(size.item()), self._peer, _TAG)
+        numbers, work = self._control.post(int(size.item()), self._peer, _TAG, action)
         self._control.wait(work, action)
         return _specs(numbers.tolist())
 

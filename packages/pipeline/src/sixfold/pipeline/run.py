@@ -20,7 +20,7 @@ from torch import Tensor
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.compile import EXECUTED, Compiled, Goal, step_device
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
-from sixfold.pipeline.faults import Record, Records, report
+from sixfold.pipeline.faults import Record, Records, Store, report
 from sixfold.pipeline.passes import lower, reduce_grad
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
@@ -85,7 +85,7 @@ class PipelineRunner:
         *,
         scale: str = "mean",
         timeout_s: float = 600.0,
-        store: dist.Store | None = None,
+        store: Store | None = None,
         lookahead: int = 2,
         profile: bool = False,
         dynamic_shapes: bool = False,
@@ -166,12 +166,12 @@ class PipelineRunner:
         if self._broken is not None:
             raise ScheduleError(f"this runner failed before ({self._broken}); make a new one")
         program = self._program if program is None else program
-        # What runs and where, for errors: argument checks and set-up come before the first call.
         compiled: Compiled | None = None
-        at = 0
+        at = -1  # the call that runs, for errors; set-up and the checks of arguments come before the first
         try:
             compiled = self._compile(program, mode, goal)
             self._begin(compiled, mode, inputs, targets, kwargs)
+            at = 0
             for call in compiled.calls:
                 call()
                 at += 1
@@ -247,7 +247,7 @@ class PipelineRunner:
     def _join(
         self,
         group: dist.ProcessGroup,
-        store: dist.Store | None,
+        store: Store | None,
         timeout_s: float,
         edges: Callable[[int, int], dist.ProcessGroup] | None,
     ) -> None:
@@ -271,17 +271,17 @@ class PipelineRunner:
         for rank, theirs in enumerate(everyone):
             if theirs != mine:
                 raise ScheduleError(
-                    f"rank {self._rank} was given another program to {mode} than rank {rank}: {program.name or 'unnamed'} "
-                    f"with m={program.microbatches} here; program and call are the same on all ranks",
+                    f"rank {self._rank} was given another program to {mode} than rank {rank}: here it is "
+                    f"{program.name or 'unnamed'} with m={program.microbatches}; all ranks make the same calls",
                     rank=self._rank,
                 )
 
     def _fail(self, compiled: Compiled | None, at: int, error: Exception) -> NoReturn:
         """Turn the failure of one call into one error here and on every other rank."""
         rank, position, action = self._rank, None, None
-        place = "the start of the step"
+        place = "the start of the step" if at < 0 else "the end of the step"
         if compiled is not None:
-            if at < len(compiled.entries):
+            if 0 <= at < len(compiled.entries):
                 rank, position, action = compiled.entries[at]
                 place = _place(compiled, rank, position, action)
             compiled.clear()
@@ -294,9 +294,8 @@ class PipelineRunner:
             self._broken = words
         if isinstance(error, ScheduleError) and action is None:
             raise error
-        raise ScheduleError(
-            f"rank {rank} failed at {place}: {words}", rank=rank, position=position, action=action
-        ) from error
+        message = f"rank {rank} failed at {place}: {words}"
+        raise ScheduleError(message, rank=rank, position=position, action=action) from error
 
     def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""

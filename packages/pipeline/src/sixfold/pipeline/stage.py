@@ -6,6 +6,7 @@ nn.Module, index --> Stage (this file) --> PipelineRunner
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -61,9 +62,7 @@ class Stage:
     ) -> None:
         for name, given in (("optimizer", optimizer), ("tied", tied), ("checkpoint", checkpoint)):
             if given:
-                raise ScheduleError(
-                    f"stage {index}: {name} comes with the executor issue; this version has no use for it"
-                )
+                raise ScheduleError(f"stage {index}: {name} comes with the executor issue; leave it out until then")
         for part in module.modules() if module is not None else ():
             if isinstance(part, DistributedDataParallel):
                 raise ScheduleError(
@@ -86,8 +85,7 @@ class Stage:
         """Device of the stage's first parameter or buffer, None if it has none."""
         if self.module is None:
             return None
-        first = next(self.module.parameters(), None)
-        first = next(self.module.buffers(), None) if first is None else first
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
 
 

@@ -65,7 +65,7 @@ class TokenCount:
             for peer in self._others():
                 self._control().send(torch.tensor([self.total], dtype=torch.float64), peer, _TAG, action)
         else:
-            numbers, work = self._control().post(1, self._source, _TAG, torch.float64)
+            numbers, work = self._control().post(1, self._source, _TAG, action, torch.float64)
             self._control().wait(work, action)
             self.total = float(numbers.item())
         return self.total

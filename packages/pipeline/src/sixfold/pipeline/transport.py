@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.watchdog import HostWait, StreamWait
+from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait
 
 __all__ = ["Control", "Incoming", "Outgoing", "Transport"]
 
@@ -50,7 +51,11 @@ class Outgoing:
         """Start to send; returns at once unless the peer is far behind."""
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
-            self._in_flight.append((self._send([tensor], self._peer, 0), tensor, action))
+            try:
+                work = self._send([tensor], self._peer, 0)
+            except RuntimeError as error:  # the connection has ended
+                raise PeerLost(action) from error
+            self._in_flight.append((work, tensor, action))
         while len(self._in_flight) > _SENDS_IN_FLIGHT:
             self._finish_oldest()
 
@@ -80,14 +85,19 @@ class Incoming:
         self._device = device
         self.wait = wait
 
-    def post(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> tuple[tuple[Tensor, ...], list[Any]]:
+    def post(
+        self, specs: list[tuple[torch.Size, torch.dtype, bool]], action: Action
+    ) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Ask for one message into fresh buffers of these shapes and dtypes.
 
         Returns:
             the buffers, and a work per buffer; the data is there when its work was waited for.
         """
         buffers = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in specs)
-        return buffers, [self._receive([buffer], self._peer, 0) for buffer in buffers]
+        try:
+            return buffers, [self._receive([buffer], self._peer, 0) for buffer in buffers]
+        except RuntimeError as error:  # the connection has ended
+            raise PeerLost(action) from error
 
     def close(self) -> None:
         """Let the peer notice that nothing more will be taken."""
@@ -105,12 +115,21 @@ class Control:
 
     def send(self, numbers: Tensor, peer: int, tag: int, action: Action) -> None:
         """Start to send a CPU tensor; the peer knows its size."""
-        self._in_flight.append((self._group.send([numbers], peer, tag), numbers, action))
+        try:
+            work = self._group.send([numbers], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action) from error
+        self._in_flight.append((work, numbers, action))
 
-    def post(self, size: int, peer: int, tag: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Any]:
+    def post(
+        self, size: int, peer: int, tag: int, action: Action | None, dtype: torch.dtype = torch.int64
+    ) -> tuple[Tensor, Any]:
         """Ask for ``size`` numbers; they are there when the work was waited for."""
         numbers = torch.empty(size, dtype=dtype)
-        return numbers, self._group.recv([numbers], peer, tag)
+        try:
+            return numbers, self._group.recv([numbers], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action) from error
 
     def wait(self, work: Any, action: Action) -> None:
         """Wait for a work of ``post``."""
@@ -166,10 +185,10 @@ class Transport:
         self._factory = edges
         store = group.get_group_store()
         self.serial = int(store.add(f"sixfold.pipeline/{self.rank}", 1))
-        self._store = dist.PrefixStore(f"sixfold.pipeline.{self.serial}", store)
+        self._store = PrefixStore(f"sixfold.pipeline.{self.serial}", store)
         host = HostWait(timeout_s)
         self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
-        everyone = dist.ProcessGroupGloo(dist.PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
+        everyone = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
         self.control = Control(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -203,15 +222,18 @@ class Transport:
 
     def close(self) -> None:
         """End every edge, so that all neighbours stop waiting for this rank."""
-        for end in (*self._outgoing.values(), *self._incoming.values(), self.control):
-            end.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+        self.control.close()
 
     def _edge(self, source: int, destination: int, peer: int) -> tuple[Any, int]:
         """The communicator of an edge and the peer's rank in it."""
         if self._factory is not None:
             made = self._factory(source, destination)
             return made, dist.get_group_rank(made, dist.get_global_rank(self._group, peer))
-        store = dist.PrefixStore(f"{source}>{destination}", self._store)
+        store = PrefixStore(f"{source}>{destination}", self._store)
         mine = 0 if self.rank == source else 1
         if self._device.type == "cpu":
             return dist.ProcessGroupGloo(store, mine, 2, self._timeout), 1 - mine
@@ -219,7 +241,7 @@ class Transport:
             raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        nccl = dist.ProcessGroupNCCL(store, mine, 2, options)
+        nccl: Any = dist.ProcessGroupNCCL(store, mine, 2, options)
         # NCCL connects at the first message and blocks both hosts: do it here, where all ranks go edge by edge.
         first = torch.zeros(1, device=self._device)
         (nccl.send([first], 1, 0) if mine == 0 else nccl.recv([first], 0, 0)).wait()

@@ -162,7 +162,7 @@ def test_a_batch_ramp_continues_the_same_order_of_samples(tmp_path):
 
 
 def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_module(tmp_path):
-    config = tiny_config(tmp_path, "parallel.pp=2", "optimizer.lr=1e30", "train.clip_grad=0", "checkpoint.every=1")
+    config = tiny_config(tmp_path, "parallel.pp=2", "optimizer.lr=3e38", "train.clip_grad=0", "checkpoint.every=1")
     with pytest.raises(ranktest.RankFailed, match="not finite"):
         run(config, 2)
     (entry,) = lines(config, "nonfinite")

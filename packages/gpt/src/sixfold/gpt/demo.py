@@ -328,7 +328,7 @@ def _finish(
 
 
 def score_rank(config: TrainConfig, out: Path) -> int:
-    """Body of one rank of the measurement: its share of the validation text; rank 0 then lets the model write.
+    """Body of one rank of the measurement: its share of the validation text, then its share of the sample.
 
     Each rank holds the whole model, whatever layout trained it, and writes ``out/RANK.json``.
     """
@@ -345,9 +345,9 @@ def score_rank(config: TrainConfig, out: Path) -> int:
         assert valid.tokens is not None, "a mapped pair has its tokens as one array"
         share = (here.rank, here.size)
         nats = nats_per_byte(model, valid.tokens, seq_length=length, eod=tokenizer.eod, share=share)
-    texts, left = list[str](), SAMPLE_TOKENS if here.rank == 0 else 0
+    texts, left = list[str](), SAMPLE_TOKENS // here.size
     while left > 0:
-        texts.append(sample(model, tokenizer, tokens=left, seed=len(texts), context=length))
+        texts.append(sample(model, tokenizer, tokens=left, seed=here.rank + here.size * len(texts), context=length))
         left -= len(tokenizer.encode(texts[-1])) + 1
     (out / f"{here.rank}.json").write_text(json.dumps({"nats": nats, "text": "\n\n".join(texts)}), encoding="utf-8")
     return 0
@@ -359,7 +359,7 @@ def _score_and_sample(config: TrainConfig, ranks: int) -> tuple[float, str] | No
         if start_ranks(score_rank, ranks, (config, Path(out))) == STOPPED:
             return None
         parts = [json.loads(Path(out, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
-    return math.fsum(part["nats"] for part in parts), str(parts[0]["text"])
+    return math.fsum(part["nats"] for part in parts), "\n\n".join(part["text"] for part in parts)
 
 
 def _report(folder: Path, summary: Mapping[str, Any], lines: Mapping[str, float]) -> None:

@@ -275,3 +275,63 @@ def test_a_unit_that_runs_inside_a_stranger_with_its_slot_is_refused_not_corrupt
     values = model.full_state_dict()
     inner = nn.functional.linear(torch.ones(1, 4), values["2.weight"], values["2.bias"])
     assert torch.equal(result, nn.functional.linear(inner, values["0.own.weight"], values["0.own.bias"]))
+
+
+def test_from_the_second_step_on_the_next_unit_is_gathered_before_this_one_is_waited_for():
+    net = make_net(layers=3)
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    pipeline = model._engine.gathering.pipeline
+    log = []
+    gather, wait = pipeline.gather, pipeline.wait
+    pipeline.gather = lambda unit: (log.append(f"gather {unit}"), gather(unit))
+    pipeline.wait = lambda unit: (log.append(f"wait {unit}"), wait(unit))
+    forwards = []
+    for step in range(2):
+        log.clear()
+        loss = loss_of(model(batch(step, 0, 0)), batch(step, 0, 0))
+        forwards.append([move.replace("blocks.", "") for move in log])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert forwards[0] == ["gather ", "wait ", "gather 0", "wait 0", "gather 1", "wait 1", "gather 2", "wait 2"]
+    assert forwards[1] == ["gather ", "gather 0", "wait ", "gather 1", "wait 0", "gather 2", "wait 1", "wait 2"]
+
+
+def test_steady_state_makes_no_buffer_however_unequal_the_units():
+    from torch.profiler import ProfilerActivity, profile
+
+    def large_allocations(step):
+        for _ in range(3):
+            step()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            step()
+        return sum(
+            1
+            for event in recorded.profiler.kineto_results.events()
+            if event.name() == "[memory]" and event.nbytes() >= 16384
+        )
+
+    widths = (100, 140, 60, 100, 300, 80, 100)
+
+    def stepper(sharded_strategy):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(widths[i], widths[i + 1], bias=bool(i % 2)) for i in range(6)))
+        x = torch.randn(2, 100)
+        model, optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
+        if sharded_strategy:
+            model = FullyShardedDataParallel(net, strategy=sharded_strategy, fsdp_unit_modules=[nn.Linear])
+            fully_shard_optimizer(optimizer, model)
+
+        def step():
+            for _ in range(2):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    plain = large_allocations(stepper(None))
+    assert plain >= 6, "the profiler sees the gradients of plain training"
+    for strategy in STRATEGIES:
+        assert large_allocations(stepper(strategy)) <= plain, strategy

@@ -92,3 +92,28 @@ def test_without_hints_every_backward_reduces(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, [{}], False, {})
     expected = emulate(ranks=2, steps=STEPS, accumulate=ACCUMULATE, net_options={}, per_microbatch=True)
     assert same(expected, results[0][0]) == []
+
+
+def train_fsdp2(rank: int, ranks: int) -> dict[str, Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = make_net()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = make_adamw(net.parameters())
+    for step in range(STEPS):
+        for k in range(ACCUMULATE):
+            tokens = batch(step, k, rank)
+            loss_of(net(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.full_tensor() for name, value in net.state_dict().items()}
+
+
+def test_two_ranks_equal_fsdp2_bit_for_bit() -> None:
+    theirs = run_ranks(train_fsdp2, 2)[0]
+    ours = run_ranks(train_variants, 2, "optim_grads_params", [{}], True, {})[0][0]
+    assert same(theirs, ours) == []

@@ -75,6 +75,7 @@ class Engine:
         self.units = units
         self.ranks = ranks
         self.strategy = strategy
+        self._shards_grads = strategy.shards_grads
         self.gathering = gathering
         self.reduction = reduction
         self.faults = faults
@@ -273,9 +274,10 @@ class Engine:
                 step=self.step,
                 op="reduce",
             )
-        self._touched.add(unit.index)
-        pooled = unit.index != 0 and self.strategy.shards_grads and self._reduces(unit)
-        self.reduction.accumulate(record, gradient, pooled)
+        if record.buffer.local is None:
+            self._touched.add(unit.index)
+            self.reduction.acquire(record.buffer, unit.index != 0 and self._shards_grads and self._reduces(unit))
+        self.reduction.accumulate(record, gradient)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
@@ -295,7 +297,9 @@ class Engine:
         if self._driven_mode == "microbatch":
             self._driven_mode = "last"
         self._touched.add(self._by_name[record.buffer.unit].index)
-        self.reduction.accumulate(record, gradient, False)
+        if record.buffer.local is None:
+            self.reduction.acquire(record.buffer, pooled=False)
+        self.reduction.accumulate(record, gradient)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
@@ -325,7 +329,7 @@ class Engine:
             return isinstance(stage, StageState) and stage.last
         if self.no_sync_depth:
             return False
-        return self.strategy.shards_grads or self.last_microbatch
+        return self._shards_grads or self.last_microbatch
 
     def _mode(self) -> str:
         """How a driven program reduces; "undecided" until the first unit's backward shows whether it is split."""

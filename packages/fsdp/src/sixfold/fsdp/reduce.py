@@ -103,11 +103,8 @@ class Reduction:
         self.pipeline = GradReducePipeline(self._by_name, self._start)
         self.reductions = 0
 
-    def accumulate(self, record: ParamRecord, gradient: Tensor, pooled: bool) -> None:
-        """Add a gradient to the local sum; the first one is copied. ``pooled``: its reduction follows at once."""
-        buffer = record.buffer
-        if buffer.local is None:
-            self._acquire(buffer, pooled)
+    def accumulate(self, record: ParamRecord, gradient: Tensor) -> None:
+        """Add a gradient to the local sum that ``acquire`` made; the first one is copied."""
         assert record.local_grad is not None, f"{record.name} has no place for its local gradient"
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -117,7 +114,8 @@ class Reduction:
             record.local_grad.copy_(gradient)
             record.filled = True
 
-    def _acquire(self, buffer: ParamAndGradBuffer, pooled: bool) -> None:
+    def acquire(self, buffer: ParamAndGradBuffer, pooled: bool) -> None:
+        """Memory for ``buffer``'s local sums; ``pooled``: the reduction follows in the same backward."""
         name = buffer.unit
         while self.pipeline.flying(name):
             self.pipeline.drain(len(self.pipeline) - 1)
@@ -141,7 +139,7 @@ class Reduction:
         if unit.trainable.local is None:
             if self._ranks.size == 1:
                 return
-            self._acquire(unit.trainable, False)
+            self.acquire(unit.trainable, pooled=False)
         self.pipeline.put(unit.name)
 
     def finite(self, unit: Unit) -> bool:

@@ -1,0 +1,41 @@
+"""What the wrapper costs: CPU time per unit, and the step of two gloo ranks, beside FSDP2 and DDP in one run.
+
+Two gloo ranks on two cores say nothing of a network. Ratios are medians over turns (A B C A B C).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fsdp_bench_helpers import overheads, ratio, step_times
+
+from ranktest import run_ranks
+from sixfold.fsdp.layout import TensorSpec, plan_layout
+
+LAYERS = 32
+
+
+def test_cpu_time_per_unit_over_plain(benchmark: Any) -> None:
+    """Fake group of two, 33 units, no optimizer: all that is left is the wrapper."""
+    best = benchmark.pedantic(lambda: run_ranks(overheads, 1, 16, LAYERS, 20, timeout=120.0)[0], rounds=1)
+    per_unit = {kind: (best[kind] - best["plain"]) / (LAYERS + 1) * 1e6 for kind in ("sixfold", "fsdp2")}
+    benchmark.extra_info.update(
+        units=LAYERS + 1, us_per_unit=per_unit, against_fsdp2=per_unit["sixfold"] / per_unit["fsdp2"]
+    )
+
+
+@pytest.mark.parametrize(("width", "layers", "tokens"), [(256, 8, 64), (512, 8, 128)])
+def test_step_of_two_gloo_ranks(benchmark: Any, width: int, layers: int, tokens: int) -> None:
+    """ZeRO-3 forward, backward and AdamW."""
+    times = benchmark.pedantic(lambda: run_ranks(step_times, 2, width, layers, tokens, 9, timeout=120.0)[0], rounds=1)
+    benchmark.extra_info.update(
+        width=width, layers=layers, tokens=tokens, against_fsdp2=ratio(times, "fsdp2"), against_ddp=ratio(times, "ddp")
+    )
+
+
+def test_plan_a_thousand_tensors_over_4096_ranks(benchmark: Any) -> None:
+    """The layout search alone; the floor is one pass over the tensors."""
+    specs = [TensorSpec(f"t{i}", (1000 + i, 64 * (1 + i % 3)), granularity="row") for i in range(1000)]
+    benchmark.extra_info.update(tensors=1000, ranks=4096)
+    benchmark(plan_layout, specs, 4096)

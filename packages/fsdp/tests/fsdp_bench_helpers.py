@@ -1,0 +1,134 @@
+"""Peers and models of the benchmarks: one place for how each wrapper is made.
+
+make, overheads, step_times (this file) --> benchmarks/bench_fsdp.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sixfold.fsdp import FullyShardedDataParallel, fully_shard_optimizer
+
+
+class Block(nn.Module):
+    """A feed-forward block with seven parameters, as a transformer block has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.relu(self.gate(y)) * self.up(y))
+
+
+class Net(nn.Module):
+    """``layers`` blocks and a head."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+Step = Callable[[], None]
+
+
+def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Tensor) -> Step:
+    def step() -> None:
+        model(batch).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    return step
+
+
+def make(kind: str, group: Any, width: int, layers: int, tokens: int, optimize: bool) -> Step:
+    """One step of ``kind``: "plain", "sixfold", "fsdp2" or "ddp"."""
+    torch.manual_seed(0)
+    net: nn.Module = Net(width, layers)
+    batch = torch.randn(tokens, width)
+    if kind == "plain":
+        return _stepper(net, torch.optim.AdamW(net.parameters()) if optimize else None, batch)
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+        return _stepper(wrapped, torch.optim.AdamW(wrapped.parameters()) if optimize else None, batch)
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return _stepper(net, torch.optim.AdamW(net.parameters()) if optimize else None, batch)
+    model = FullyShardedDataParallel(net, process_group=group, fsdp_unit_modules=[Block], initial="trust")
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()), model) if optimize else None
+    if optimizer is None:
+        run = _stepper(model, None, batch)
+
+        def without_optimizer() -> None:
+            run()
+            model.finish_grad_sync()
+            model.zero_grad()
+            model.refresh()  # as a step would: every unit is gathered again
+
+        return without_optimizer
+    return _stepper(model, optimizer, batch)
+
+
+def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dict[str, float]:
+    """Seconds of process CPU time per step, the minimum of ``turns``; kinds take turns. A fake group of two."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    kinds = ("plain", "sixfold", "fsdp2")
+    steps = {kind: make(kind, dist.group.WORLD, width, layers, 4, optimize=False) for kind in kinds}
+    best = dict.fromkeys(kinds, float("inf"))
+    for turn in range(turns + 3):
+        for kind, step in steps.items():
+            began = time.process_time()
+            step()
+            if turn >= 3:
+                best[kind] = min(best[kind], time.process_time() - began)
+    return best
+
+
+def step_times(rank: int, ranks: int, width: int, layers: int, tokens: int, turns: int) -> dict[str, list[float]]:
+    """Wall seconds of each step by kind; kinds take turns, all ranks start each step together."""
+    kinds = ("sixfold", "fsdp2", "ddp")
+    steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens, optimize=True) for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(turns + 2):
+        for kind, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            if turn >= 2:
+                times[kind].append(time.perf_counter() - began)
+    return times
+
+
+def ratio(times: dict[str, list[float]], peer: str) -> float:
+    """Median over turns of sixfold's time by the peer's."""
+    return statistics.median(a / b for a, b in zip(times["sixfold"], times[peer], strict=True))

@@ -10,37 +10,34 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from sixfold.dist_ckpt import retention
 from sixfold.gpt import checkpoint, launch
-from sixfold.gpt.build import ModelProvider, RankModel, build_rank, canonical, check_schedule
+from sixfold.gpt.agree import together, wire_errors
+from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_schedule
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world, resume_changes
 from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, preflight
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter
+from sixfold.gpt.nonfinite import first_nonfinite
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
 from sixfold.gpt.step import evaluate, train_step
+from sixfold.gpt.stop import StopFlag
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,58 +66,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[f"sixfold-{name}"] = "not installed"
     return found
-
-
-def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T]) -> T:
-    """Run ``task`` on every rank; if it fails on one, raise that error on all of them, so that none waits for it.
-
-    Raises:
-        The rank's own exception where it happened; elsewhere its type and text, led by ``rank R:``.
-    """
-    failure: Exception | None = None
-    result: T | None = None
-    try:
-        result = task()
-    except Exception as error:
-        failure = error
-    if control is not None:
-        mine = None if failure is None else (isinstance(failure, ConfigError), f"{type(failure).__name__}: {failure}")
-        reports: list[tuple[bool, str] | None] = [None] * ranks
-        dist.all_gather_object(reports, mine, group=control)
-        for rank, report in enumerate(reports):
-            if report is not None and failure is None:
-                raise (ConfigError if report[0] else TrainError)(f"rank {rank}: {report[1]}")
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[return-value]
-
-
-class StopFlag:
-    """SIGTERM asks for a stop after the step at hand; a second one ends the process at once.
-
-    Armed after the first step: before it there is nothing to save, and the default action is right.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._old: Any = None
-
-    def arm(self) -> None:
-        """Take over SIGTERM. Python handles signals in the main thread only; elsewhere this does nothing."""
-        if threading.current_thread() is threading.main_thread():
-            self._old = signal.signal(signal.SIGTERM, self._on_signal)
-
-    def disarm(self) -> None:
-        """Give SIGTERM back."""
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)
-            self._old = None
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.asked = True
 
 
 class Run:
@@ -203,7 +148,8 @@ class Run:
         at = self.progress
         batch = self.next_batch()
         lr = learning_rate(self.config, at.step)
-        outcome = train_step(self.rank, batch, lr, stop=stop)
+        with wire_errors(f"step {at.step}"):
+            outcome = train_step(self.rank, batch, lr, stop=stop)
         if isinstance(outcome, TrainError):
             self._end_nonfinite(outcome, batch)
         size = batch_size(self.config, at.step)
@@ -273,30 +219,6 @@ class Run:
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
 
 
-def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> tuple[int, str] | None:
-    """(stage, module) of the first non-finite output on this rank, found by replaying the forward with hooks."""
-    found: list[tuple[int, str]] = []
-    handles = []
-
-    def watch(stage: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if torch.is_tensor(output) and output.is_floating_point() and not bool(output.isfinite().all()):
-                found.append((stage, name))
-
-        return hook
-
-    for name, module in rank.model.module.named_modules():
-        if "." in name:  # below a stage of the container
-            handles.append(module.register_forward_hook(watch(int(name.partition(".")[0]), canonical(name))))
-    try:
-        inputs = [m.tokens for m in batch] if rank.is_first else None
-        rank.runner.evaluate(inputs, None, kwargs=[m.kwargs for m in batch], program=rank.program(len(batch)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None
-
-
 def _resume_from(config: TrainConfig) -> Path | None:
     """The checkpoint to continue from, None for a fresh start."""
     root = Path(config.run.dir) / "checkpoints"
@@ -308,13 +230,18 @@ def _resume_from(config: TrainConfig) -> Path | None:
     return newest
 
 
+def _step_of(checkpoint_folder: Path | None) -> int:
+    """The step of a folder that ``retention.step_path`` named; 0 without one."""
+    return 0 if checkpoint_folder is None else int(checkpoint_folder.name.rpartition("-")[2])
+
+
 def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
     """Continue from ``newest``, or take weights from ``checkpoint.init_from``, or start fresh."""
     from sixfold.gpt.load import saved_config
 
     control, ranks = run.rank.mesh.control, run.rank.mesh.size
     if newest is not None:
-        step = next(number for number, path in retention.checkpoints(newest.parent) if path == newest)
+        step = _step_of(newest)
         together(control, ranks, lambda: resume_changes(saved_config(newest), config, step=step))
         run.progress, common = checkpoint.load(run.rank, newest)
         together(control, ranks, lambda: run.train_data.load_state_dict(common["data"]))
@@ -324,7 +251,7 @@ def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
         checkpoint.load_weights(run.rank, source)
 
 
-def _start_line(run: Run, mesh: RankMesh) -> None:
+def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
     me = {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()}
     ranks = [me]
     if mesh.control is not None:
@@ -332,7 +259,7 @@ def _start_line(run: Run, mesh: RankMesh) -> None:
         dist.all_gather_object(ranks, me, group=mesh.control)
     run.note(
         "start",
-        step=run.progress.step,
+        step=step,
         world=mesh.size,
         layout=mesh.layout,
         schedule=run.config.parallel.schedule,
@@ -373,7 +300,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics))
     flag = StopFlag()
     try:
-        _start_line(run, mesh)
+        _start_line(run, mesh, _step_of(newest))
         _restore(run, config, newest)
         if config.checkpoint.save_initial and newest is None:
             run.save()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sixfold.fsdp import (
     BufferConfig,
@@ -335,3 +336,96 @@ def test_steady_state_makes_no_buffer_however_unequal_the_units():
     assert plain >= 6, "the profiler sees the gradients of plain training"
     for strategy in STRATEGIES:
         assert large_allocations(stepper(strategy)) <= plain, strategy
+
+
+class Chain(nn.Module):
+    """Seven linears; one is called twice; ``recompute`` wraps the first four in one checkpoint."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(7))
+        self.recompute = recompute
+
+    def head(self, x):
+        for part in self.parts[:4]:
+            x = torch.tanh(part(x))
+        return x
+
+    def forward(self, x):
+        if self.recompute is None:
+            x = self.head(x)
+        else:
+            x = checkpoint(self.head, x, use_reentrant=self.recompute == "reentrant")
+        for i in (4, 5, 6, 4):
+            x = torch.tanh(self.parts[i](x))
+        return x
+
+
+@pytest.mark.parametrize("recompute", [None, "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_a_checkpoint_over_several_units_and_a_unit_called_twice_give_the_plain_gradients(recompute, strategy):
+    torch.manual_seed(0)
+    net = Chain(recompute)
+    torch.manual_seed(0)
+    twin = Chain(recompute)
+    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=[nn.Linear])
+    for turn in range(3):
+        x = torch.randn(3, 6, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        twin.zero_grad()
+        twin(y).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        model.finish_grad_sync()
+        expected = {name: p.grad.view(-1) for name, p in twin.named_parameters()}
+        assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == [], turn
+        assert torch.equal(x.grad, y.grad)
+    assert model.report()["reductions"] == 3 * 7, "a unit called twice is reduced once per backward"
+
+
+def test_a_graph_that_is_kept_may_be_walked_twice():
+    net, twin = make_net(), make_net()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
+    for one in (model, twin):
+        loss = loss_of(one(batch(0, 0, 0)), batch(0, 0, 0))
+        loss.backward(retain_graph=True)
+        if one is model:
+            with torch.no_grad():
+                model(batch(1, 0, 0))  # other units take the slots in between
+        loss.backward()
+    model.finish_grad_sync()
+    expected = {name: p.grad.view(-1) for name, p in twin.named_parameters()}
+    assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+
+
+def test_a_backward_that_raises_leaves_a_model_that_can_go_on():
+    class Explode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("boom")
+
+    class Bomb(nn.Module):
+        armed = True
+
+        def forward(self, x):
+            return Explode.apply(x) if self.armed else x
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Bomb(), nn.Linear(4, 4))
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[nn.Linear])
+    with pytest.raises(ValueError, match="boom"):
+        model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad()
+    net[1].armed = False
+    model(torch.ones(1, 4)).sum().backward()
+    model.finish_grad_sync()
+    values = model.full_state_dict()
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
+    twin.load_state_dict(values)
+    twin(torch.ones(1, 4)).sum().backward()
+    expected = {name: p.grad.view(-1) for name, p in twin.named_parameters()}
+    assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []

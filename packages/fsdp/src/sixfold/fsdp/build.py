@@ -145,7 +145,7 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
 def _private_store(store: Store | None, groups: Sequence[dist.ProcessGroup]) -> Store | None:
     """A corner of ``store`` for this model: its ranks, and how many models these ranks had before."""
     if store is None or not groups:
-        return store
+        return None
     members = "x".join(",".join(map(str, dist.get_process_group_ranks(group))) for group in groups)
     me = dist.get_process_group_ranks(groups[-1])[dist.get_rank(groups[-1])]
     ordinal = store.add(f"sixfold.fsdp/{members}/{me}", 1)

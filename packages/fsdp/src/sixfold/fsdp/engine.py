@@ -229,7 +229,12 @@ class Engine:
                 self._check(unit, _USE)
             elif self._checks == "order":
                 self._digest.add(unit.index, _USE)
-        self.gathering.use(unit, self._running or unit.around, record=record)
+        busy = self._running or unit.around
+        if not unit.index:
+            # A stage's output carries the hooks of its last unit and of the root: when the root's comes second, that
+            # unit's backward is about to run, and a prefetch must not take its slot.
+            busy = [*busy, *(opened for opened, _ in self._open)]
+        self.gathering.use(unit, busy, record=record)
 
     # ---- backward
 

@@ -45,7 +45,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if seconds := config.stash.get(TEST_SECONDS, []):
-        terminalreporter.write_line(
-            f"ranktest: {len(seconds)} tests of several ranks, median {statistics.median(seconds):.2f} s, "
-            f"slowest {max(seconds):.2f} s (the first waits until torch is loaded)"
+        first, *others = seconds
+        line = (
+            f"ranktest: {len(seconds)} tests of several ranks; the first {first:.2f} s (it waits until torch is loaded)"
         )
+        if others:
+            line += f", the others {statistics.median(others):.2f} s in the median, at most {max(others):.2f} s"
+        terminalreporter.write_line(line)

@@ -1,6 +1,6 @@
 """The forkserver: one process per pytest process, with torch loaded, that ranks are forked from.
 
-    plugin.py, launch.py --> start_server (this file) --> preload.py runs in the server
+    plugin.py, launch.py --> start_server (this file) --> preload*.py in the server
 
 Starting it takes some seconds of CPU time, once, and nobody waits for it before the first job.
 """
@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 # torch._dynamo is here because the first step of any optimizer imports it, which would cost each job 0.6 s.
 PRELOAD = (
@@ -23,7 +24,9 @@ PRELOAD = (
     "torch._dynamo",
     "pytest",
     "ranktest.rank",
+    "ranktest.preload_tested",
 )
+TESTED_MODULES = "RANKTEST_TESTED_MODULES"  # read by the server's preload_tested.py
 
 # gloo would otherwise look up this machine's host name, which fails where there is no network.
 RANK_ENVIRONMENT = {
@@ -37,13 +40,24 @@ RANK_ENVIRONMENT = {
 def start_server() -> None:
     """Start the forkserver unless it runs. Returns at once; the first job waits until it has loaded torch.
 
-    Modules of the namespace under test that this process has imported already are loaded in the server too,
-    so that no rank has to.
+    Of each package under test that this process has imported, the server loads all modules, so that no rank has to:
+    what a test imports inside its function would otherwise cost every rank of every job.
     """
-    ours = sorted(name for name in sys.modules if name.split(".")[0] == "sixfold")
-    forkserver.set_forkserver_preload([*PRELOAD, *ours])
-    with _environment(RANK_ENVIRONMENT), hidden_main():
+    forkserver.set_forkserver_preload(list(PRELOAD))
+    with _environment({**RANK_ENVIRONMENT, TESTED_MODULES: ",".join(_tested_modules())}), hidden_main():
         forkserver.ensure_running()
+
+
+def _tested_modules() -> list[str]:
+    """Names of all modules of the packages below ``sixfold`` that are imported here; nothing is imported for it."""
+    names = []
+    for package in sorted(name for name in sys.modules if name.startswith("sixfold.") and name.count(".") == 1):
+        for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
+            for file in sorted(folder.rglob("*.py")):
+                parts = file.relative_to(folder).with_suffix("").parts
+                if "__main__" not in parts:
+                    names.append(".".join([package, *(part for part in parts if part != "__init__")]))
+    return names
 
 
 @contextlib.contextmanager

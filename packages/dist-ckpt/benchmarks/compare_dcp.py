@@ -6,6 +6,7 @@ Medians over rounds of the wall time between barriers; order alternates, the fir
 away. Warm page cache; both put their files on disk (fsync) when they save.
 """
 
+import shutil
 import statistics
 import sys
 import tempfile
@@ -26,7 +27,7 @@ RANKS, ROUNDS = 2, 6
 CASES = {  # tensors, shape
     "256 MiB in 16 tensors": (16, (2048, 2048)),
     "2,000 tensors of 2 KiB": (2_000, (16, 32)),
-    "400 flat shards of 64 KiB per rank": (400, (512, 64)),
+    "400 tensors of 128 KiB, flat shards": (400, (512, 64)),
 }
 
 
@@ -63,7 +64,7 @@ def theirs(mesh, shape, axis, count, value):
 
 
 def steps_of(mesh, rank, folder, count, shape, flat, value):
-    """One round: what each library saves and loads, and a check of what came."""
+    """One round: what each library saves (into a new folder, as a run does) and loads, and a check of what came."""
     ranks = mesh.size()
     row = ours_flat(rank, ranks, shape, count, value) if flat else ours(rank, ranks, shape, 0, count, value)
     same = ours_flat(rank, ranks, shape, count, 0.0) if flat else ours(rank, ranks, shape, 0, count, 0.0)
@@ -91,11 +92,15 @@ def measure(rank, folder, case):
     count, shape = CASES[case]
     times: dict[str, list[float]] = {}
     for turn in range(ROUNDS):
-        steps, check = steps_of(mesh, rank, Path(folder), count, shape, "flat" in case, 1.0 + turn)
+        here = Path(folder) / f"round-{turn}"
+        steps, check = steps_of(mesh, rank, here, count, shape, "flat" in case, 1.0 + turn)
         for name, sixfold, peer in steps:
             for who, action in (("sixfold", sixfold), ("dcp", peer))[:: 1 if turn % 2 else -1]:
                 times.setdefault(f"{name} {who}", []).append(timed(action))
         check()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(here)
     if rank == 0:
         for step in ("save", "load, same rows", "load as columns"):
             a, b = (statistics.median(times[f"{step} {who}"][1:]) for who in ("sixfold", "dcp"))

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block, BlockHasher, FileDigest, Integrity, decode
+from sixfold.dist_ckpt.integrity import (
+    BLOCK_BYTES,
+    Block,
+    BlockHasher,
+    FileDigest,
+    Integrity,
+    decode,
+    hash_pieces,
+    join_pieces,
+)
 from sixfold.dist_ckpt.manifest import ByteRange
 
 PATH = Path("integrity.json")
@@ -23,6 +32,21 @@ def test_digests_do_not_depend_on_how_the_bytes_arrive(size):
         hasher.update(data[start : start + 1_000_003])
     blocks = [data[i : i + BLOCK_BYTES] for i in range(0, size, BLOCK_BYTES)] or [b""]
     assert hasher.finish() == FileDigest(size, tuple(f"{zlib.crc32(block):08x}" for block in blocks))
+
+
+@pytest.mark.parametrize("start", [0, 1, BLOCK_BYTES - 3, BLOCK_BYTES])
+@pytest.mark.parametrize("size", [0, 5, 1000, BLOCK_BYTES, 2 * BLOCK_BYTES + 77])
+def test_one_pass_gives_the_crc_of_the_data_and_of_the_blocks(start, size):
+    before, data, after = bytes(start), bytes(range(251)) * (size // 251 + 1), b"tail"
+    data = data[:size]
+    pieces = hash_pieces(memoryview(data), start)
+    assert join_pieces(pieces) == zlib.crc32(data)
+    mixed, plain = BlockHasher(), BlockHasher()
+    mixed.update(before)
+    mixed.add(pieces)
+    mixed.update(after)
+    plain.update(before + data + after)
+    assert mixed.finish() == plain.finish()
 
 
 def test_the_file_is_canonical_json_with_a_digest_of_the_rest():

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from sixfold.dist_ckpt.manifest import ByteRange
 FILE_NAME = "integrity.json"
 BLOCK_BYTES = 4 * 2**20
 _ALGORITHMS = ("crc32", "sha256")
+_POLYNOMIAL = 0xEDB88320  # of zlib and zip
 
 
 class FileDigest(NamedTuple):
@@ -126,6 +128,60 @@ def _read_full(file: RawIOBase, buffer: memoryview) -> int:
     return filled
 
 
+class Piece(NamedTuple):
+    """A run of bytes inside one block: its CRC-32 and its length."""
+
+    crc: int
+    length: int
+
+
+def hash_pieces(data: memoryview, start: int) -> list[Piece]:
+    """CRC-32s of ``data``, which will lie at byte ``start`` of its file, cut at the ends of blocks.
+
+    One pass serves both the frame (``join_pieces``) and the blocks (``BlockHasher.add``).
+    """
+    pieces = []
+    while len(data):
+        take = min(len(data), BLOCK_BYTES - start % BLOCK_BYTES)
+        pieces.append(Piece(crc32(data[:take]), take))
+        data, start = data[take:], start + take
+    return pieces
+
+
+def join_pieces(pieces: Iterable[Piece]) -> int:
+    """CRC-32 of the pieces end to end."""
+    crc = 0
+    for piece in pieces:
+        crc = _shift(crc, piece.length) ^ piece.crc
+    return crc
+
+
+def _shift(crc: int, nbytes: int) -> int:
+    """``crc`` times x to the ``8 * nbytes`` modulo the polynomial: what zlib's crc32_combine does."""
+    return _multiply(_power(nbytes), crc) if crc else 0
+
+
+@lru_cache(maxsize=1024)
+def _power(nbytes: int) -> int:
+    """x to the ``8 * nbytes`` by repeated squaring, bits reflected: 1 is 1 << 31."""
+    result, square = 1 << 31, 1 << 23  # x ** 0, x ** 8
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(square, result)
+        square, nbytes = _multiply(square, square), nbytes >> 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials over GF(2) modulo CRC-32's, bits reflected."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
 class BlockHasher:
     """CRC-32 per block of a stream of bytes, updated as it is written."""
 
@@ -139,12 +195,20 @@ class BlockHasher:
         view = memoryview(data)
         while len(view):
             take = min(len(view), BLOCK_BYTES - self.size % BLOCK_BYTES)
-            self._crc = crc32(view[:take], self._crc)
-            self.size += take
+            self._close_block_after(crc32(view[:take], self._crc), take)
             view = view[take:]
-            if self.size % BLOCK_BYTES == 0:
-                self._digests.append(f"{self._crc:08x}")
-                self._crc = 0
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Add bytes that ``hash_pieces`` has hashed for this place of the file."""
+        for piece in pieces:
+            self._close_block_after(_shift(self._crc, piece.length) ^ piece.crc, piece.length)
+
+    def _close_block_after(self, crc: int, nbytes: int) -> None:
+        self._crc = crc
+        self.size += nbytes
+        if self.size % BLOCK_BYTES == 0:
+            self._digests.append(f"{crc:08x}")
+            self._crc = 0
 
     def finish(self) -> FileDigest:
         """Size and digests of all that was added; an empty file has one digest."""

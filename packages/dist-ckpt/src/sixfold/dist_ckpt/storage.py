@@ -20,8 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, digest_of
-from sixfold.dist_ckpt.manifest import ByteRange
+from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, Piece, digest_of
 
 _OWN_FILES = frozenset(["metadata.json", "common.pt", ".metadata", ".metadata.tmp", "integrity.json"])
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -48,13 +47,13 @@ class FrameFile:
         """Bytes so far."""
         return self._hasher.size
 
-    def append(self, *parts: bytes | memoryview) -> ByteRange:
-        """Write ``parts`` end to end and say where they lie."""
-        start = self.position
-        for part in parts:
-            self._hasher.update(part)
-            self._file.write(part)
-        return ByteRange(self.name, start, self.position - start)
+    def append(self, data: bytes | memoryview, pieces: Iterable[Piece] | None = None) -> None:
+        """Write the next bytes; ``pieces`` are their CRC-32s if ``hash_pieces`` has made them already."""
+        if pieces is None:
+            self._hasher.update(data)
+        else:
+            self._hasher.add(pieces)
+        self._file.write(data)
 
     def finish(self) -> FileDigest:
         """Put the bytes on disk and return size and digests."""

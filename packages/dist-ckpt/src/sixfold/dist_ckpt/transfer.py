@@ -22,13 +22,14 @@ from sixfold.dist_ckpt import weights_only
 from sixfold.dist_ckpt.box import Box, describe, first_element, is_contiguous
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
 from sixfold.dist_ckpt.folder import Checkpoint
-from sixfold.dist_ckpt.integrity import FileDigest
+from sixfold.dist_ckpt.integrity import FileDigest, hash_pieces, join_pieces
 from sixfold.dist_ckpt.manifest import ByteRange, StoredChunk
 from sixfold.dist_ckpt.mapping import ShardedTensor
 from sixfold.dist_ckpt.plan import LoadPlan, Read, Write
 from sixfold.dist_ckpt.storage import FrameFile
 
 DTYPE_POLICIES = ("exact", "cast", "strict")
+_HASH_ONCE_BYTES = 1 << 20  # joining CRC-32s costs some 100 us, as much as hashing this much again
 _DIRECT_BYTES = 1 << 18  # from here on one preadv into the target beats a copy out of the mapping
 
 
@@ -60,16 +61,32 @@ def write(
             tensor = _on_cpu(records[step.record].view(step.piece))
             if check_finite:
                 _check_finite(tensor, step, rank)
-            raw = frames.tensor_bytes(tensor)
-            crc = crc32(raw)
-            pickled = frames.data_pickle(step.dtype, step.piece.box.size)
-            frame = frames.build(pickled, len(raw), crc, file.position)
-            chunk = StoredChunk(step.piece.box, file.append(frame.head, raw, frame.tail))
-            written.chunks.append((step.key, step.dtype, step.shape, chunk))
+            frame = _append_frame(file, tensor, step)
+            written.chunks.append((step.key, step.dtype, step.shape, StoredChunk(step.piece.box, frame)))
         for stored_key, data in objects:
-            written.objects.append((stored_key, file.append(data)))
+            start = file.position
+            file.append(data)
+            written.objects.append((stored_key, ByteRange(file.name, start, len(data))))
         written.files[file.name] = file.finish()
     return written
+
+
+def _append_frame(file: FrameFile, tensor: torch.Tensor, step: Write) -> ByteRange:
+    """Write one chunk. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
+    start, raw = file.position, frames.tensor_bytes(tensor)
+    pickled = frames.data_pickle(step.dtype, step.piece.box.size)
+    if len(raw) < _HASH_ONCE_BYTES:
+        pieces, crc = None, crc32(raw)
+    else:
+        # The CRC-32 stands in the head but does not change its length.
+        head_bytes = len(frames.build(pickled, len(raw), 0, start).head)
+        pieces = hash_pieces(raw, start + head_bytes)
+        crc = join_pieces(pieces)
+    frame = frames.build(pickled, len(raw), crc, start)
+    file.append(frame.head)
+    file.append(raw, pieces)
+    file.append(frame.tail)
+    return ByteRange(file.name, start, file.position - start)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

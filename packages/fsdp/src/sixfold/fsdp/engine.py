@@ -12,6 +12,7 @@ stay open. What is left closes when backward ends, and ``finish_grad_sync`` reli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ from sixfold.fsdp.units import Unit
 _OPS = ("gather", "reduce")
 _USE, _REDUCE = range(2)
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
+
+
+class Driven(Enum):
+    """How a driven program reduces. SPLIT_OR_FUSED until the first unit's backward ends; if gradients were missing
+    then, AWAITED until its micro-batch ends and tells whether ``accumulate`` brings them."""
+
+    SPLIT_OR_FUSED = "auto"
+    AWAITED = "awaited"
+    LAST = "last"
+    MICROBATCH = "microbatch"
 
 
 class CallContext:
@@ -57,7 +68,7 @@ class StageState:
 
 
 class Engine:
-    """The events of one model. ``ready`` events only start work; waiting is left to the point of need."""
+    """The events of one model: what each starts, and what it waits for."""
 
     def __init__(
         self,
@@ -93,7 +104,7 @@ class Engine:
         self.stages: list[StageState] = []
         self._stepped = False
         self._driven = False
-        self._driven_mode: str | None = None  # "last", "microbatch", "undecided", "waiting"
+        self._driven_mode: Driven | None = None
         self._deferred = False  # a gradient came through accumulate()
         self._calls: list[CallContext] = []
         self._running: list[Unit] = []  # units whose forward runs, outermost first
@@ -299,8 +310,8 @@ class Engine:
                 op="reduce",
             )
         self._deferred = True
-        if self._driven_mode == "microbatch":
-            self._driven_mode = "last"
+        if self._driven_mode is Driven.MICROBATCH:
+            self._driven_mode = Driven.LAST
         self._touched.add(self._by_name[record.buffer.unit].index)
         if record.buffer.local is None:
             self.reduction.acquire(record.buffer, pooled=False)
@@ -318,7 +329,7 @@ class Engine:
         if self._driven:
             if len(self.stages) == 1 and 0 in self._touched:
                 self._close(self.units[0])
-            if self._driven_mode == "microbatch":
+            if self._driven_mode is Driven.MICROBATCH:
                 self._put_touched(self.units if len(self.stages) == 1 else self.units[1:])
         elif self._reduces(self.units[0]):
             self._put_touched(self.units)
@@ -328,7 +339,7 @@ class Engine:
     def _reduces(self, unit: Unit) -> bool:
         """Gradients of ``unit`` are to be reduced in the backward that runs now."""
         if self._driven:
-            if self._mode() == "microbatch":
+            if self._mode() is Driven.MICROBATCH:
                 return unit.index != 0 or len(self.stages) == 1
             stage = unit.stage
             return isinstance(stage, StageState) and stage.last
@@ -336,21 +347,20 @@ class Engine:
             return False
         return self._shards_grads or self.last_microbatch
 
-    def _mode(self) -> str:
-        """How a driven program reduces; "undecided" until the first unit's backward shows whether it is split."""
+    def _mode(self) -> Driven:
         if self._driven_mode is None:
             if self._grad_reduce != "auto":
-                self._driven_mode = self._grad_reduce
+                self._driven_mode = Driven(self._grad_reduce)
             else:
                 one = self.strategy.shards_grads and len(self.stages) == 1 and not self._deferred
-                self._driven_mode = "undecided" if one else "last"
+                self._driven_mode = Driven.SPLIT_OR_FUSED if one else Driven.LAST
         return self._driven_mode
 
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self._driven and self._mode() == "undecided" and unit.trainable is not None:
+        if self._driven and self._mode() is Driven.SPLIT_OR_FUSED and unit.trainable is not None:
             fused = all(record.filled for record in unit.trainable.records)
-            self._driven_mode = "microbatch" if fused else "waiting"
+            self._driven_mode = Driven.MICROBATCH if fused else Driven.AWAITED
         if self._reduces(unit):
             self._put(unit)
 
@@ -380,9 +390,9 @@ class Engine:
 
     def after_backward(self) -> None:
         """All backward actions of one micro-batch on a stage ran."""
-        if self._driven_mode == "waiting":
-            self._driven_mode = "last" if self._deferred else "microbatch"
-            if self._driven_mode == "microbatch":
+        if self._driven_mode is Driven.AWAITED:
+            self._driven_mode = Driven.LAST if self._deferred else Driven.MICROBATCH
+            if self._driven_mode is Driven.MICROBATCH:
                 self._put_touched(self.units)
 
     def reduce_stage(self, stage: StageState) -> None:
@@ -402,7 +412,7 @@ class Engine:
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False
-        if self._driven_mode == "waiting":
+        if self._driven_mode is Driven.AWAITED:
             self._driven_mode = None
         if not inside_step:
             self._compare_digests()

@@ -1,0 +1,39 @@
+"""The train loop on CUDA devices: one process alone, and one rank per GPU over NCCL."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpt_helpers import plain_losses, tiny_config
+
+from sixfold.gpt.launch import World
+from sixfold.gpt.loop import train_in
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"),
+]
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim_grads_params"])
+def test_one_gpu_trains_as_a_plain_loop_on_the_cpu(tmp_path, sharding):
+    config = tiny_config(tmp_path, "run.device=cuda", f"parallel.sharding={sharding}")
+    train_in(config, World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cuda", 0)))
+    assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, 6), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one")
+def test_two_gpus_train_as_a_plain_loop_on_the_cpu(tmp_path, layout):
+    config = tiny_config(tmp_path, "run.device=cuda")
+    command = [sys.executable, "-m", "sixfold.gpt", "train", "tiny.toml", "run.device=cuda", layout, "--ranks", "2"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, 6), rel=1e-4)

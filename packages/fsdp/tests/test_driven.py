@@ -7,7 +7,7 @@ import torch
 from fsdp_helpers import VOCABULARY, Block, same
 from torch import nn
 
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WIDTH, MICROBATCHES = 8, 4
@@ -139,6 +139,53 @@ def test_one_local_stage_with_fused_backward_reduces_by_micro_batch_unless_told(
         handle.reduce_grad()
         model.finish_grad_sync()
     assert model.report()["reductions"] == 2 * 3 * per_step
+
+
+class OneLayer(nn.Module):
+    """A stage whose output is its only unit's output; the embedding, if any, is a unit of its own."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        if embedding:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = Block(WIDTH)
+
+    def forward(self, x):
+        return self.layer(self.embedding(x) if hasattr(self, "embedding") else x)
+
+
+def test_a_prefetch_leaves_the_slot_of_the_unit_whose_backward_begins():
+    # Three units on two slots: the embedding and stage 1's layer share one. Behind stage 1's backward comes stage 0's
+    # forward, so the recorded order asks for the embedding while the layer's backward is about to run.
+    def stages():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"0": OneLayer(True), "1": OneLayer(False)})
+
+    def run(call, zero_to_one):
+        inputs, outputs = {}, {}
+        for action in ("0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"):
+            stage, kind, k = int(action[0]), action[1], int(action[2])
+            if kind == "F":
+                inputs[stage, k] = tokens(k) if stage == 0 else outputs[0, k].detach().requires_grad_()
+                outputs[stage, k] = call(stage, inputs[stage, k])
+            else:
+                outputs[stage, k].backward(zero_to_one if stage == 1 else inputs[1, k].grad)
+
+    net, gradient = stages(), torch.linspace(0, 1, 2 * 3 * WIDTH).view(2, 3, WIDTH)
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block, net["0"].embedding], grad_divisor=1.0)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.0), model)
+    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    plain = stages()
+    run(lambda stage, x: plain[str(stage)](x), gradient)
+    expected = {name: p.grad.view(-1) for name, p in plain.named_parameters()}
+    for _ in range(3):  # first order unknown, then recorded
+        run(lambda stage, x: handles[stage].call(x), gradient)
+        for handle in handles:
+            handle.reduce_grad()
+        model.finish_grad_sync()
+        assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+        optimizer.step()  # ends the step: from here on its order is followed
+        model.zero_grad()
 
 
 class Deferred(torch.autograd.Function):

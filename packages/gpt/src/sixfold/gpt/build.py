@@ -156,21 +156,22 @@ def build_rank(
             units.append(module.embedding)
     groups = [(name, p) for name, p in container.named_parameters()]
     optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
-    model = FullyShardedDataParallel(
-        container,
-        process_group=mesh.data,
-        strategy=config.parallel.sharding,
-        fsdp_unit_modules=units,
-        mixed_precision=_mixed_precision(config),
-        buffers=BufferConfig(**config.fsdp.buffers()),
-        grad_divisor=1.0,
-        grad_reduce=config.fsdp.grad_reduce,
-        init_fn=None if model_provider is not None else _init_fn(config),
-        initial="trust" if model_provider is None else "check",
-        checks=config.fsdp.checks,
-        fault_store=world.store,
-        timeout_s=config.run.timeout_seconds,
-    )
+    with world.device:  # where fsdp makes what was on meta
+        model = FullyShardedDataParallel(
+            container,
+            process_group=mesh.data,
+            strategy=config.parallel.sharding,
+            fsdp_unit_modules=units,
+            mixed_precision=_mixed_precision(config),
+            buffers=BufferConfig(**config.fsdp.buffers()),
+            grad_divisor=1.0,
+            grad_reduce=config.fsdp.grad_reduce,
+            init_fn=None if model_provider is not None else _init_fn(config),
+            initial="trust" if model_provider is None else "check",
+            checks=config.fsdp.checks,
+            fault_store=world.store,
+            timeout_s=config.run.timeout_seconds,
+        )
     optimizer = fully_shard_optimizer(optimizer, model)
     stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
     runner = pipeline.PipelineRunner(

@@ -1,0 +1,115 @@
+"""CPU per action of the executor, beside torch.distributed.pipelining.
+
+    python cpu_per_action.py [steps]
+
+Two gloo ranks, one thread each, 1F1B, m = 32, a stage of one 64x64 linear layer
+and a tanh, four rows per microbatch, so that nearly all time is overhead. In each
+round every contender runs ``steps`` steps in one pair of processes; figures are
+the least over rounds, since other load only adds. An action is an F or a B; from
+its cost the module work alone (the same forwards and backwards in a plain loop)
+is taken off. "process" is ``process_time``, gloo's threads included; "main" is
+the thread that runs the schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from sixfold.pipeline import PipelineRunner, Stage, one_f_one_b
+
+RANKS, M, ROWS, WIDTH, ROUNDS = 2, 32, 4, 64, 5
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Mean squared difference."""
+    return ((output - target) ** 2).mean()
+
+
+def module() -> nn.Module:
+    """One tiny stage."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def bare_work(rank: int) -> Callable[[], object]:
+    """The same forwards and backwards without any pipeline."""
+    stage, last = module(), rank == RANKS - 1
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        for _ in range(M):
+            leaf = x.detach().requires_grad_(rank > 0)
+            output = stage(leaf)
+            if last:
+                (loss(output, y) / M).backward()
+            else:
+                output.backward(y)
+
+    return step
+
+
+def ours(rank: int) -> Callable[[], object]:
+    """This package's runner."""
+    runner = PipelineRunner(one_f_one_b(RANKS, M), [Stage(module(), rank)], dist.group.WORLD, loss, timeout_s=60)
+    x, y = torch.randn(M * ROWS, WIDTH), torch.randn(M * ROWS, WIDTH)
+    return lambda: runner.step(x, y)
+
+
+def torchs(rank: int) -> Callable[[], object]:
+    """torch's 1F1B, as its documentation uses it."""
+    stage = PipelineStage(module(), rank, RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, M, loss)
+    x, y = torch.randn(M * ROWS, WIDTH), torch.randn(M * ROWS, WIDTH)
+    return (lambda: schedule.step(x)) if rank == 0 else (lambda: schedule.step(target=y))
+
+
+CONTENDERS = {"bare": bare_work, "sixfold": ours, "torch": torchs}
+
+
+def work(rank: int, folder: str, steps: int) -> None:
+    """One rank: all contenders in turn, ROUNDS times."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    calls = {name: make(rank) for name, make in CONTENDERS.items()}
+    best: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            call()
+            dist.barrier()
+            clocks = [time.process_time(), time.thread_time(), time.perf_counter()]
+            for _ in range(steps):
+                call()
+            spent = [time.process_time() - clocks[0], time.thread_time() - clocks[1], time.perf_counter() - clocks[2]]
+            per_action = [seconds / steps / (2 * M) * 1e6 for seconds in spent]
+            best[name] = [min(pair) for pair in zip(best.get(name, per_action), per_action, strict=True)]
+    (Path(folder) / str(rank)).write_text(json.dumps(best))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print microseconds per action."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(folder, steps), nprocs=RANKS)
+        found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(RANKS)]
+    print("µs per action     process  main thread  wall   over bare: process  main")
+    for rank in range(RANKS):
+        bare = found[rank]["bare"]
+        for name, (process, thread, wall) in found[rank].items():
+            extra = "" if name == "bare" else f"{process - bare[0]:18.1f} {thread - bare[1]:5.1f}"
+            print(f"rank {rank} {name:10s} {process:7.1f} {thread:12.1f} {wall:6.1f} {extra}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Text and CSV forms: round trips, PyTorch's own reader as oracle, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sixfold.pipeline import Action, Kind, Program, ScheduleError, gpipe, interleaved, one_f_one_b
+from sixfold.pipeline.action import PER_STAGE
+from sixfold.pipeline.passes import lower, strip
+
+NUMBERED = [kind for kind in Kind if kind not in PER_STAGE and kind is not Kind.OVERLAP_F_B]
+numbers = st.integers(0, 300)
+simple = st.one_of(
+    st.builds(Action, numbers, st.sampled_from(NUMBERED), numbers),
+    st.builds(Action, numbers, st.sampled_from(sorted(PER_STAGE))),
+)
+parts = st.builds(Action, numbers, st.sampled_from([Kind.F, Kind.B, Kind.I, Kind.W]), numbers)
+actions = st.one_of(simple, st.lists(parts, min_size=2, max_size=3).map(lambda p: Action.overlap(*p)))
+
+
+@given(actions)
+@settings(max_examples=200, deadline=None)
+def test_an_action_is_read_back_from_its_text(action):
+    assert Action.parse(str(action)) == action
+
+
+@given(actions)
+@settings(max_examples=100, deadline=None)
+def test_pytorch_reads_our_actions_as_we_do(action):
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch's parser is the oracle")
+    if any(part.kind in (Kind.RECOMPUTE, Kind.STEP) for part in action.each()):
+        return
+    read = theirs._Action.from_str(str(action))
+    assert str(read) == str(action)
+    assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in read.sub_actions or (read,)] == [
+        (a.stage, a.kind.value, a.microbatch) for a in action.each()
+    ]
+
+
+@pytest.mark.parametrize("program", [gpipe(2, 3), lower(one_f_one_b(4, 6)), lower(interleaved(2, 5, 3))])
+def test_programs_survive_text_and_csv(program):
+    assert Program.parse(str(program)) == program
+    assert Program.from_csv(program.to_csv()) == program
+    assert program.to_csv().count("\r\n") == len(program.ranks)
+
+
+def test_csv_is_pytorchs_own():
+    assert lower(one_f_one_b(2, 1)).to_csv() == (
+        "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\r\n1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD\r\n"
+    )
+
+
+def test_idle_cells_blank_lines_and_comments_are_no_actions():
+    assert Program.from_csv("0F0,,,0B0\n,1F0,1B0,\n") == gpipe(2, 1)
+    assert Program.parse("# two ranks\n\n1: 1F0 1B0  # the last\n0: 0F0 0B0\n") == gpipe(2, 1)
+
+
+def test_the_number_of_microbatches_is_read_or_given():
+    assert Program.parse("0: 0F0 0F1 0B0 0B1 0STEP7").microbatches == 2
+    assert Program.parse("0: 0F0 0B0", microbatches=3).microbatches == 3
+
+
+@pytest.mark.parametrize(
+    "cell", ["1F", "1F0x", "F0", "1G0", "1UNSHARD2", "1F0.1", "(0F0)B", "(0UNSHARD;1F0)OVERLAP_F_B", "-1F0"]
+)
+def test_a_cell_that_is_no_action_is_quoted_with_its_rank_and_column(cell):
+    with pytest.raises(ScheduleError) as caught:
+        Program.from_csv(f"0F0,0B0\n1F0,{cell}\n")
+    assert "rank 1, column 1" in str(caught.value)
+    assert cell in str(caught.value) or "OVERLAP" in str(caught.value)
+    assert (caught.value.rank, caught.value.position) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0: 0F0\n0: 0B0", "rank 0 has two lines"),
+        ("1: 0F0 0B0", "rank 0 has no line"),
+        ("zero: 0F0", "is not 'rank: action"),
+        ("0: 0F0 0B0 2F0 2B0", "stage 1 has no action"),
+        ("0: 0UNSHARD", "no action with a microbatch"),
+    ],
+)
+def test_a_text_that_is_no_program_says_why(text, words):
+    with pytest.raises(ScheduleError, match=words):
+        Program.parse(text)
+
+
+def test_a_placement_outside_the_ranks_is_refused():
+    with pytest.raises(ScheduleError, match="stage 1 is placed on rank 2; the program has 1 ranks"):
+        Program(((),), 1, (0, 2))
+
+
+def test_exporting_what_pytorch_has_no_word_for_names_it_and_strip_removes_it():
+    program = Program.parse("0: 0F0 0RECOMPUTE0 0B0 0STEP0")
+    with pytest.raises(ScheduleError, match=r"rank 0 \[1\] 0RECOMPUTE0: CSV has no RECOMPUTE"):
+        program.to_csv()
+    assert strip(program).to_csv() == "0F0,0B0\r\n"

@@ -38,6 +38,8 @@ class Kind(StrEnum):
     RECOMPUTE = "RECOMPUTE"  # ours: run the forward again before the backward
     STEP = "STEP"  # ours: optimizer step of one stage; its number is the step
 
+    __hash__ = str.__hash__  # Enum's own is a Python function, which every look-up by kind would call
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.action import MESSAGES, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
@@ -48,11 +48,13 @@ def peak_activations(
         again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
         held = peak = 0.0
         for position, entry in enumerate(actions):
-            for action in entry.each():
+            if entry.kind in MESSAGES:
+                continue
+            for action in entry.parts or (entry,):
                 whole = activation[action.stage]
                 kept = inputs[action.stage] if inputs is not None else 0.0
                 if action.kind is Kind.F:
-                    held += kept if (action.stage, action.microbatch) in again else whole
+                    held += kept if again and (action.stage, action.microbatch) in again else whole
                 elif action.kind is Kind.RECOMPUTE:
                     held += whole - kept
                 elif action.kind is Kind.B:
@@ -61,7 +63,8 @@ def peak_activations(
                     held -= whole * input_share
                 elif action.kind is Kind.W:
                     held -= whole * (1.0 - input_share)
-            peak = max(peak, held)
+            if held > peak:
+                peak = held
             if cap is not None and held > cap + _ROUNDING:
                 raise ScheduleError(
                     f"rank {rank} [{position}] {entry}: holds {held:g} of activations; memory_cap is {cap:g}",
@@ -83,7 +86,7 @@ def weight_versions(program: Program) -> tuple[int, ...]:
 
 
 def _versions_of_rank(actions: tuple[Action, ...]) -> int:
-    if not any(action.kind is Kind.STEP for action in actions):
+    if Kind.STEP not in {action.kind for action in actions}:
         return 1
     newest: dict[int, int] = {}
     used: dict[tuple[int, int | None], int] = {}

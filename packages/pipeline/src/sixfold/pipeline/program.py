@@ -51,10 +51,9 @@ class Program:
     @property
     def lowered(self) -> bool:
         """Whether the messages are in the lists; one without need of any is lowered once it reduces gradients."""
-        if any(action.kind in MESSAGES for _, _, action in self.entries()):
-            return True
+        kinds = {action.kind for actions in self.ranks for action in actions}
         local = all(a == b for a, b in pairwise(self.placement))
-        return local and any(action.kind is Kind.REDUCE_GRAD for _, _, action in self.entries())
+        return bool(kinds & MESSAGES) or (local and Kind.REDUCE_GRAD in kinds)
 
     def entries(self) -> Iterator[tuple[int, int, Action]]:
         """Every (rank, position, action), rank after rank."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
+from sixfold.pipeline.action import COMPUTE, MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
@@ -25,6 +25,8 @@ from sixfold.pipeline.waits import Wait, run_to_the_end, shortest_cycle
 __all__ = ["Report", "verify"]
 
 _SHOWN_LINKS = 50  # of a cycle, so that a report stays below 60 lines
+_REDUCED_TWICE = "gradients are reduced once per step"
+_REDUCED_EARLY = "a backward of the stage comes after it in this step"
 _PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -72,7 +74,7 @@ def verify(
     where = _positions(program)
     _check_compute(program, where)
     _check_messages(program, where)
-    _check_slots(program)
+    _check_slots(program, where)
     waits = _message_waits(program, where, transport) if program.lowered else _compute_waits(program, where)
     lengths = [len(actions) for actions in program.ranks]
     done = run_to_the_end(waits, lengths)
@@ -99,15 +101,17 @@ _Where = dict[Kind, list[int]]
 def _positions(program: Program) -> _Where:
     m, placement = program.microbatches, program.placement
     where: _Where = {kind: [-1] * (m * program.stages) for kind in Kind}
+    unnumbered = PER_STAGE | {Kind.STEP}
+    stages = program.stages
     for rank, actions in enumerate(program.ranks):
         for position, entry in enumerate(actions):
             for action in entry.parts or (entry,):
                 stage, k = action.stage, action.microbatch
-                if not 0 <= stage < program.stages:
-                    raise _broken(rank, position, action, f"stages are 0..{program.stages - 1}")
+                if not 0 <= stage < stages:
+                    raise _broken(rank, position, action, f"stages are 0..{stages - 1}")
                 if placement[stage] != rank:
                     raise _broken(rank, position, action, f"stage {stage} is on rank {placement[stage]}")
-                if action.kind in PER_STAGE or action.kind is Kind.STEP:
+                if action.kind in unnumbered:
                     continue
                 if k is None or not 0 <= k < m:
                     raise _broken(rank, position, action, f"microbatches are 0..{m - 1}")
@@ -190,65 +194,89 @@ def _refuse_stray(program: Program, where: _Where, message: Action, exists: bool
         raise _broken(program.placement[message.stage], position, message, rule)
 
 
-def _check_slots(program: Program) -> None:
+def _check_slots(program: Program, where: _Where) -> None:
     """UNSHARD, RESHARD and REDUCE_GRAD of each stage."""
     for rank, actions in enumerate(program.ranks):
-        slotted = {action.stage for action in actions if action.kind is Kind.UNSHARD}
-        gathered = dict.fromkeys(program.stages_of(rank), 0)
-        left = _backwards_left(actions)
-        reduced: set[int] = set()
-        for position, entry in enumerate(actions):
-            for action in entry.each():
-                stage = action.stage
-                if action.kind is Kind.UNSHARD:
-                    gathered[stage] += 1
-                elif action.kind is Kind.RESHARD:
-                    gathered[stage] -= 1
-                    if gathered[stage] < 0:
-                        raise _broken(rank, position, action, "the stage is not unsharded")
-                elif action.kind is Kind.STEP:
-                    reduced.discard(stage)
-                elif action.kind is Kind.REDUCE_GRAD:
-                    if stage in reduced:
-                        raise _broken(rank, position, action, "gradients are reduced once per step")
-                    if left[position].get(stage):
-                        raise _broken(rank, position, action, "a backward of the stage comes after it in this step")
-                    reduced.add(stage)
-                elif action.kind not in MESSAGES and stage in slotted and not gathered[stage]:
-                    raise _broken(rank, position, action, "the stage is not unsharded at this compute action")
-        for stage, count in gathered.items():
-            if count:
-                raise _missing(rank, Action(stage, Kind.RESHARD))
+        kinds = {action.kind for action in actions}
+        if Kind.UNSHARD in kinds or Kind.RESHARD in kinds:
+            _check_gathers(program, rank)
+        if Kind.STEP in kinds and Kind.REDUCE_GRAD in kinds:
+            _check_reductions(program, rank)
+        elif Kind.REDUCE_GRAD in kinds:
+            _check_one_reduction(program, rank, where)
 
 
-def _backwards_left(actions: tuple[Action, ...]) -> dict[int, dict[int, int]]:
-    """For the position of each REDUCE_GRAD: backwards of its stage between it and the stage's next STEP."""
-    left: dict[int, dict[int, int]] = {}
-    ahead: dict[int, int] = {}
-    for position in range(len(actions) - 1, -1, -1):
-        for action in actions[position].each():
+def _check_gathers(program: Program, rank: int) -> None:
+    """A stage that is ever unsharded is so at each of its compute actions, and resharded as often."""
+    actions = program.ranks[rank]
+    slotted = {action.stage for action in actions if action.kind is Kind.UNSHARD}
+    gathered = dict.fromkeys(program.stages_of(rank), 0)
+    for position, entry in enumerate(actions):
+        for action in entry.each():
+            if action.kind is Kind.UNSHARD:
+                gathered[action.stage] += 1
+            elif action.kind is Kind.RESHARD:
+                gathered[action.stage] -= 1
+                if gathered[action.stage] < 0:
+                    raise _broken(rank, position, action, "the stage is not unsharded")
+            elif action.kind in COMPUTE and action.stage in slotted and not gathered[action.stage]:
+                raise _broken(rank, position, action, "the stage is not unsharded at this compute action")
+    for stage, count in gathered.items():
+        if count:
+            raise _missing(rank, Action(stage, Kind.RESHARD))
+
+
+def _check_one_reduction(program: Program, rank: int, where: _Where) -> None:
+    """Without STEPs: at most one REDUCE_GRAD per stage, behind its last backward."""
+    m, reduced = program.microbatches, set[int]()
+    for position, action in enumerate(program.ranks[rank]):
+        if action.kind is not Kind.REDUCE_GRAD:
+            continue
+        if action.stage in reduced:
+            raise _broken(rank, position, action, _REDUCED_TWICE)
+        reduced.add(action.stage)
+        own = slice(action.stage * m, (action.stage + 1) * m)
+        if max(max(where[kind][own]) for kind in (Kind.B, Kind.I, Kind.W)) > position:
+            raise _broken(rank, position, action, _REDUCED_EARLY)
+
+
+def _check_reductions(program: Program, rank: int) -> None:
+    """With STEPs: the same between one STEP of a stage and the next; read from the end."""
+    behind: dict[int, str] = {}  # per stage, what a REDUCE_GRAD here would break
+    for position in range(len(program.ranks[rank]) - 1, -1, -1):
+        for action in program.ranks[rank][position].each():
             if action.kind is Kind.STEP:
-                ahead[action.stage] = 0
+                behind.pop(action.stage, None)
             elif action.kind in (Kind.B, Kind.I, Kind.W):
-                ahead[action.stage] = ahead.get(action.stage, 0) + 1
+                behind[action.stage] = _REDUCED_EARLY
             elif action.kind is Kind.REDUCE_GRAD:
-                left[position] = {action.stage: ahead.get(action.stage, 0)}
-    return left
+                if action.stage in behind:
+                    raise _broken(rank, position, action, behind[action.stage])
+                behind[action.stage] = _REDUCED_TWICE
 
 
 def _message_waits(program: Program, where: _Where, transport: str) -> list[list[Wait]]:
     """Waits of a lowered program; see [Note: waits]."""
     m, placement, buffered = program.microbatches, program.placement, transport == "buffered"
+    # Per kind: the list of the other end's positions, and how far from ours its stage is.
+    ends = {
+        Kind.SEND_F: (where[Kind.RECV_F], 1),
+        Kind.RECV_F: (where[Kind.SEND_F], -1),
+        Kind.SEND_B: (where[Kind.RECV_B], -1),
+        Kind.RECV_B: (where[Kind.SEND_B], 1),
+    }
+    if buffered:
+        del ends[Kind.SEND_F], ends[Kind.SEND_B]
     waits: list[list[Wait]] = []
     for actions in program.ranks:
         mine: list[Wait] = []
         for position, action in enumerate(actions):
-            if action.kind not in _PARTNER or (buffered and action.kind in (Kind.SEND_F, Kind.SEND_B)):
-                continue
-            peer = action.peer_stage
-            assert action.microbatch is not None, f"{action} has no microbatch"
-            at = where[_PARTNER[action.kind]][peer * m + action.microbatch]
-            mine.append((position, placement[peer], at if buffered else at - 1))
+            if (end := ends.get(action.kind)) is not None:
+                k = action.microbatch
+                assert k is not None, f"{action} has no microbatch"
+                peer = action.stage + end[1]
+                at = end[0][peer * m + k]
+                mine.append((position, placement[peer], at if buffered else at - 1))
         waits.append(mine)
     return waits
 

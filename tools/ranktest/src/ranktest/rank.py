@@ -79,6 +79,10 @@ def _run(rank: int, job: Job, call: Call) -> Any:
         world_size=job.ranks,
         timeout=datetime.timedelta(seconds=job.timeout_s + GLOO_TIMEOUT_MARGIN_S),
     )
+    # A rank connects as soon as its peers listen, and may be killed by its test before they see the connection.
+    if Current.store.add("connected", 1) == job.ranks:
+        Current.store.set("all connected", "")
+    Current.store.wait(["all connected"], datetime.timedelta(seconds=job.timeout_s + GLOO_TIMEOUT_MARGIN_S))
     function: Any = _load_module(call)
     for name in call.qualname.split("."):
         function = getattr(function, name)

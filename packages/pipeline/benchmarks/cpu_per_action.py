@@ -5,7 +5,7 @@
 Two gloo ranks, one thread each, 1F1B, m = 32, a stage of one 64x64 linear layer
 and a tanh, four rows per microbatch, so that nearly all time is overhead. In each
 round every contender runs ``steps`` steps in one pair of processes; figures are
-the least over rounds, since other load only adds. An action is an F or a B; from
+the median over rounds and the least. An action is an F or a B; from
 its cost the module work alone (the same forwards and backwards in a plain loop)
 is taken off. "process" is ``process_time``, gloo's threads included; "main" is
 the thread that runs the schedule.
@@ -14,6 +14,7 @@ the thread that runs the schedule.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from sixfold.pipeline import PipelineRunner, Stage, one_f_one_b
 
-RANKS, M, ROWS, WIDTH, ROUNDS = 2, 32, 4, 64, 5
+RANKS, M, ROWS, WIDTH, ROUNDS = 2, 32, 4, 64, 15
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def work(rank: int, folder: str, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     calls = {name: make(rank) for name, make in CONTENDERS.items()}
-    best: dict[str, list[float]] = {}
+    rounds: dict[str, list[list[float]]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
             call()
@@ -90,25 +91,26 @@ def work(rank: int, folder: str, steps: int) -> None:
             for _ in range(steps):
                 call()
             spent = [time.process_time() - clocks[0], time.thread_time() - clocks[1], time.perf_counter() - clocks[2]]
-            per_action = [seconds / steps / (2 * M) * 1e6 for seconds in spent]
-            best[name] = [min(pair) for pair in zip(best.get(name, per_action), per_action, strict=True)]
-    (Path(folder) / str(rank)).write_text(json.dumps(best))
+            rounds[name].append([seconds / steps / (2 * M) * 1e6 for seconds in spent])
+    (Path(folder) / str(rank)).write_text(json.dumps(rounds))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Print microseconds per action."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, args=(folder, steps), nprocs=RANKS)
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(RANKS)]
-    print("µs per action     process  main thread  wall   over bare: process  main")
-    for rank in range(RANKS):
-        bare = found[rank]["bare"]
-        for name, (process, thread, wall) in found[rank].items():
-            extra = "" if name == "bare" else f"{process - bare[0]:18.1f} {thread - bare[1]:5.1f}"
-            print(f"rank {rank} {name:10s} {process:7.1f} {thread:12.1f} {wall:6.1f} {extra}")
+    for word, of in (("median", statistics.median), ("least", min)):
+        print(f"µs per action, {word:6s}  process  main thread   wall   over bare: process   main")
+        for rank in range(RANKS):
+            figures = {name: [of(column) for column in zip(*rows, strict=True)] for name, rows in found[rank].items()}
+            for name, (process, thread, wall) in figures.items():
+                extra = f"{process - figures['bare'][0]:19.1f} {thread - figures['bare'][1]:6.1f}"
+                line = f"rank {rank} {name:14s} {process:9.1f} {thread:12.1f} {wall:6.1f}"
+                print(line if name == "bare" else f"{line} {extra}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ after all ranks have gathered it, because a checkpoint writes common data from o
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,9 @@ def save(
 ) -> float:
     """Write the whole training state to ``folder``, complete or not at all. Collective over all ranks.
 
+    With ``checkpoint.background`` the save goes through ``async_save``, which in this release saves before it returns
+    and says so once.
+
     Returns:
         Seconds for which training was blocked.
     """
@@ -93,7 +97,15 @@ def save(
         "versions": dict(versions),
         "optimizer": {"scalars": _scalars(rank), "groups": _groups(rank.optimizer)},
     }
-    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    timeout = rank.config.run.timeout_seconds
+    if not rank.config.checkpoint.background:
+        dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+        return time.monotonic() - start
+    with warnings.catch_warnings():
+        if rank.mesh.rank:
+            warnings.simplefilter("ignore")  # one rank says for the job what kind of background this is
+        handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+    handle.wait(timeout)
     return time.monotonic() - start
 
 

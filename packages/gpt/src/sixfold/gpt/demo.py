@@ -41,7 +41,7 @@ TOML = """\
 [model]
 num_layers = 4
 hidden_size = 192
-num_attention_heads = 6
+num_attention_heads = 3
 ffn_hidden_size = 512
 vocab_size = 257
 
@@ -70,6 +70,7 @@ min_lr_ratio = 0.05
 
 [checkpoint]
 every = {every}
+background = false
 
 [run]
 dir = {run}

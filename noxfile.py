@@ -165,6 +165,7 @@ def isolation(session: nox.Session, package: str) -> None:
         session.run("python", *pip, "ranktest")
     variables = {"OMP_NUM_THREADS": "1"}
     session.run("python", *single_process_tests(package), env=variables, success_codes=[0, NO_TESTS_COLLECTED])
+    shutil.rmtree(session.virtualenv.location)  # it has done its work; with a torch each, six of them fill a disk
 
 
 # ---- the shared venv

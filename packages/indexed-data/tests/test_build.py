@@ -171,6 +171,7 @@ def test_workers_write_the_same_bytes(folder):
 
 TOKENIZER = """
 import os, signal
+import numpy as np
 
 class Tokenizer:
     vocab_size, eod = 300, 299
@@ -184,6 +185,10 @@ class Tokenizer:
 
     def decode(self, ids):
         return "".join(chr(ord("a") + i) for i in ids)
+
+class Bytes(Tokenizer):
+    def encode(self, text):
+        return None if text == "none" else np.frombuffer(text.encode(), np.uint8)
 
 class NoEnd:
     vocab_size = 4
@@ -211,6 +216,16 @@ def test_a_tokenizer_that_fails_is_an_error_with_the_line_even_when_skipping(fol
     assert not IndexedDataset.exists("out")
 
 
+def test_an_end_beyond_the_dtype_of_the_tokenizers_ids_is_stored_whole(folder):
+    (folder / "my_tokenizer4.py").write_text(TOKENIZER)
+    (folder / "a.txt").write_text("ab")
+    build(["a.txt"], "out", tokenizer="my_tokenizer4:Bytes")
+    assert IndexedDataset("out")[0].tolist() == [97, 98, 299]
+    (folder / "a.txt").write_text("none")
+    with pytest.raises(IndexedDataError, match=r"a\.txt:1: tokenizer my_tokenizer4:Bytes failed: TypeError"):
+        build(["a.txt"], "out", tokenizer="my_tokenizer4:Bytes", overwrite=True)
+
+
 def test_a_hugging_face_file_is_read_through_the_extra(folder):
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra sixfold-indexed-data[tokenizers]")
     vocabulary = {"hello": 0, "world": 5, "[UNK]": 1, "<eod>": 7}  # with gaps: the vocabulary has 8 ids
@@ -231,6 +246,7 @@ REFUSALS = {
     "no inputs": ({"inputs": []}, "no inputs"),
     "a missing input": ({"inputs": ["nope.txt"]}, r"nope\.txt: No such file"),
     "a folder": ({"inputs": ["."]}, "no regular file"),
+    "an output without a name": ({"output": "./"}, "'./' ends in no name"),
     "a missing folder": ({"output": "nowhere/out"}, r"nowhere/out\.building: cannot be made"),
     "format": ({"format": "xml"}, "format is 'xml'"),
     "text_documents": ({"text_documents": "page"}, "text_documents is 'page'"),
@@ -322,6 +338,24 @@ def test_parts_of_another_build_are_not_used(folder, change):
     assert pair_bytes("out") == pair_bytes("whole")
 
 
+def test_a_part_whose_report_was_cut_is_made_again(folder):
+    numbered(folder)
+    with pytest.raises(KeyboardInterrupt):
+        build(["a.jsonl"], "out", part_bytes=500, progress=interrupt_after_two_parts)
+    os.truncate("out.building/part-00000.json", 7)
+    build(["a.jsonl"], "out", part_bytes=500)
+    assert pair_bytes("out") == pair_bytes("whole")
+
+
+def test_a_folder_that_no_build_made_is_not_emptied(folder):
+    numbered(folder)
+    (folder / "out.building").mkdir()
+    (folder / "out.building" / "thesis.txt").write_text("mine")
+    with pytest.raises(IndexedDataError, match=r"out\.building holds thesis\.txt .*was not made by a build"):
+        build(["a.jsonl"], "out")
+    assert os.listdir("out.building") == ["thesis.txt"]
+
+
 def test_two_builds_of_one_output_do_not_meet(folder):
     numbered(folder)
     refused = []
@@ -385,7 +419,7 @@ class Slow:
     vocab_size, eod = 9, 8
 
     def encode(self, text):
-        time.sleep(0.1)
+        time.sleep(0.05)
         return [1]
 """
 

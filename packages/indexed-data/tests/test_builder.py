@@ -36,6 +36,14 @@ def test_bytes_are_those_of_the_format(tmp_path, dtype):
     assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "hand")
 
 
+def test_a_dtype_of_the_other_byte_order_is_stored_little_endian(tmp_path):
+    write_pair(tmp_path / "hand", "uint16", [[[1, 2]], [[3]]])
+    with IndexedDatasetBuilder(tmp_path / "ours.bin", ">u2") as builder:
+        builder.add_document(np.array([1, 2], ">u2"))
+        builder.add_document([3])
+    assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "hand")
+
+
 def test_modes_are_written_after_the_document_index(tmp_path):
     write_pair(tmp_path / "hand", "uint8", [[[1, 2], [3]], [[4]]], modes=[0, 5, -1])
     with IndexedDatasetBuilder(tmp_path / "ours.bin", np.uint8, multimodal=True) as builder:
@@ -97,6 +105,17 @@ def test_an_id_outside_the_dtype_is_refused_by_document_position_and_value(tmp_p
     assert written(tmp_path / "a") == [[[1, 2]], [[3]]]
 
 
+@pytest.mark.parametrize(
+    ("ids", "problem"), [(["a"], "position 0 is .*'a'"), ([0.1], "change when stored"), ([2**24 + 1], "change")]
+)
+def test_what_a_float_dtype_cannot_hold_is_refused(tmp_path, ids, problem):
+    with IndexedDatasetBuilder(tmp_path / "a.bin", np.float32) as builder:
+        with pytest.raises(IndexedDataError, match=f"document 0: .*{problem}"):
+            builder.add_document(ids)
+        builder.add_document([0.5])
+    assert written(tmp_path / "a") == [[[0.5]]]
+
+
 def test_negative_ids_fit_a_signed_dtype(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "a.bin", np.int32) as builder:
         builder.add_document(np.array([-100, 2**31 - 1, -(2**31)]))
@@ -130,6 +149,9 @@ def test_what_is_no_row_of_integers_is_refused(tmp_path, ids):
         (lambda b: b.add_document([1], [2, -1]), "length 1 is -1"),
         (lambda b: b.add_document([1, 2], [1, 1], [0]), "1 modes for 2 sequences"),
         (lambda b: b.add_document([1], [1], [200]), "mode 200"),
+        (lambda b: b.add_document([1, 2], [1.5, 1.5]), "length 0 is 1.5; it is a whole number"),
+        (lambda b: b.add_document([1, 2], 2), "lengths is 2; it is a sequence"),
+        (lambda b: b.add_document([1], [1], ["1"]), "mode 0 is '1'; it is a whole number"),
     ],
 )
 def test_lengths_and_modes_that_do_not_add_up_are_refused_with_both_numbers(tmp_path, call, numbers):
@@ -150,6 +172,8 @@ def test_modes_in_a_pair_without_modes_are_refused(tmp_path):
     [
         (np.uint32, {}, "uint32 has no code"),
         (np.float16, {}, "float16 has no code"),
+        (None, {}, "None has no code"),
+        (np.uint16, {"vocab_size": 2.5}, "vocab_size is 2.5; it is a whole number"),
         (np.uint16, {"vocab_size": 70_000}, "vocab_size is 70000"),
         (np.float32, {"vocab_size": 10}, "only integer ids"),
     ],
@@ -173,6 +197,23 @@ def test_finalize_refuses_sequences_that_belong_to_no_document(tmp_path):
     builder.end_document()
     builder.finalize()
     assert written(tmp_path / "a") == [[[1]]]
+
+
+def test_the_idx_cannot_take_the_name_of_the_bin(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        builder.add_document([1])
+        with pytest.raises(IndexedDataError, match="the two files have two names"):
+            builder.finalize(tmp_path / "a.bin")
+    assert written(tmp_path / "a") == [[[1]]]
+
+
+def test_a_folder_with_the_name_of_the_idx_is_named_and_the_old_bin_stays(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"old")
+    (tmp_path / "a.idx").mkdir()
+    with pytest.raises(IndexedDataError, match=r"a folder is named .*a\.idx"):
+        IndexedDatasetBuilder(tmp_path / "a.bin").finalize()
+    assert (tmp_path / "a.bin").read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
 @pytest.mark.parametrize("end", ["finalize", "abort"])

@@ -189,6 +189,12 @@ def test_verify_names_the_document_of_an_id_outside_the_vocabulary(tmp_path, dty
     assert verify(tmp_path / "a").ok
 
 
+def test_verify_counts_a_nan_as_outside_every_vocabulary(tmp_path):
+    write_pair(tmp_path / "a", "float32", [[[1.0, float("nan")]]])
+    (problem,) = verify(tmp_path / "a", vocab_size=300).problems
+    assert (problem.value, problem.where[-10:]) == ("id nan", "position 1")
+
+
 class Short:
     """An object store that gives less than it was asked for, beyond the index."""
 

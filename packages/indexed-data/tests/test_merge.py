@@ -106,6 +106,10 @@ def test_sequences_outside_documents_do_not_flow_into_an_added_pair(tmp_path, pr
     builder.abort()
 
 
-def test_nothing_to_merge_is_refused(tmp_path):
+def test_nothing_to_merge_and_nowhere_to_put_it_are_refused(tmp_path, prefixes):
     with pytest.raises(IndexedDataError, match="nothing to merge"):
         merge([], tmp_path / "both")
+    with pytest.raises(IndexedDataError, match="it is a list of path prefixes"):
+        merge("part0", tmp_path / "both")
+    with pytest.raises(IndexedDataError, match="ends in no name"):
+        merge([tmp_path / "part0"], f"{tmp_path}/")

@@ -1,12 +1,11 @@
 """megatron-core 0.16.1 on both sides: the same bytes, and each reads what the other wrote."""
 
 import json
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from indexed_data_helpers import pair_bytes
+from indexed_data_helpers import load_peer, pair_bytes
 
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, merge, verify
 
@@ -18,11 +17,7 @@ PAIRS = json.loads((GOLDEN / "expected.json").read_text())
 
 @pytest.fixture(scope="module")
 def peer():
-    pytest.importorskip("megatron.core", reason="needs megatron-core, a peer that only tests use")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
+    return load_peer()
 
 
 def random_documents(seed, modes=False):

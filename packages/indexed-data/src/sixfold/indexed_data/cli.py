@@ -24,6 +24,7 @@ from sixfold.indexed_data.text.build import build
 from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
 from sixfold.indexed_data.text.tokenizers import decode_ids, load_tokenizer
 from sixfold.indexed_data.verifying import verify
+from sixfold.indexed_data.writer import files_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sixfold-data: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("sixfold-data: interrupted; the same command goes on from the finished parts", file=sys.stderr)
+        more = "; the same command goes on from the finished parts" if options.command == "build" else ""
+        print(f"sixfold-data: interrupted{more}", file=sys.stderr)
         return 130
 
 
@@ -190,8 +192,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    if IndexedDataset.exists(options.output) and not options.overwrite:
-        raise IndexedDataError(f"{options.output}: the pair is there already; pass --overwrite to replace it")
+    there = files_of(options.output)
+    if there and not options.overwrite:
+        raise IndexedDataError(f"{there[0]} is there already; pass --overwrite to replace the pair")
     merge(options.inputs, options.output, multimodal=options.multimodal)
     with IndexedDataset(options.output, options.multimodal) as dataset:
         report = {

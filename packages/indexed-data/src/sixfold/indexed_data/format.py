@@ -56,7 +56,7 @@ class DType(Enum):
     def code_from_dtype(cls, dtype: npt.DTypeLike) -> int:
         """The header code of a numpy dtype; IndexedDataError if it has none."""
         try:
-            name = np.dtype(dtype).name
+            name = "None" if dtype is None else np.dtype(dtype).name  # numpy takes None for float64
         except TypeError:
             name = str(dtype)
         if name not in cls.__members__:

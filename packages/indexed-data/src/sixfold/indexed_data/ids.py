@@ -8,6 +8,7 @@ so every id is checked here, at the price of one reduction per call.
 
 from __future__ import annotations
 
+import operator
 from array import array
 from typing import Any
 
@@ -26,6 +27,8 @@ class IdRange:
 
     def __init__(self, dtype: np.dtype[Any], vocab_size: int | None) -> None:
         """IndexedDataError if the vocabulary has ids that the dtype has not."""
+        if vocab_size is not None:
+            vocab_size = whole_number("vocab_size", vocab_size)
         self.dtype, self.vocab_size = dtype, vocab_size
         self.typecode = _TYPECODES.get(dtype.name)
         if self.typecode is None:  # float32 and float64: no bounds, values must survive the round trip
@@ -48,6 +51,14 @@ class IdRange:
             return f"{self.dtype} holds floats of its own precision"
         vocabulary = "" if self.vocab_size is None else f", vocabulary {self.vocab_size}"
         return f"{self.dtype}{vocabulary} holds integers from {self.low} to {self.high}"
+
+
+def whole_number(what: str, value: Any) -> int:
+    """``value`` as an int; IndexedDataError for what is none (``int`` would cut 1.5 to 1)."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise IndexedDataError(f"{what} is {value!r}; it is a whole number") from None
 
 
 def checked_ids(tensor: Any, allowed: IdRange) -> npt.NDArray[Any]:
@@ -96,8 +107,10 @@ def _narrowed(ids: npt.NDArray[Any], allowed: IdRange) -> npt.NDArray[Any]:
     if ids.size == 0:
         return ids.astype(allowed.dtype)
     if allowed.typecode is None:
+        if ids.dtype.kind not in "iuf":
+            raise IndexedDataError(f"values of dtype {ids.dtype}, position 0 is {ids[0]!r}; {allowed}")
         narrow: npt.NDArray[Any] = ids.astype(allowed.dtype)
-        if ids.dtype.kind not in "iuf" or not np.array_equal(narrow, ids, equal_nan=ids.dtype.kind == "f"):
+        if not np.array_equal(narrow, ids, equal_nan=ids.dtype.kind == "f"):
             raise IndexedDataError(f"values of {ids.dtype} that change when stored; {allowed}")
         return narrow
     if ids.dtype.kind not in "iu":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.writer import IndexedDatasetBuilder
+from sixfold.indexed_data.writer import IndexedDatasetBuilder, checked_prefix
 
 
 def merge(
@@ -26,10 +26,12 @@ def merge(
         IndexedDataError: no inputs, different dtypes, a damaged pair, or modes unexpected or missing.
     Cost: memory of the index arrays alone, whatever the size of the .bin files.
     """
+    if isinstance(inputs, str | os.PathLike):
+        raise IndexedDataError(f"inputs is {os.fspath(inputs)!r}; it is a list of path prefixes")
     if not inputs:
         raise IndexedDataError(f"{os.fspath(output)}: nothing to merge; give at least one path prefix")
     with IndexedDataset(inputs[0], multimodal) as first:
         dtype = first.dtype
-    with IndexedDatasetBuilder(os.fspath(output) + ".bin", dtype, multimodal) as builder:
+    with IndexedDatasetBuilder(checked_prefix(output) + ".bin", dtype, multimodal) as builder:
         for prefix in inputs:
             builder.add_index(prefix)

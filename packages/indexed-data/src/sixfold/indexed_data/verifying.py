@@ -60,9 +60,10 @@ def _ids_outside(index: Index, data: Bytes, vocab_size: int) -> Iterator[Problem
     ids = data.view(index.header.dtype)
     for begin in range(0, ids.size, _CHUNK):
         chunk = ids[begin : begin + _CHUNK]
-        if int(chunk.max()) < vocab_size and int(chunk.min()) >= 0:
+        if chunk.max() < vocab_size and chunk.min() >= 0:
             continue
-        token = begin + int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
+        inside = (chunk >= 0) & (chunk < vocab_size)  # a NaN lies in no vocabulary
+        token = begin + int(np.flatnonzero(~inside)[0])
         # Empty sequences share their pointer with the next one; "right" finds the one that holds the token.
         sequence = int(np.searchsorted(index.pointers_S, token * index.itemsize, side="right")) - 1
         document = int(np.searchsorted(index.boundaries_D, sequence, side="right")) - 1

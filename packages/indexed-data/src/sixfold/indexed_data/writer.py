@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
-from sixfold.indexed_data.ids import IdRange, checked_ids
+from sixfold.indexed_data.ids import IdRange, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.reader import IndexedDataset
 
@@ -58,7 +58,7 @@ class IndexedDatasetBuilder:
         vocab_size: int | None = None,
     ) -> None:
         DType.code_from_dtype(dtype)
-        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")  # the format has one byte order
         self.multimodal = multimodal
         self._bin_path = os.fspath(bin_path)
         self._allowed = IdRange(self.dtype, vocab_size)
@@ -129,6 +129,8 @@ class IndexedDatasetBuilder:
                 raise IndexedDataError(f"{self._bin_path} does not end in .bin; name the .idx: finalize(idx_path)")
             idx_path = self._bin_path.removesuffix(".bin") + ".idx"
         final_idx = os.fspath(idx_path)
+        if os.path.abspath(final_idx) == os.path.abspath(self._bin_path):
+            raise IndexedDataError(f"idx_path is {final_idx}, the .bin itself; the two files have two names")
         temporary_idx = temporary_name(final_idx)
         try:
             self._flush()
@@ -198,7 +200,7 @@ class IndexedDatasetBuilder:
         self, n: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Lengths and modes of the sequences of n ids, checked."""
-        counts = (n,) if lengths is None else tuple(int(length) for length in lengths)
+        counts = (n,) if lengths is None else _whole_numbers("length", lengths)
         for i, count in enumerate(counts):
             if not 0 <= count <= LONGEST_SEQUENCE:
                 raise IndexedDataError(f"length {i} is {count}; a sequence has 0 to {LONGEST_SEQUENCE} tokens")
@@ -208,7 +210,7 @@ class IndexedDatasetBuilder:
             raise IndexedDataError(
                 f"modes {list(modes)} in a pair without modes; make the builder with multimodal=True"
             )
-        kinds = (0,) * len(counts) if modes is None else tuple(int(mode) for mode in modes)
+        kinds = (0,) * len(counts) if modes is None else _whole_numbers("mode", modes)
         if len(kinds) != len(counts):
             raise IndexedDataError(f"{len(kinds)} modes for {len(counts)} sequences; each has one")
         for kind in kinds:
@@ -270,6 +272,13 @@ def _one(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (n,), (0,)
 
 
+def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(whole_number(f"{what} {i}", value) for i, value in enumerate(values))
+    except TypeError:
+        raise IndexedDataError(f"{what}s is {values!r}; it is a sequence of whole numbers") from None
+
+
 def refuse_hidden_modes(pair: IndexedDataset) -> None:
     """IndexedDataError if ``pair`` was opened without modes and probably has them: S bytes after its arrays."""
     if len(pair) and pair.trailing_bytes == len(pair):
@@ -277,6 +286,19 @@ def refuse_hidden_modes(pair: IndexedDataset) -> None:
             f"{pair.path_prefix}.idx: {len(pair)} bytes follow the last array, one for each sequence: probably the "
             "modes of a multimodal pair. Pass multimodal=True, or cut them off"
         )
+
+
+def checked_prefix(output: str | os.PathLike[str]) -> str:
+    """``output`` as the path prefix of a new pair; IndexedDataError for one that ends in no name."""
+    prefix = os.fspath(output)
+    if not os.path.basename(prefix):
+        raise IndexedDataError(f"{prefix!r} ends in no name; an output is a path prefix, such as folder/wiki")
+    return prefix
+
+
+def files_of(prefix: str) -> list[str]:
+    """Those of the two files of a pair that are there, in whatever state."""
+    return [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
 
 
 def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
@@ -287,8 +309,9 @@ def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
         for descriptor in descriptors:
             held.callback(os.close, descriptor)
             _lock(descriptor)  # two writers of one pair take turns here, so that their files do not mix
-        if os.path.isdir(bin_path):
-            raise IsADirectoryError(errno.EISDIR, "a folder has the name of the .bin", bin_path)
+        for path in (bin_path, idx_path):
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, f"a folder is named {path}", path)
         if os.path.lexists(idx_path):
             os.unlink(idx_path)
             _sync(descriptors)

@@ -24,7 +24,7 @@ from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
-from sixfold.indexed_data.writer import IndexedDatasetBuilder, publish
+from sixfold.indexed_data.writer import IndexedDatasetBuilder, checked_prefix, publish
 
 PART_BYTES = 64 * 2**20
 Parts = list[tuple[Slice, ...]]
@@ -84,7 +84,7 @@ def build(
     """
     started = time.perf_counter()
     names = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    prefix = os.fspath(output)
+    prefix = checked_prefix(output)
     text = TextOptions(format=format, json_key=json_key, text_documents=text_documents)
     loaded = load_tokenizer(tokenizer, eod_token)
     job = Job(

@@ -84,8 +84,11 @@ def read_report(prefix: str) -> PartReport | None:
 
     if not all(os.path.exists(prefix + end) for end in (".bin", ".idx", ".json")):
         return None
-    with open(prefix + ".json", encoding="utf-8") as file:
-        return PartReport(**json.load(file))
+    try:
+        with open(prefix + ".json", encoding="utf-8") as file:
+            return PartReport(**json.load(file))
+    except (OSError, ValueError, TypeError):  # cut when the machine went down: the part is made again
+        return None
 
 
 def _count_bad(report: PartReport, place: tuple[int, int, str], job: Job) -> None:
@@ -101,11 +104,11 @@ def _add(
 ) -> None:
     try:
         ids = tokenizer.encode(text)
+        if job.append_eod:
+            ids = _with_end(ids, tokenizer.eod)
     except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
-    if job.append_eod:
-        ids = _with_end(ids, tokenizer.eod)
     try:
         builder.add_document(ids)
     except IndexedDataError as error:
@@ -119,8 +122,10 @@ def _add(
 
 
 def _with_end(ids: Any, eod: int | None) -> Any:
+    assert eod is not None, "build refuses to append an EOD that the tokenizer does not have"
     if isinstance(ids, np.ndarray):
-        return np.concatenate((ids, np.array([eod], ids.dtype)))
+        # Not simply the dtype of ids: a tokenizer of bytes may give uint8 and end with 256.
+        return np.concatenate((ids, np.array([eod], np.result_type(ids.dtype, np.min_scalar_type(eod)))))
     return [*ids, eod]
 
 

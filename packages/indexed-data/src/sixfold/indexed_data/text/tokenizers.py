@@ -63,9 +63,17 @@ def decode_ids(tokenizer: Tokenizer, ids: list[int]) -> str | None:
         if 0 <= i < tokenizer.vocab_size:
             known.append(i)
             continue
-        pieces += [tokenizer.decode(known), REPLACEMENT]
+        pieces += [_decoded(tokenizer, known), REPLACEMENT]
         known = []
-    return "".join([*pieces, tokenizer.decode(known)])
+    return "".join([*pieces, _decoded(tokenizer, known)])
+
+
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    assert tokenizer.decode is not None, f"{tokenizer.name} was found to decode"
+    try:
+        return str(tokenizer.decode(ids))
+    except Exception as error:  # whatever the user's code raises
+        raise IndexedDataError(f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}") from error
 
 
 def _encode_bytes(text: str) -> Any:

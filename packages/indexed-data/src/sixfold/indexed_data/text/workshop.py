@@ -17,6 +17,7 @@ from typing import Any
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.parts import read_report
+from sixfold.indexed_data.writer import files_of
 
 _PLAN, _LOCK = "plan.json", "lock"
 
@@ -32,17 +33,21 @@ def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[str
     Removed on success, after ``BadInput`` and when no part is finished; kept after every other error.
 
     Raises:
-        IndexedDataError: a pair is there and may not be replaced; the folder cannot be made or is in use.
+        IndexedDataError: a pair is there and may not be replaced; the folder cannot be made, is in use, or is
+            somebody else's.
     """
     folder = prefix + ".building"
     resumed = _read_plan(folder) == plan
-    there = [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
+    there = files_of(prefix)
     if there and not overwrite and not (resumed and len(there) == 1):  # one: a build was killed between two renames
         raise IndexedDataError(f"{there[0]} is there already; pass overwrite (--overwrite) to replace the pair")
     lock = _make_locked(folder)
     try:
-        _sweep(folder, resumed)
-        _write_plan(folder, plan)
+        try:
+            _sweep(folder, resumed)
+            _write_plan(folder, plan)
+        except OSError as error:
+            raise IndexedDataError(f"{error.filename or folder}: {error.strerror}; it is in a build's way") from error
         try:
             yield folder
         except BaseException as error:
@@ -63,6 +68,12 @@ def _make_locked(folder: str) -> int:
     try:
         with suppress(FileExistsError):
             os.mkdir(folder)
+        names = os.listdir(folder)
+        if _PLAN not in names and set(names) - {_LOCK}:
+            raise IndexedDataError(
+                f"{folder} holds {sorted(names)[0]} and no {_PLAN}: it was not made by a build, and a build would "
+                "empty it. Move it away, or choose another output"
+            )
         # A file in the folder, not the folder itself: writers of parts lock that one while they rename.
         lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -87,12 +98,12 @@ def _sweep(folder: str, resumed: bool) -> None:
     """Remove all that an earlier build left, but for the finished parts of the same plan."""
     keep = {name + end for name in _finished(folder) for end in (".bin", ".idx", ".json")} if resumed else set()
     for name in os.listdir(folder):
-        if name not in keep and name != _LOCK:
+        if name not in keep and name not in (_LOCK, _PLAN):
             os.unlink(os.path.join(folder, name))
 
 
 def _remove(folder: str) -> None:
-    for name in os.listdir(folder):
+    for name in sorted(os.listdir(folder), key=(_PLAN, _LOCK).__contains__):  # the plan tells whose folder it is
         os.unlink(os.path.join(folder, name))
     os.rmdir(folder)
 

@@ -19,7 +19,10 @@ from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, Mixe
         ({"grad_reduce": "first"}, "grad_reduce is 'first'; it is one of auto, last, microbatch"),
         ({"fsdp_unit_modules": ["Nothing"]}, "'Nothing' matches no module"),
         ({"grad_divisor": 0.0}, "grad_divisor is 0.0"),
+        ({"grad_divisor": float("inf")}, "grad_divisor is inf"),
         ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"fsdp_unit_modules": "Block"}, "fsdp_unit_modules is 'Block'; it is a list"),
+        ({"granularity": lambda name, parameter: None}, "granularity is None"),
         (
             {"mesh_for": lambda name: object()},
             "embedding.weight a mesh of its own: comes with the fsdp issue",
@@ -68,6 +71,10 @@ def test_moving_or_loading_a_wrapped_model_is_refused():
         model.entry(nn.Linear(2, 2))
     with pytest.raises(FsdpError, match="comes with the fsdp issue"):
         model.use_plan([])
+    with pytest.raises(FsdpError, match="FullyShardedDataParallel already"):
+        FullyShardedDataParallel(nn.Sequential(model))
+    with pytest.raises(FsdpError, match=r"AdamW holds .* itself; use fully_shard_optimizer"):
+        model.materialize_state(torch.optim.AdamW(model.module.parameters()))
 
 
 def test_integer_parameters_and_meta_modules_without_an_initialiser_are_refused():

@@ -141,6 +141,20 @@ def test_one_local_stage_with_fused_backward_reduces_by_micro_batch_unless_told(
     assert model.report()["reductions"] == 2 * 3 * per_step
 
 
+def test_a_parameter_without_gradient_in_the_first_micro_batch_is_no_split_backward():
+    net = nn.ModuleDict({"0": nn.Sequential(Block(WIDTH), Block(WIDTH))})
+    net["0"][1].spare = nn.Parameter(torch.ones(3))
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
+    handle = model.stage_handle(net["0"])
+    for k in range(MICROBATCHES):
+        handle.call(torch.randn(1, 2, WIDTH)).sum().backward()
+        handle.after_backward(k)
+    handle.reduce_grad()
+    model.finish_grad_sync()
+    assert model.report()["reductions"] == 2 * MICROBATCHES
+    assert model.report()["bytes"]["local_gradients"] == 0, "full-size sums that only the first one needed are freed"
+
+
 class OneLayer(nn.Module):
     """A stage whose output is its only unit's output; the embedding, if any, is a unit of its own."""
 
@@ -258,6 +272,16 @@ def test_split_backward_with_reduction_by_micro_batch_is_refused():
         handle.accumulate(net["0"].linear.weight, net["0"].later.pop())
     with pytest.raises(FsdpError, match="not of this model"):
         model.stage_handle(net["0"]).accumulate(nn.Parameter(torch.ones(2)), torch.ones(2))
+
+
+def test_a_second_handle_of_a_stage_takes_the_place_of_the_first():
+    net = nn.ModuleDict({"0": LastStage()})
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_reduce="last")
+    model.stage_handle(net["0"])
+    handle = model.stage_handle(net["0"])
+    handle.call(torch.randn(1, 2, WIDTH), weight=torch.tensor(1.0)).backward()
+    handle.reduce_grad()
+    assert model.report()["reductions"] == 3, "the root unit waits for no handle that nobody uses"
 
 
 def test_unshard_gathers_kept_units_ahead_and_is_a_hint_with_two_slots():

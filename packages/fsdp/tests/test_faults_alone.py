@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sixfold.fsdp import FsdpError
+from sixfold.fsdp import FsdpError, faults
 from sixfold.fsdp.checks import OrderDigest, odd_ranks, tensor_digest
 from sixfold.fsdp.faults import Faults, Watchdog
 
@@ -40,6 +40,57 @@ def test_a_failed_work_among_many_says_how_to_learn_the_rank():
     with pytest.raises(FsdpError, match=r"fault_store.*Connection closed") as caught:
         Faults(0, 4, None, timeout_s=5.0).wait(FakeWork(fails="Connection closed by peer. More"), "", 0, "gather")
     assert caught.value.ranks == ()
+
+
+class LateWork(FakeWork):
+    """Ends well in the moment after its first wait gave up."""
+
+    def wait(self, timeout=None):
+        if not self.done:
+            self.done = True
+            raise RuntimeError("Operation timed out!")
+
+
+def test_a_work_that_ends_just_after_its_wait_gave_up_is_no_fault():
+    Faults(0, 2, None, timeout_s=5.0).wait(LateWork(), "", 0, "gather")
+
+
+class DeadStore:
+    """A store whose process is gone."""
+
+    def add(self, key, amount):
+        raise RuntimeError("Connection reset by peer")
+
+    def set(self, key, value):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_is_said_and_nobody_is_blamed():
+    with pytest.raises(FsdpError, match="fault_store does not answer") as caught:
+        Faults(1, 3, DeadStore(), timeout_s=5.0).wait(FakeWork(), "", 0, "gather")
+    assert caught.value.ranks == ()
+
+
+class SilentStore:
+    """A store in which nobody leaves a sign."""
+
+    def add(self, key, amount):
+        return 0
+
+    def set(self, key, value):
+        pass
+
+    def check(self, keys):
+        return False
+
+
+def test_blame_for_several_lost_ranks_comes_soon_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(faults, "_AFTER_DEADLINE_S", 0.05)
+    began = time.monotonic()
+    with pytest.raises(FsdpError) as caught:
+        Faults(0, 4, SilentStore(), timeout_s=0.5).wait(FakeWork(), "", 0, "gather")
+    assert caught.value.ranks == (1, 2, 3)
+    assert time.monotonic() - began < 0.9  # without it: a grace as long as the timeout again
 
 
 def test_the_watchdog_reports_a_late_work_once_and_forgets_finished_ones():

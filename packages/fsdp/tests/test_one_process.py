@@ -338,6 +338,41 @@ def test_steady_state_makes_no_buffer_however_unequal_the_units():
         assert large_allocations(stepper(strategy)) <= plain, strategy
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_step_that_is_given_up_leaves_nothing_in_the_next_one(strategy, last):
+    net, twin = make_net(), make_net()
+    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    with model.microbatch(last=last):  # reductions wait, or are in flight
+        loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
+    optimizer.zero_grad()
+    for one in (model, twin):
+        loss_of(one(batch(1, 0, 0)), batch(1, 0, 0)).backward()
+    model.finish_grad_sync()
+    expected = {name: p.grad.view(-1) for name, p in twin.named_parameters()}
+    assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+
+
+def test_zero_grad_of_one_of_two_optimizers_forgets_its_own_gradients_only():
+    net, twin = make_net(), make_net()
+    model = FullyShardedDataParallel(net, strategy="optim")
+    half, rest = list(net.blocks.parameters()), [*net.embedding.parameters(), *net.norm.parameters()]
+    first = fully_shard_optimizer(make_adamw(half), model)
+    fully_shard_optimizer(make_adamw(rest), model)
+    for one in (model, twin):
+        loss_of(one(batch(0, 0, 0)), batch(0, 0, 0)).backward()
+    with model.microbatch(last=False):
+        loss_of(model(batch(1, 0, 0)), batch(1, 0, 0)).backward()
+    loss_of(twin(batch(1, 0, 0)), batch(1, 0, 0)).backward()
+    first.zero_grad()
+    model.finish_grad_sync()
+    mains = dict(model.main_parameters())
+    for name, p in twin.named_parameters():
+        found = mains[name].grad
+        assert found is None if name.startswith("blocks") else torch.equal(found, p.grad.view(-1)), name
+
+
 class Chain(nn.Module):
     """Seven linears; one is called twice; ``recompute`` wraps the first four in one checkpoint."""
 

@@ -126,6 +126,29 @@ def test_records_alias_live_values_and_cover_each_element_once():
     assert not any(r.key == "step" for r in records)
 
 
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+def test_the_state_of_a_parameter_without_dimensions_is_in_the_records(granularity):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    net = Scaled()
+    model = FullyShardedDataParallel(net, granularity=lambda name, parameter: granularity)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()), model)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert [(r.key, r.global_shape, r.stop) for r in model.state_records(optimizer)] == [
+        ("param", (), 1),
+        ("exp_avg", (), 1),
+        ("exp_avg_sq", (), 1),
+    ]
+    assert net.scale.shape == ()
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state():
     model, optimizer = make(make_net(frozen=True))
     train_step(model, optimizer, 0)

@@ -81,3 +81,63 @@ def test_driven_gradients_equal_the_sum_over_ranks_in_order(strategy, ranks, gra
             assert torch.isnan(found[name][start:stop]).all(), f"{name}[{start}:{stop}] is in two records"
             found[name][start:stop] = gradient
     assert all(torch.equal(found[name], sums[name]) for name in sums)
+
+
+class Choosing(nn.Module):
+    """Two linears; a rank may use the first only."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.use_both = True
+
+    def forward(self, x):
+        return self.always(x) + self.sometimes(x) if self.use_both else self.always(x)
+
+
+def choosing_stage(rank: int) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"0": nn.Sequential(Choosing(), Choosing(), Choosing())})
+    net["0"][2].use_both = rank == 0
+    return net
+
+
+def batch_of(rank: int, microbatch: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + microbatch))
+
+
+def train_choosing(rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], int]:
+    net = choosing_stage(rank)
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        fsdp_unit_modules=[Choosing],
+        granularity=lambda name, parameter: "tensor",
+        grad_divisor=1.0,
+        timeout_s=5.0,
+    )
+    handle = model.stage_handle(net["0"])
+    for k in range(2):
+        handle.call(batch_of(rank, k)).sum().backward()
+        handle.after_backward(k)
+    handle.reduce_grad()
+    model.finish_grad_sync()
+    return {name: main.grad for name, main in model.main_parameters()}, model.report()["reductions"]
+
+
+def test_a_parameter_that_one_rank_leaves_unused_parts_no_collectives():
+    # Whether the program splits its backward is told from missing gradients, and all ranks must tell alike.
+    found: dict[str, torch.Tensor] = {}
+    for gradients, reductions in run_ranks(train_choosing, 2):
+        found.update(gradients)
+        assert reductions == 2 * 3, "fused: one reduction per unit and micro-batch"
+    total: dict[str, torch.Tensor] = {}
+    for k in range(2):
+        nets = [choosing_stage(rank) for rank in range(2)]
+        for rank, net in enumerate(nets):
+            net["0"](batch_of(rank, k)).sum().backward()
+        for (name, first), second in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+            both = first.grad if second.grad is None else first.grad + second.grad
+            total[name] = total[name] + both if name in total else both
+    assert found.keys() == total.keys()
+    assert [name for name in total if not torch.equal(found[name], total[name])] == []

@@ -41,12 +41,17 @@ def test_different_shapes_are_named_on_all_ranks():
 
 
 def different_options(rank, ranks):
-    return outcome(lambda: wrap(make_net(), strategy="optim" if rank == 2 else "optim_grads"))
+    strategies = outcome(lambda: wrap(make_net(), strategy="optim" if rank == 2 else "optim_grads"))
+    selected = [nn.Linear] if rank == 2 else [Block]
+    world = dist.group.WORLD
+    units = outcome(lambda: FullyShardedDataParallel(make_net(), process_group=world, fsdp_unit_modules=selected))
+    return strategies, units
 
 
 def test_different_options_are_named_on_all_ranks():
-    for text, _, _, _, ranks in run_ranks(different_options, 3):
-        assert "options is optim_grads " in text and ranks == (2,)
+    for (text, *_, ranks), (units_text, *_, units_ranks) in run_ranks(different_options, 3):
+        assert "strategy is optim_grads, on rank 2 optim;" in text and ranks == (2,)
+        assert "units is ['', 'blocks.0', 'blocks.1', 'blocks.2'], on rank 2" in units_text and units_ranks == (2,)
 
 
 def unit_missing_on_one(rank, ranks):

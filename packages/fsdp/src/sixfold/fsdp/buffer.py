@@ -65,7 +65,10 @@ class DataParallelBuffer:
         return None if found is None else found[0]
 
     def local(self, name: str) -> Tensor:
-        """This rank's part of ``name``: (n,) by element and block, (rows, ...) by row, the full shape by tensor."""
+        """This rank's part of ``name``: (n,) by element and block, (rows, ...) by row, the full shape by tensor.
+
+        A tensor of shape () is (1,) by each of them.
+        """
         part, offset = self._slices[name]
         flat = self.shard[offset : offset + part.stop - part.start]
         return flat.view(local_shape(self._specs[name][1], part))
@@ -73,7 +76,7 @@ class DataParallelBuffer:
 
 def local_shape(spec: TensorSpec, part: Slice) -> tuple[int, ...]:
     """Shape of a main parameter that holds ``part``."""
-    if spec.granularity == "tensor":
+    if spec.granularity == "tensor" and spec.shape:  # of () too: else its state would look like a step counter
         return spec.shape
     if spec.granularity == "row" and spec.shape:
         return ((part.stop - part.start) // max(math.prod(spec.shape[1:]), 1), *spec.shape[1:])
@@ -321,11 +324,12 @@ class ParamAndGradBuffer:
         self.local = None
         return local, had
 
-    def drop_local(self) -> None:
-        """Forget local sums."""
-        self.local = None
+    def release_own_local(self) -> None:
+        """Free the memory of ``use_own_local``; no sum is in it."""
+        assert self.local is None and not self._home_is_local, f"unit {self.unit!r} still uses its own sums"
+        self._own_local, self._own_views = None, []
         for record in self.records:
-            record.filled = False
+            record.local_grad = None
 
     def result_place(self, local: Tensor) -> Tensor:
         """Where ``local``'s reduction writes: the main gradients' own place while none is alive, else in ``local``."""

@@ -5,6 +5,7 @@ FullyShardedDataParallel's arguments --> build (this file) --> Engine
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Options:
     """The keyword arguments of FullyShardedDataParallel, checked."""
 
     strategy: ShardingStrategy | str
-    fsdp_unit_modules: tuple[Selector, ...]
+    fsdp_unit_modules: Sequence[Selector]
     precision: MixedPrecision
     buffers: BufferConfig
     granularity: Granularity | None
@@ -50,11 +51,15 @@ class Options:
     def __post_init__(self) -> None:
         names = tuple(strategy.value for strategy in ShardingStrategy)
         object.__setattr__(self, "strategy", ShardingStrategy(one_of("strategy", self.strategy, names)))
+        if isinstance(self.fsdp_unit_modules, (str, type)):  # a text would be taken apart into letters
+            raise FsdpError(f"fsdp_unit_modules is {self.fsdp_unit_modules!r}; it is a list: write [...] around it")
         one_of("grad_reduce", self.grad_reduce, ("auto", "last", "microbatch"))
         one_of("initial", self.initial, ("check", "broadcast", "trust"))
         one_of("checks", self.checks, ("off", "order", "unit"))
-        if self.grad_divisor is not None and not self.grad_divisor > 0:
-            raise FsdpError(f"grad_divisor is {self.grad_divisor}; it is > 0, or None for the ranks of the mesh")
+        if self.grad_divisor is not None and not 0 < self.grad_divisor < math.inf:
+            raise FsdpError(
+                f"grad_divisor is {self.grad_divisor}; it is finite and > 0, or None for the ranks of the mesh"
+            )
         if not self.timeout_s > 0:
             raise FsdpError(f"timeout_s is {self.timeout_s}; it is > 0")
 
@@ -69,13 +74,20 @@ class Options:
             if mesh_for is not None and mesh_for(name) is not None:
                 raise FsdpError(f"mesh_for gives {name} a mesh of its own: {LATER}; return None for it")
 
-    def text(self) -> str:
-        """What all ranks must have alike."""
-        p = self.precision
-        return (
-            f"{self.sharding.value} {p.param_dtype} {p.reduce_dtype} {p.main_dtype} {p.grad_sum} "
-            f"{self.buffers.gathered_bytes} {self.checks} {self.grad_reduce} {self.initial}"
-        )
+    def settings(self) -> dict[str, object]:
+        """What all ranks must have alike, by name: else their collectives differ."""
+        p, b = self.precision, self.buffers
+        return {
+            "strategy": self.sharding.value,
+            "mixed_precision": (p.param_dtype, p.reduce_dtype, p.main_dtype, p.grad_sum),
+            "gathered_bytes": b.gathered_bytes,
+            "prefetch_bytes": b.prefetch_bytes,
+            "align_bytes": b.align_bytes,
+            "grad_divisor": self.grad_divisor,
+            "grad_reduce": self.grad_reduce,
+            "initial": self.initial,
+            "checks": self.checks,
+        }
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ def build(
     groups = _groups(mesh, process_group)
     ranks = Ranks(shard=comm_of(groups[-1]), outer=comm_of(groups[0] if len(groups) == 2 else None))
     real = [group for group in groups if group is not None]
-    control: Control = GroupControl(real[::-1]) if ranks.size > 1 else NoControl()
+    control: Control = GroupControl(real[::-1], options.timeout_s) if ranks.size > 1 else NoControl()
     device = _device(module, real)
     store = _private_store(options.fault_store, real)
     faults = Faults(
@@ -106,7 +118,7 @@ def build(
 
     problem, specs = _look_at(module, options)
     # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
-    agree(module, options.text(), problem, control, wait)
+    agree(module, {**options.settings(), "units": [spec.name for spec in specs]}, problem, control, wait)
     if problem is not None:
         raise problem
     units = _units(specs, ranks, options, device)
@@ -164,6 +176,9 @@ def _abort_of(groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
 
 def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, list[UnitSpec]]:
     """The units, or what is wrong with the module."""
+    for name, part in module.named_modules():
+        if hasattr(part, "main_parameters"):
+            return FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once"), []
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             return FsdpError(f"{name} is {parameter.dtype}; parameters are floating, others are buffers"), []

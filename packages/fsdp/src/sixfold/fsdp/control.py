@@ -9,6 +9,7 @@ fault store, or on a gloo subgroup made once. Never an object collective, never 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +38,8 @@ class NoControl:
 class GroupControl:
     """All-gathers of CPU tensors, over the shard dimension and then over replicas."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = [_cpu_group(group) for group in groups if dist.get_world_size(group) > 1]
+    def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float) -> None:
+        self._groups = [_cpu_group(group, timeout_s) for group in groups if dist.get_world_size(group) > 1]
         self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
     def _launch(self, group: dist.ProcessGroup, mine: Tensor) -> tuple[Tensor, Any]:
@@ -61,12 +62,15 @@ class GroupControl:
         return finish
 
 
-def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _cpu_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     """``group`` if it has a CPU back end, else a gloo group of the same ranks."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
     made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+        dist.get_process_group_ranks(group),
+        backend="gloo",
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
     )
     return made
 

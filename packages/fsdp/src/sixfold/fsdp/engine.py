@@ -11,7 +11,7 @@ stay open. What is left closes when backward ends, and ``finish_grad_sync`` reli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any
 
@@ -183,7 +183,7 @@ class Engine:
         """A root call, entry or stage call begins: the root unit is gathered, the step counted."""
         self.alive()
         training = torch.is_grad_enabled()
-        if training and in_backward() == -1:
+        if training and in_backward() == -1 and not self._calls:
             if self._stepped:
                 self._next_step()
             self._driven = stage is not None
@@ -359,10 +359,16 @@ class Engine:
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
         if self._driven and self._mode() is Driven.SPLIT_OR_FUSED and unit.trainable is not None:
-            fused = all(record.filled for record in unit.trainable.records)
+            fused = self._on_any_rank(all(record.filled for record in unit.trainable.records), unit)
             self._driven_mode = Driven.MICROBATCH if fused else Driven.AWAITED
         if self._reduces(unit):
             self._put(unit)
+
+    def _on_any_rank(self, mine: bool, unit: Unit) -> bool:
+        """Whether ``mine`` is true anywhere. A rank may leave a parameter unused; if each chose by itself how to
+        reduce, their collectives would part ways. Two messages in the life of a model. [Note: two channels]"""
+        rows = exchange(self.control, [int(mine)], lambda work: self.wait(work, unit.name, "check", on_host=True))
+        return any(row[0] for row in rows)
 
     def _put(self, unit: Unit, *, check: bool = True) -> None:
         self._touched.discard(unit.index)
@@ -382,8 +388,8 @@ class Engine:
     # ---- driven programs (seams: "The program drives the sharding")
 
     def add_stage(self, stage: StageState) -> None:
-        """A stage handle was made."""
-        self.stages.append(stage)
+        """A stage handle was made; a second one of a stage takes the place of the first."""
+        self.stages = [*(one for one in self.stages if one.name != stage.name), stage]
         for unit in stage.units:
             unit.stage = stage
         self._driven_mode = None
@@ -391,9 +397,11 @@ class Engine:
     def after_backward(self) -> None:
         """All backward actions of one micro-batch on a stage ran."""
         if self._driven_mode is Driven.AWAITED:
-            self._driven_mode = Driven.LAST if self._deferred else Driven.MICROBATCH
-            if self._driven_mode is Driven.MICROBATCH:
+            split = self._on_any_rank(self._deferred, self.units[0])
+            self._driven_mode = Driven.LAST if split else Driven.MICROBATCH
+            if not split:
                 self._put_touched(self.units)
+                self.reduction.release_own_sums()
 
     def reduce_stage(self, stage: StageState) -> None:
         """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
@@ -427,7 +435,15 @@ class Engine:
         self.gathering.invalidate(frozen=False)
         self._stepped = True
 
-    def discard_local(self) -> None:
-        """Forget gradients that were not reduced."""
-        self._touched.clear()
-        self.reduction.discard()
+    def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.
+
+        The same on all ranks: units are touched or not by what was asked, not by what lies here.
+        """
+        if self.failed is not None:
+            return
+        records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
+        self.reduction.discard(records)
+        self._touched -= {
+            unit.index for unit in self.units if unit.trainable is None or records.issuperset(unit.trainable.records)
+        }

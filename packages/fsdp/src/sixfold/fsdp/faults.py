@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import Store
 from sixfold.fsdp.errors import FsdpError
 
 _SLICE = timedelta(seconds=1)  # between two looks into the store during a wait
-_GRACE_S = 10.0  # for signs, when more than one rank is missing
+_GRACE_S = 10.0  # for signs, when more than one rank is missing; the others may still compute
+_AFTER_DEADLINE_S = 3.0  # the same once the deadline is over
 
 
 class Faults:
@@ -66,65 +67,69 @@ class Faults:
             return
         deadline = time.monotonic() + self.timeout_s
         while True:
+            over = work.is_completed()  # asked before the wait: a Work may end well just after its wait gave up
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             try:
                 work.wait(min(_SLICE, left))
                 return
             except RuntimeError as error:
-                if work.is_completed():
-                    raise self._lost(unit, step, op, str(error).partition(". ")[0]) from error
+                if over:
+                    raise self._lost(unit, step, op, str(error).partition(". ")[0], deadline) from error
+            if work.is_completed():
+                continue
             if time.monotonic() >= deadline:
-                raise self._lost(unit, step, op, f"no answer within {self.timeout_s:g} s")
-            if self._store is not None and self._store.add("faults", 0):
-                raise self._lost(unit, step, op, "another rank reported a fault")
+                raise self._lost(unit, step, op, f"no answer within {self.timeout_s:g} s", deadline)
+            if self._others_failed():
+                raise self._lost(unit, step, op, "another rank reported a fault", deadline)
 
-    def _lost(self, unit: str | None, step: int | None, op: str, cause: str) -> FsdpError:
-        missing = self._meet()
-        if missing:
-            text = "no sign of life from rank " + ", ".join(map(str, missing))
-        elif self._store is None:
-            text = "some rank is lost; give fault_store= to have it named"
-        else:
-            text = "all ranks are alive; they disagree about the collective"
+    def _others_failed(self) -> bool:
+        try:
+            return self._store is not None and self._store.add("faults", 0) > 0
+        except RuntimeError:  # the store died with its rank
+            return True
+
+    def _lost(self, unit: str | None, step: int | None, op: str, cause: str, deadline: float) -> FsdpError:
+        text, missing = self._blame(deadline)
         return FsdpError(
             f"{text} ({cause}). Restart the job from its last checkpoint", unit=unit, step=step, op=op, ranks=missing
         )
 
-    def _meet(self) -> tuple[int, ...]:
-        """Leave a sign and wait for those of others; returns the ranks that left none."""
+    def _blame(self, deadline: float) -> tuple[str, tuple[int, ...]]:
+        """What to say of the others, and the ranks that left no sign."""
         if self._store is None:
-            return (1 - self.rank,) if self.size == 2 else ()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            self._store.set(f"alive/{self.rank}", "1")
-            self._store.add("faults", 1)
-            deadline = time.monotonic() + min(self.timeout_s, _GRACE_S)
-            missing = others
-            while time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"alive/{rank}"])]
-                if len(missing) <= 1:  # it is the one lost, or it is about to sign
-                    break
-                time.sleep(0.02)
-        except RuntimeError:  # the store died with its rank
-            return ()
-        return self._confirm(missing)
+            missing: tuple[int, ...] = (1 - self.rank,) if self.size == 2 else ()
+            nobody = "some rank is lost; give fault_store= to have it named"
+        else:
+            nobody = "all ranks are alive; they disagree about the collective"
+            try:
+                missing = self._meet(self._store, deadline)
+            except RuntimeError:
+                missing, nobody = (), "fault_store does not answer: the process that holds it is probably lost"
+        return ("no sign of life from rank " + ", ".join(map(str, missing)) if missing else nobody), missing
 
-    def _confirm(self, missing: Sequence[int]) -> tuple[int, ...]:
-        """A last look, a moment later: the last survivor may just have been slow."""
-        if len(missing) == 1 and self._store is not None:
+    def _meet(self, store: Store, deadline: float) -> tuple[int, ...]:
+        """Leave a sign and wait for those of others; returns the ranks that left none."""
+        store.set(f"alive/{self.rank}", "1")
+        store.add("faults", 1)
+        until = min(time.monotonic() + min(self.timeout_s, _GRACE_S), deadline + _AFTER_DEADLINE_S)
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        while time.monotonic() < until:
+            missing = [rank for rank in missing if not store.check([f"alive/{rank}"])]
+            if len(missing) <= 1:  # it is the one lost, or it is about to sign
+                break
+            time.sleep(0.02)
+        if len(missing) == 1:  # a last look, a moment later: the last survivor may just have been slow
             until = time.monotonic() + min(1.5, self.timeout_s)
             while time.monotonic() < until:
-                if self._store.check([f"alive/{missing[0]}"]):
+                if store.check([f"alive/{missing[0]}"]):
                     return ()
                 time.sleep(0.02)
         return tuple(missing)
 
     def _expire(self, what: str) -> None:
         """A deadline passed that only a stream was waiting for: say so, then end the communicator."""
-        missing = self._meet()
-        print(
-            f"sixfold.fsdp: {what}: no answer within {self.timeout_s:g} s; no sign of life from {missing}", flush=True
-        )
+        text, _ = self._blame(time.monotonic())
+        print(f"sixfold.fsdp: {what}: no answer within {self.timeout_s:g} s; {text}", flush=True)
         if self._abort is not None:
             self._abort()
 

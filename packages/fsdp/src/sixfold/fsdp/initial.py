@@ -24,16 +24,19 @@ InitFn = Callable[[str, nn.Module], None]
 WaitWork = Callable[[Any], None]
 
 
-def agree(module: nn.Module, options: str, problem: FsdpError | None, control: Control, wait: WaitWork) -> None:
-    """All ranks wrap the same model with the same options, and have the same ``problem`` or none.
+def agree(
+    module: nn.Module, settings: Mapping[str, object], problem: FsdpError | None, control: Control, wait: WaitWork
+) -> None:
+    """All ranks wrap the same model with the same settings, and have the same ``problem`` or none.
 
     Raises:
         FsdpError: on all ranks: the first difference, both values, the ranks that differ from most.
     """
-    lines = [f"error|{problem or 'none'}", f"options|{options}"]
+    lines = [f"error|{problem or 'none'}"]
     lines += [
         f"{name}|{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
     ]
+    lines += [f"{name}|{value}" for name, value in settings.items()]
     text = "\n".join(lines)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
     rows = exchange(control, [digest], wait)

@@ -41,7 +41,7 @@ class TensorSpec:
         object.__setattr__(self, "shape", tuple(self.shape))
         value = self.granularity
         named = isinstance(value, str) and value in ("element", "row", "tensor")
-        if not named and (isinstance(value, (str, bool)) or value < 1):
+        if not named and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise FsdpError(f"{self.name}: granularity is {value!r}; it is 'element', 'row', 'tensor' or an int >= 1")
 
     @property

@@ -9,7 +9,7 @@ Only optimizer hooks and ``param_groups``: the optimizer stays the user's object
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,25 +34,45 @@ def shard_optimizer(
             f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters; fully_shard_optimizer takes "
             "a fresh one. Load state through state_records after it"
         )
-    mains = {record.main for record in records.values() if record.main is not None}
+    of_main = {record.main: record for record in records.values() if record.main is not None}
     groups = []
+    covered: list[nn.Parameter] = []
+    given_mains = False
     for group in optimizer.param_groups:
         held = []
         for parameter in group["params"]:
-            if parameter in mains:
-                held.append(parameter)
-                continue
-            record = records.get(parameter)
+            record = of_main.get(parameter) or records.get(parameter)
             if record is None:
                 raise FsdpError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is not of this model")
+            covered.append(record.parameter)
+            given_mains = given_mains or parameter is record.main
             if record.main is not None:
                 held.append(record.main)
         groups.append(held)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = held
+    # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
+    _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     optimizer.register_step_pre_hook(lambda *_: _unless_materializing(marked, optimizer, engine.before_step))
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
     return optimizer
+
+
+def _discard_with_zero_grad(
+    optimizer: torch.optim.Optimizer, engine: Engine, parameters: Sequence[nn.Parameter]
+) -> None:
+    """``optimizer.zero_grad()`` forgets what still waits for its reduction, as plain torch forgets ``p.grad``.
+
+    Else a step that was given up (``zero_grad()`` without ``step()``) would leak into the next one's gradients. torch
+    has no hook for it, so the method is replaced on the object, as learning rate schedulers replace ``step``.
+    """
+    plain = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        engine.discard_local(parameters)
+        plain(set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _unless_materializing(marked: set[int], optimizer: torch.optim.Optimizer, event: Any) -> None:
@@ -83,11 +103,22 @@ def refuse_unsharded_steps(engine: Engine) -> Any:
     return register_optimizer_step_pre_hook(check)
 
 
-def materialize(optimizer: torch.optim.Optimizer, marked: set[int]) -> None:
+def materialize(
+    optimizer: torch.optim.Optimizer, records: Mapping[nn.Parameter, ParamRecord], marked: set[int]
+) -> None:
     """Make the state that the first step would make, without a step: tensors zero, counters 0.
 
     The optimizer steps once on throw-away copies, one parameter at a time, with zero gradients.
+
+    Raises:
+        FsdpError: the optimizer still holds the module's own parameters, or steps only with a closure.
     """
+    own = next((p for group in optimizer.param_groups for p in group["params"] if p in records), None)
+    if own is not None:
+        raise FsdpError(
+            f"{type(optimizer).__name__} holds {records[own].name} itself; use fully_shard_optimizer(optimizer, model) "
+            "before its state is made"
+        )
     groups = optimizer.param_groups
     kept = [group["params"] for group in groups]
     marked.add(id(optimizer))

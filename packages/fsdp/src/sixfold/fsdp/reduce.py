@@ -12,7 +12,7 @@ added to ``main.grad``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import torch
@@ -180,13 +180,22 @@ class Reduction:
 
         return finish
 
-    def discard(self) -> None:
-        """Forget local sums that were not reduced."""
+    def discard(self, records: Set[ParamRecord]) -> None:
+        """Forget what local sums hold of ``records``; what is in flight is finished first, and lands."""
         self.pipeline.finish()
+        for record in records:
+            record.filled = False
         for unit in self._by_name.values():
             buffer = unit.trainable
-            if buffer is not None and buffer.local is not None:
-                buffer.drop_local()
+            if buffer is not None and buffer.local is not None and records >= set(buffer.records):
+                buffer.local = None
                 if buffer.pool_slot is not None:
                     self._pool.free(unit.name)
                     buffer.pool_slot = None
+
+    def release_own_sums(self) -> None:
+        """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
+        self.pipeline.finish()
+        for unit in self._by_name.values():
+            if unit.index and unit.trainable is not None:
+                unit.trainable.release_own_local()

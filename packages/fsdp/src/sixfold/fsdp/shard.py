@@ -76,7 +76,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         options = build.Options(
             strategy=strategy,
-            fsdp_unit_modules=tuple(fsdp_unit_modules),
+            fsdp_unit_modules=fsdp_unit_modules,
             precision=mixed_precision,
             buffers=buffers,
             granularity=granularity,
@@ -208,7 +208,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's state tensors as its first step would (zero), without a step."""
-        optim.materialize(optimizer, self._materializing)
+        optim.materialize(optimizer, self._engine.records, self._materializing)
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
@@ -259,7 +259,8 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedD
     """Make ``optimizer`` (over the module's own parameters, without state) update ``model``'s main parameters.
 
     The same object is returned: its groups, with their options, now hold what this rank owns. ``step()`` first
-    finishes gradient sync and afterwards marks compute weights stale. Several optimizers may share a model.
+    finishes gradient sync and afterwards marks compute weights stale; ``zero_grad()`` also forgets gradients that
+    were not reduced yet, so call it on all ranks. Several optimizers may share a model.
 
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model.

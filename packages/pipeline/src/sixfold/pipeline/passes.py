@@ -76,19 +76,13 @@ def lower(program: Program) -> Program:
 
 
 def _input_is_there(action: Action, program: Program, there: set[tuple[Kind, int, int | None]]) -> bool:
+    """Whether what ``action`` takes was received or, by a stage of its own rank, made."""
     stage, k = action.stage, action.microbatch
     if action.kind is Kind.F:
-        return stage == 0 or (Kind.RECV_F, stage, k) in there or _local(program, stage - 1, Kind.F, k, there)
+        return stage == 0 or (Kind.RECV_F, stage, k) in there or (Kind.F, stage - 1, k) in there
     if action.kind in _GRADIENT_MADE and stage < program.stages - 1:
-        return (Kind.RECV_B, stage, k) in there or any(
-            _local(program, stage + 1, kind, k, there) for kind in _GRADIENT_MADE
-        )
+        return (Kind.RECV_B, stage, k) in there or any((kind, stage + 1, k) in there for kind in _GRADIENT_MADE)
     return True
-
-
-def _local(program: Program, maker: int, kind: Kind, k: int | None, there: set[tuple[Kind, int, int | None]]) -> bool:
-    """Whether stage ``maker`` made the tensor; across ranks only its RECV counts, and that is never in doubt."""
-    return (kind, maker, k) in there
 
 
 def _messages(action: Action, program: Program) -> Iterator[tuple[Action, Action]]:

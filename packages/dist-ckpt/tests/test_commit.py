@@ -1,8 +1,10 @@
 """Commit: old or new, never a mixture, whatever moment the process dies at."""
 
+import errno
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from dist_ckpt_helpers import one
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, storage
+from sixfold.dist_ckpt import MismatchError, StorageError, storage, transfer
 
 
 def state(value):
@@ -38,11 +40,12 @@ def test_a_checkpoint_is_replaced_in_place_and_nothing_is_left_over(tmp_path):
 
 
 def test_leftovers_of_dead_saves_to_the_same_name_go_with_the_next_save(tmp_path):
-    for name in (".c.tmp-dead", ".c.old-dead", ".cc.tmp-other"):
+    others = [".c.tmp-x.tmp-other", ".cc.tmp-other"]  # of targets named c.tmp-x and cc
+    for name in (".c.tmp-dead", ".c.old-dead", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
     dist_ckpt.save(state(1), tmp_path / "c")
-    assert hidden(tmp_path) == [".cc.tmp-other"]
+    assert sorted(hidden(tmp_path)) == others
 
 
 def test_without_exchange_the_old_one_is_renamed_aside(tmp_path, monkeypatch):
@@ -62,6 +65,36 @@ def test_a_replacement_cut_short_between_its_renames_falls_back_to_a_whole_sibli
     assert loaded_value(tmp_path / "c") == 2
     (tmp_path / ".c.tmp-0123" / "metadata.json").unlink()
     assert loaded_value(tmp_path / "c") == 1
+
+
+def test_a_replacement_that_cannot_be_moved_in_leaves_the_old_one_in_place(tmp_path, monkeypatch):
+    dist_ckpt.save(state(1), tmp_path / "c")
+    monkeypatch.setattr(storage, "exchange", lambda a, b: False)
+
+    def rename(source, target, plain=Path.rename):
+        if ".tmp-" in source.name:
+            raise OSError(errno.EIO, "Input/output error", str(source))
+        return plain(source, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageError, match="Input/output error"):
+        dist_ckpt.save(state(2), tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert loaded_value(tmp_path / "c") == 1
+
+
+def test_a_load_that_is_overtaken_by_a_save_is_an_error_and_no_mixture(tmp_path, monkeypatch):
+    dist_ckpt.save(state(1), tmp_path / "c")
+
+    def run(reader, records, plan, plain=transfer.Reader.run):
+        dist_ckpt.save(state(2), tmp_path / "c", group=None)  # after the digests were checked
+        return plain(reader, records, plan)
+
+    monkeypatch.setattr(transfer.Reader, "run", run)
+    with pytest.raises(StorageError, match="replaced while it was read"):
+        loaded_value(tmp_path / "c")
+    monkeypatch.undo()
+    assert loaded_value(tmp_path / "c") == 2
 
 
 def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):

@@ -17,6 +17,7 @@ from sixfold.dist_ckpt import (
     CorruptError,
     MismatchError,
     ShardedObject,
+    ShardingError,
     StorageError,
     UnsafeError,
     integrity,
@@ -191,6 +192,40 @@ def test_a_target_with_other_files_is_left_untouched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
+def test_a_folder_that_is_named_like_a_checkpoint_file_is_left_untouched(folder):
+    (folder / "mine.distcp").mkdir()
+    (folder / "mine.distcp" / "thesis.txt").write_text("years of work")
+    with pytest.raises(StorageError, match=r"mine\.distcp"):
+        dist_ckpt.save(state(2.0), folder)
+    assert (folder / "mine.distcp" / "thesis.txt").exists()
+
+
+def test_files_that_others_put_into_the_target_during_a_save_are_left_untouched(folder, monkeypatch):
+    def write_file(*arguments, plain=storage.write_file):
+        (folder / "notes.txt").write_text("just now")
+        return plain(*arguments)
+
+    monkeypatch.setattr(storage, "write_file", write_file)
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        dist_ckpt.save(state(2.0), folder)
+    assert (folder / "notes.txt").exists()
+    assert load_all(folder)["it"] == 1
+
+
+@pytest.mark.parametrize("bad", [None, [1], "state"])
+def test_a_state_dict_that_is_none_is_refused(folder, bad):
+    with pytest.raises(ShardingError, match=f"is a {type(bad).__name__}; it is a dict"):
+        dist_ckpt.save(bad, folder)
+    with pytest.raises(ShardingError, match=f"is a {type(bad).__name__}; it is a dict"):
+        dist_ckpt.load(bad, folder)
+
+
+@pytest.mark.parametrize("data", [torch.ones(2, device="meta"), torch.ones(2).to_sparse()])
+def test_tensors_without_plain_values_are_refused(folder, data):
+    with pytest.raises(ShardingError, match="dense and holds values"):
+        dist_ckpt.save({"w": one("w", data)}, folder)
+
+
 def test_if_exists_error_refuses_a_non_empty_target(folder):
     before = folder_bytes(folder)
     with pytest.raises(StorageError, match="if_exists is 'error'"):
@@ -213,7 +248,7 @@ def test_a_disk_that_fills_midway_leaves_the_old_checkpoint(folder, monkeypatch)
         raise OSError(errno.ENOSPC, "No space left on device", "__0_0.distcp")
 
     monkeypatch.setattr(storage.FrameFile, "finish", full)
-    with pytest.raises(StorageError, match="No space left") as caught:
+    with pytest.raises(StorageError, match=r"ENOSPC: No space left.* needs \d+ bytes, \d+ are free") as caught:
         dist_ckpt.save(state(2.0), folder)
     assert caught.value.errno == errno.ENOSPC
     assert [path.name for path in folder.parent.iterdir()] == ["c"]
@@ -221,7 +256,8 @@ def test_a_disk_that_fills_midway_leaves_the_old_checkpoint(folder, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "options", [{"verify": "maybe"}, {"dtype_policy": "wild"}, {"timeout_s": 0}, {"group": "moon"}]
+    "options",
+    [{"verify": "maybe"}, {"dtype_policy": "wild"}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"group": "moon"}],
 )
 def test_options_that_do_not_exist_are_refused(folder, options):
     (value,) = options.values()

@@ -102,6 +102,11 @@ def test_narrow_shrinks_the_global_tensor_as_every_rank_narrows():
     assert torch.equal(half.data, data[2:])
 
 
+def test_narrow_of_a_shard_without_elements_is_refused():
+    with pytest.raises(ShardingError, match="narrow needs equal parts"):
+        ShardedTensor.from_rank_offsets("w", torch.ones(0, 2)).narrow(0, 0, 0)
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (1, 5), (5, 8), (6, 12), (7, 11)])
 def test_narrow_of_a_flattened_shard_keeps_the_common_elements(start, stop):
     data = torch.arange(12.0)[start:stop]

@@ -1,12 +1,14 @@
 """Retention: only complete checkpoints count, and pruning keeps what the rule says."""
 
+import errno
 import shutil
+from pathlib import Path
 
 import pytest
 from dist_ckpt_helpers import flip_byte
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, retention
+from sixfold.dist_ckpt import CheckpointError, StorageError, retention
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,18 @@ def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):
     assert dist_ckpt.load_common_state_dict(retention.latest(tmp_path)) == {"it": 1}
     assert len(retention.prune(tmp_path, keep_last=0)) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_moved_is_a_typed_error_and_stays(tmp_path, model, monkeypatch):
+    make(tmp_path, model, [1, 2])
+
+    def refuse(source, target):
+        raise PermissionError(errno.EACCES, "Permission denied", str(source))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StorageError, match=r"Permission denied: .*step-00000001"):
+        retention.prune(tmp_path, keep_last=1)
+    assert steps_of(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("options", [{"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])

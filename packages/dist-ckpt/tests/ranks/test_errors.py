@@ -62,6 +62,9 @@ def fail_in_many_ways(rank, ranks, folder):
     )
     seen["unexpected"] = caught(lambda: dist_ckpt.load(asked, folder / "good"))
     seen["corrupt"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "good"))
+    for number in range(ranks):
+        dist_ckpt.save({"w": shard(rank, ranks)}, folder / "many" / str(number))
+    seen["two saves"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "many" / str(rank)))
     return seen
 
 
@@ -77,6 +80,7 @@ def test_every_rank_raises_the_same_type_and_text(tmp_path):
         "factory": "CheckpointError",
         "unexpected": "MismatchError",
         "corrupt": "CorruptError",
+        "two saves": "CorruptError",
     }
     texts = {name: seen[1] for name, seen in results[0].items()}
     assert "w[3:6]" in texts["hole"]
@@ -85,7 +89,8 @@ def test_every_rank_raises_the_same_type_and_text(tmp_path):
     assert "rank 1: ValueError: my own bug" in texts["factory"]
     assert "x: asked for" in texts["unexpected"]
     assert "__2_0.distcp" in texts["corrupt"]
-    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    assert "ranks see different checkpoints" in texts["two saves"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "many"]
 
 
 def save_after_a_death(rank, ranks, folder):

@@ -9,6 +9,11 @@ operating system, ``LostPeerError`` a rank that died or hangs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
+
 
 class CheckpointError(RuntimeError):
     """Base of every error that this package raises on purpose."""
@@ -59,3 +64,12 @@ BY_NAME: dict[str, type[CheckpointError]] = {
         LostPeerError,
     )
 }
+
+
+def typed(action: Callable[[], _Value]) -> _Value:
+    """The result of ``action``; errors of the operating system become StorageError."""
+    try:
+        return action()
+    except OSError as error:
+        name = f": {error.filename}" if error.filename else ""
+        raise StorageError(f"{error.strerror or error}{name}", error.errno) from error

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, LostPeerError, StorageError
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, LostPeerError, StorageError, typed
 from sixfold.dist_ckpt.frame import tensor_bytes
 
 Mine = TypeVar("Mine")
@@ -43,7 +43,7 @@ class Exchange:
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        if timeout_s <= 0:
+        if not timeout_s > 0:
             raise CheckpointError(f"timeout_s is {timeout_s}; it is > 0")
         self.timeout_s = timeout_s
         self._group = _cpu_group(_resolve(group), timeout_s)
@@ -62,12 +62,12 @@ class Exchange:
                 same type and text on all ranks. LostPeerError if a rank is dead or late.
         """
         if self._group is None:
-            mine, message = _typed(work)
-            return mine, _typed(lambda: decide([message]))
+            mine, message = typed(work)
+            return mine, typed(lambda: decide([message]))
         kept: list[Mine] = []
 
         def keep_mine() -> Message:
-            mine, message = _typed(work)
+            mine, message = typed(work)
             kept.append(mine)
             return message
 
@@ -94,7 +94,7 @@ class Exchange:
         failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
         if failed is not None:
             return failed
-        return _Outcome.of(lambda: _typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
+        return _Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
 
     def _send(self, peer: int, data: bytes, *, best_effort: bool = False) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -164,15 +164,6 @@ def _result(kept: list[Mine], decision: _Outcome, own: _Outcome) -> tuple[Mine, 
     if decision.error is not None:
         raise decision.error from (own.error.__cause__ if own.error is not None else None)
     return kept[0], decision.value
-
-
-def _typed(action: Callable[[], Decision]) -> Decision:
-    """Errors of the operating system become StorageError."""
-    try:
-        return action()
-    except OSError as error:
-        name = f": {error.filename}" if error.filename else ""
-        raise StorageError(f"{error.strerror or error}{name}", error.errno) from error
 
 
 def _resolve(group: Group) -> dist.ProcessGroup | None:

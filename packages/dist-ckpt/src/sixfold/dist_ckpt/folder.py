@@ -7,6 +7,7 @@ Opening reads the small files and the sizes of the others, no tensor.
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,15 @@ from typing import TypeVar
 
 from sixfold.dist_ckpt import integrity as checks
 from sixfold.dist_ckpt import metadata, storage
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.errors import (
+    BY_NAME,
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    StorageError,
+    UnsafeError,
+    typed,
+)
 from sixfold.dist_ckpt.integrity import Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 
@@ -27,13 +36,15 @@ _Value = TypeVar("_Value")
 class Checkpoint:
     """A folder that holds a whole checkpoint.
 
-    ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``.
+    ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``. ``identity``
+    tells the folder from one that takes its place later.
     """
 
     folder: Path
     manifest: Manifest
     integrity: Integrity | None
     verify: str
+    identity: tuple[int, ...]
     _maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def map(self, name: str) -> mmap.mmap:
@@ -42,6 +53,14 @@ class Checkpoint:
             with (self.folder / name).open("rb") as file:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
+
+    def check_unchanged(self) -> None:
+        """StorageError if another save has taken the folder's place since it was opened.
+
+        Files are opened by path, one after the other; only this shows that all were of one save.
+        """
+        if not self.folder.is_dir() or _identity(self.folder) != self.identity:
+            raise StorageError(f"{self.folder} was replaced while it was read; load it again", errno.ESTALE)
 
     def frame(self, frame: ByteRange) -> memoryview:
         """The bytes of a frame, not copied."""
@@ -65,14 +84,19 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
         MismatchError: no such folder, not a checkpoint, a backend that is not read.
         CorruptError: damaged, or a save that never finished.
         UnsafeError: a pickle or a path that leaves what a checkpoint may name.
+        StorageError: the operating system refuses.
     """
     if verify not in VERIFY_MODES:
         raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
-    folder = Path(path).resolve()
+    return typed(lambda: _open(Path(path).resolve(), verify))
+
+
+def _open(folder: Path, verify: str) -> Checkpoint:
     if not folder.exists():
         folder = _fallback(folder)
     if not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
+    identity = _identity(folder)
     config = _read(folder / "metadata.json")
     integrity = _open_integrity(folder)
     if config is not None:
@@ -85,14 +109,20 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
         raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")
     _check_identity(folder, manifest, integrity)
     _check_ranges(folder, manifest)
-    return Checkpoint(folder, manifest, integrity, verify)
+    return Checkpoint(folder, manifest, integrity, verify, identity)
+
+
+def _identity(folder: Path) -> tuple[int, ...]:
+    """Differs for a folder that was moved into this one's place; the time, since inodes are used again."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def is_complete(path: str | Path) -> bool:
     """Whether a folder opens as a whole checkpoint: its small files and the sizes of the others, no digest."""
     try:
         open_checkpoint(path, verify="off")
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
     return True
 

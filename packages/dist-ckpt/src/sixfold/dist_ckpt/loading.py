@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import factory, plan, transfer, tree, validation, weights_only
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
 from sixfold.dist_ckpt.integrity import Block
@@ -32,6 +32,7 @@ class _Report(NamedTuple):
     mismatches: list[str]
     blocks: set[Block]
     stored: frozenset[str]
+    save_id: str | None
 
 
 class _Decision(NamedTuple):
@@ -104,7 +105,7 @@ def load(
         lambda reports: _agree(reports, mode, validate_access_integrity, exchange.ranks),
     )
     values, casts = exchange.together(
-        lambda: _read(request, decision.blocks[exchange.rank], dtype_policy, safe_globals), _union
+        lambda: _read_one_save(request, decision.blocks[exchange.rank], dtype_policy, safe_globals), _union
     )
     if casts and dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
@@ -123,7 +124,7 @@ def _request(
     state: Mapping[Any, Any], path: str | Path, dtype_policy: str, verify: str, safe_globals: Sequence[Any]
 ) -> tuple[_Request, _Report]:
     checkpoint = open_checkpoint(path, verify=verify)
-    expanded, merges = factory.expand(dict(state))
+    expanded, merges = factory.expand(tree.checked(state))
     parts = tree.split(expanded)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
     objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
@@ -140,6 +141,7 @@ def _request(
         [*reads.mismatches, *mismatches],
         _touched(checkpoint, reads, objects),
         frozenset([*manifest.tensors, *manifest.objects]),
+        manifest.save_id,
     )
     return request, report
 
@@ -180,11 +182,15 @@ def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[Sha
 
 
 def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, ranks: int) -> _Decision:
-    if any(report.stored != reports[0].stored for report in reports):
-        raise CorruptError("the ranks see different checkpoints under this path; they must share one file system")
+    first = reports[0]
+    if any((report.save_id, report.stored) != (first.save_id, first.stored) for report in reports):
+        raise CorruptError(
+            "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
+            "while they opened it. Load it again"
+        )
     asked: set[str] = set().union(*(report.asked for report in reports))
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
-    missing = set(reports[0].stored) - asked
+    missing = set(first.stored) - asked
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
@@ -194,6 +200,16 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
         validation.raise_problems(problems, "asked for", ShardingError)
     blocks = sorted(set().union(*(report.blocks for report in reports)))
     return _Decision(missing, unexpected, plan.assign(blocks, ranks))
+
+
+def _read_one_save(
+    request: _Request, blocks: Sequence[Any], dtype_policy: str, safe_globals: Sequence[Any]
+) -> tuple[dict[tree.Path, Any], set[str]]:
+    """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
+    try:
+        return _read(request, blocks, dtype_policy, safe_globals)
+    finally:
+        request.checkpoint.check_unchanged()
 
 
 def _read(
@@ -255,7 +271,7 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence
 
     Raises: as ``load``. {} for a plain DCP folder.
     """
-    return _common(open_checkpoint(checkpoint_dir), safe_globals)
+    return typed(lambda: _common(open_checkpoint(checkpoint_dir), safe_globals))
 
 
 def load_content_metadata(

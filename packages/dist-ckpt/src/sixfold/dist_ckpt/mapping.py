@@ -262,6 +262,10 @@ class ShardedTensor(ShardedBase):
         """The elements of ``piece`` as a tensor of the shape of its box, sharing memory with ``data``."""
         if self.data is None:
             raise ShardingError(f"{self}: data is None; a save needs the tensor")
+        if self.data.is_meta or self.data.layout is not torch.strided:
+            raise ShardingError(
+                f"{self}: data is {self.data.layout} on {self.data.device}; it is dense and holds values"
+            )
         data = self.data.detach()
         if piece.flat is not None:
             return data[piece.flat[0] : piece.flat[1]].view(piece.box.size)
@@ -295,7 +299,7 @@ class ShardedTensor(ShardedBase):
             ShardingError: a shard without a regular grid; a flattened one on another axis.
         """
         axis, local = dim + self.prepend_axis_num, self.local_shape[dim]
-        if self.global_shape[axis] % local or self.global_offset[axis] % local:
+        if not local or self.global_shape[axis] % local or self.global_offset[axis] % local:
             raise ShardingError(f"{self}: narrow needs equal parts on axis {dim}; global {self.global_shape}")
         if not 0 <= start <= start + length <= local:
             raise ShardingError(f"{self}: narrow({dim}, {start}, {length}) leaves the local length {local}")

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
 
-from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.folder import is_complete
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -48,7 +49,7 @@ def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) ->
     Returns:
         The deleted paths.
     Raises:
-        CheckpointError: ``keep_last < 0`` or ``keep_every < 1``.
+        CheckpointError: ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot be moved.
     """
     if keep_last < 0 or (keep_every is not None and keep_every < 1):
         raise CheckpointError(f"keep_last is {keep_last}, keep_every {keep_every}; they are >= 0 and >= 1")
@@ -61,16 +62,17 @@ def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) ->
     for step, path in old:
         if keep_every is not None and step % keep_every == 0:
             continue
-        _delete(path)
+        typed(partial(_delete, path))
         deleted.append(path)
     return deleted
 
 
 def _delete(path: Path) -> None:
-    aside = path.with_name(f".{path.name}.gone-{secrets.token_hex(4)}")
     siblings = [sibling for sibling in _named(path.parent, _REPLACED) if sibling.name.startswith(f".{path.name}.")]
     for folder in (path, *siblings):
         if folder.exists():
+            # A name of its own: what cannot be deleted now waits for the next prune.
+            aside = path.with_name(f".{path.name}.gone-{secrets.token_hex(4)}")
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
 

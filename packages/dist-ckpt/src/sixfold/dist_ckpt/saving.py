@@ -50,6 +50,7 @@ class _Content:
     objects: list[tuple[str, bytes]]
     common: dict[Any, Any]
     common_bytes: bytes
+    nbytes: int
 
 
 def save(
@@ -106,7 +107,7 @@ def save(
             _warn_of_differences(exchange, content, preprocess_common_before_consistancy_check)
         exchange.together(
             lambda: (None, _write(content, ticket, exchange.rank, check_finite)),
-            lambda written: _commit(written, content, ticket, target),
+            lambda written: _commit(written, content, ticket, target, if_exists),
         )
     except BaseException:
         for staging in staged:
@@ -117,7 +118,7 @@ def save(
 def _describe(
     state: Mapping[Any, Any], content_metadata: dict[str, Any] | None, rank: int, preprocess: Callable[..., Any] | None
 ) -> tuple[_Content, _Report]:
-    expanded, _ = factory.expand(dict(state))
+    expanded, _ = factory.expand(tree.checked(state))
     parts = tree.split(expanded)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
     objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
@@ -141,7 +142,7 @@ def _describe(
         nbytes,
         crc32(repr(sorted(_leaf_digests(common, preprocess).items())).encode()),
     )
-    return _Content(tensors, writes, stored, common, common_bytes), report
+    return _Content(tensors, writes, stored, common, common_bytes, nbytes), report
 
 
 def object_report(record: ShardedObject) -> plan.ObjectReport:
@@ -171,12 +172,22 @@ def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Pa
 
 def _write(content: _Content, ticket: _Ticket, rank: int, check_finite: bool) -> transfer.Written:
     staging = Path(ticket.staging)
-    return transfer.write(staging, rank, content.records, content.writes, content.objects, check_finite=check_finite)
+    with storage.full_disk_told(staging, content.nbytes):
+        return transfer.write(
+            staging, rank, content.records, content.writes, content.objects, check_finite=check_finite
+        )
 
 
-def _commit(written: list[transfer.Written], content: _Content, ticket: _Ticket, target: Path) -> None:
+def _commit(written: list[transfer.Written], content: _Content, ticket: _Ticket, target: Path, if_exists: str) -> None:
     """Write the small files, metadata.json last, and move the folder into place."""
     staging = Path(ticket.staging)
+    with storage.full_disk_told(staging, content.nbytes):
+        _write_small_files(staging, written, content, ticket)
+    storage.check_target(target, if_exists)  # again: data took a while to write, and nothing foreign may go
+    storage.commit(staging, target, ticket.save_id)
+
+
+def _write_small_files(staging: Path, written: list[transfer.Written], content: _Content, ticket: _Ticket) -> None:
     files = {name: digest for part in written for name, digest in part.files.items()}
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
@@ -189,7 +200,6 @@ def _commit(written: list[transfer.Written], content: _Content, ticket: _Ticket,
     ):
         files[name] = storage.write_file(staging, name, data)
     storage.write_file(staging, FILE_NAME, Integrity(save_id=ticket.save_id, files=files).encode())
-    storage.commit(staging, target, ticket.save_id)
 
 
 def _manifest(written: list[transfer.Written], save_id: str) -> Manifest:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +88,7 @@ def check_target(target: Path, if_exists: str) -> None:
     names = sorted(path.name for path in target.iterdir()) if target.exists() else []
     if names and if_exists == "error":
         raise StorageError(f"{target} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
-    foreign = [name for name in names if not is_checkpoint_file(name)]
+    foreign = [name for name in names if not (is_checkpoint_file(name) and (target / name).is_file())]
     if foreign:
         raise StorageError(
             f"{target} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
@@ -98,6 +100,21 @@ def check_target(target: Path, if_exists: str) -> None:
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name may lie in a checkpoint of the torch_dist format."""
     return name in _OWN_FILES or name.endswith(".distcp")
+
+
+@contextmanager
+def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A disk that fills inside becomes a StorageError with this rank's bytes and the free ones."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StorageError(
+            f"{errno.errorcode[error.errno]}: {error.strerror}: this rank needs {needed_bytes} bytes, "
+            f"{shutil.disk_usage(folder.parent).free} are free now in {folder.parent}; an older checkpoint is whole",
+            error.errno,
+        ) from error
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
@@ -130,7 +147,11 @@ def commit(staging: Path, target: Path, save_id: str) -> None:
         # Between these two renames the target is missing: opening it then falls back to a sibling.
         old = target.with_name(f".{target.name}.old-{save_id}")
         target.rename(old)
-        staging.rename(target)
+        try:
+            staging.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
     sync_folder(target.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
@@ -161,10 +182,10 @@ def _renameat2() -> ctypes._NamedFuncPointer | None:
 
 def siblings(target: Path, kind: str) -> list[Path]:
     """Hidden siblings ``.<name>.<kind>-*`` of a target, newest first."""
-    prefix = f".{target.name}.{kind}-"
+    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + r"[^.]+")  # a further dot: another target's name
     if not target.parent.is_dir():
         return []
-    found = [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
+    found = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedBase
 
 Path = tuple[Any, ...]
@@ -29,6 +30,13 @@ class Split(NamedTuple):
     records: list[tuple[Path, ShardedBase]]
     local: list[tuple[Path, LocalNonpersistentObject]]
     common: dict[Any, Any]
+
+
+def checked(state: Any) -> dict[Any, Any]:
+    """A shallow copy of a state dict; ShardingError if it is none."""
+    if not isinstance(state, Mapping):
+        raise ShardingError(f"the state dict is a {type(state).__name__}; it is a dict of records and common data")
+    return dict(state)
 
 
 def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

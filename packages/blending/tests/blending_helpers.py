@@ -89,6 +89,7 @@ class NaiveLine:
         self.T = sum(lengths)
         self.grid, self.origin, self.taken = 0, 0, 0
         self.string, self.resume, self.epochs = [], 0, {}
+        self.chunks, self.orders = {}, {}  # kept only because loops are slow
 
     def epoch(self, e):
         """[(sequence, offset)] of epoch e."""
@@ -114,15 +115,19 @@ class NaiveLine:
     def _window(self, index):
         """(chunk numbers in reading order, place of ``index`` among them) of the window that holds it."""
         e = (self.origin + index * self.S) // self.T
-        chunks, k = [], 0
-        while self.origin + k * self.S < (e + 1) * self.T:
-            if self.origin + k * self.S >= e * self.T:
-                chunks.append(k)
-            k += 1
-        number, place = divmod(index - chunks[0], self.window)
-        chunks = chunks[number * self.window : (number + 1) * self.window]
-        key = naive_key(*self.names, self.grid, e, number)
-        return [chunks[naive_permute(key, len(chunks), i)] for i in range(len(chunks))], place
+        here = (self.grid, self.origin, e)
+        if here not in self.chunks:
+            self.chunks[here], k = [], 0
+            while self.origin + k * self.S < (e + 1) * self.T:
+                if self.origin + k * self.S >= e * self.T:
+                    self.chunks[here].append(k)
+                k += 1
+        number, place = divmod(index - self.chunks[here][0], self.window)
+        if (*here, number) not in self.orders:
+            chunks = self.chunks[here][number * self.window : (number + 1) * self.window]
+            key = naive_key(*self.names, self.grid, e, number)
+            self.orders[*here, number] = [chunks[naive_permute(key, len(chunks), i)] for i in range(len(chunks))]
+        return self.orders[*here, number], place
 
     def take(self):
         """Pieces of the next sample: lists of consecutive line positions."""

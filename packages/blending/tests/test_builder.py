@@ -141,7 +141,11 @@ BLEND = (["data/a", "data/b"], [1.0, 2.0])
         ({"changes": [BlendChange(5, (["x"], [0]))]}, r"changes\[0\].blend: all 1 weights are 0"),
         ({"blend": BLEND, "split": "1", "dataset_names": {"data/a": "n", "data/b": "n"}}, "are both named 'n'"),
         ({"blend": (["a\x1fb"], None), "split": "1"}, "control character"),
-        ({"token_dtype": np.uint16}, "token_dtype is uint16"),
+        ({"token_dtype": np.uint16}, "token_dtype is .*uint16"),
+        ({"token_dtype": "wide"}, "token_dtype is 'wide'"),
+        ({"blend": ([5], None), "split": "1"}, "it is a pair"),
+        ({"blend": (["x"], 5), "split": "1"}, "it is a pair"),
+        ({"changes": [(5, BLEND)]}, r"changes\[0\] is \(5, .*; it is a BlendChange"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -157,7 +161,8 @@ def test_a_config_that_cannot_work_is_refused_when_it_is_made(fields, problem):
         ([None, 0, 0], {"blend": BLEND, "split": "1"}, "train has weights but no size"),
         ([None, 0, 0], {"blend": (["x"], None), "split": "1", "changes": [BlendChange(5, BLEND)]}, "train has changes"),
         ([10, 0], {"blend": BLEND, "split": "1"}, "it is three counts"),
-        ([10, -1, 0], {"blend": BLEND, "split": "1"}, "it is three counts"),
+        ([10, -1, 0], {"blend": BLEND, "split": "1"}, r"sizes\[1\] \(valid\) is -1"),
+        ([10, 0, 2.5], {"blend": BLEND, "split": "1"}, r"sizes\[2\] \(test\) is 2.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -175,6 +180,12 @@ def test_samples_of_a_part_without_tokens_are_refused(size):
     assert len(train) == 5, "weight 0 asks for no samples"
     absent = build([5, 0, 0], blend=(["data/c", "data/d"], None), split="98,2")[1]
     assert absent is None, "three sequences leave none for 2 percent, and none are asked"
+    (_, valid, _) = build([5, 0, 0], blend=(["data/a", "data/c"], [1, 1]), split="98,2")
+    assert len(valid) == 0, "an empty part among others, and no samples are asked"
+    with pytest.raises(BlendingError, match="the valid part of 'data/c' has 0 sequences and no tokens"):
+        build([5, 1, 0], blend=(["data/a", "data/c"], [1, 1]), split="98,2")
+    with pytest.raises(BlendingError, match=r"the 2 counts are all 0.*the datasets, from 0: data/c, data/d"):
+        build([None, 0, 0], blend=(["data/c", "data/d"], None), split="1", sequence_length=500)
 
 
 def test_a_blend_by_hand_is_checked_too():
@@ -188,6 +199,15 @@ def test_a_blend_by_hand_is_checked_too():
         BlendedDataset(parts[:1], [1], None, made)
     with pytest.raises(BlendingError, match="2 weights for 1 datasets"):
         BlendedDataset(parts[:1], [1, 2], 10, made)
+    same = [GPTDataset(ListSource([[1, 2, 3]]), name, range(1), 0, Split.train, made) for name in "aab"]
+    with pytest.raises(BlendingError, match="two datasets are named 'a'; give one entry with the sum"):
+        BlendedDataset(same[:2], [1, 1], 10, made)
+    with pytest.raises(BlendingError, match="1 weights for 2 datasets"):
+        BlendedDataset(same[1:], [1], 10, made)
+    with pytest.raises(BlendingError, match="size is -1"):
+        BlendedDataset(parts[:1], [1], -1, made)
+    with pytest.raises(BlendingError, match="num_samples is -1"):
+        GPTDataset(ListSource([[1, 2, 3]]), "a", range(1), -1, Split.train, made)
     with pytest.raises(BlendingError, match=r"weight 0 is -1.*the datasets, from 0: a"):
         BlendedDataset(parts[:1], [-1], 10, made)
     with pytest.raises(BlendingError, match=r"sequences 0\.\.4 are asked of the 1 it has"):

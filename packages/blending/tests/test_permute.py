@@ -57,3 +57,10 @@ def test_keys_part_by_part_differ():
 def test_an_index_outside_is_refused(index):
     with pytest.raises(BlendingError, match=r"is not one of 0\.\.9"):
         permute(1, 10, [3, index])
+
+
+def test_numbers_it_cannot_permute_are_refused():
+    with pytest.raises(BlendingError, match="indices are float64"):
+        permute(1, 10, [1.7])
+    with pytest.raises(BlendingError, match="a permutation has at most 2\\^53 elements"):
+        permute(1, 2**53 + 1, [3])

@@ -126,7 +126,29 @@ def test_unfit_counts_are_refused():
         QuotaTree.from_counts([3, -2])
     with pytest.raises(BlendingError, match="all 0"):
         QuotaTree.from_counts([0, 0])
-    with pytest.raises(BlendingError, match="has no sample"):
+    with pytest.raises(BlendingError, match="dataset 1 of 2 has quota 0, so no sample 0"):
         QuotaTree([1, 0]).find(1, 0)
-    with pytest.raises(BlendingError, match="total is -1"):
-        apportion([1], -1)
+    with pytest.raises(BlendingError, match="counts are float64"):
+        QuotaTree.from_counts([1.5, 2])
+    for total in (-1, 2.5):
+        with pytest.raises(BlendingError, match=f"total is {total}"):
+            apportion([1], total)
+
+
+def test_places_that_are_none_are_refused():
+    tree = QuotaTree([1, 2])
+    with pytest.raises(BlendingError, match="position -1 is negative"):
+        tree.locate([3, -1])
+    with pytest.raises(BlendingError, match="positions are float64"):
+        tree.locate([0.5])
+    for dataset, sample in [(2, 0), (-1, 0), (0, -1), (0, 0.5)]:
+        with pytest.raises(BlendingError, match=r"dataset (2|is -1)|sample is"):
+            tree.find(dataset, sample)
+    with pytest.raises(BlendingError, match="n is -1"):
+        tree.counts(-1)
+
+
+def test_numpy_integers_do_not_overflow_on_the_way_back():
+    tree, position = QuotaTree([0.3, 0.7]), 2**45 + 12_345
+    dataset, sample = tree.locate(np.array([position]))
+    assert tree.find(dataset[0], sample[0]) == position

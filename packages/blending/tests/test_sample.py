@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from blending_helpers import EOD, Tokenizer, blend, config, dataset, numbered, sequences_of
 
-from sixfold.blending import BlendingError, Split
+from sixfold.blending import BlendingError, GPTDataset, Split
 from sixfold.blending.sample import SampleLayout, pad_token
+from sixfold.blending.source import ListSource
 from sixfold.blending.splits import parse_split, split_matrix
 
 PEER = json.loads((Path(__file__).parent / "golden" / "peer.json").read_text())
@@ -159,6 +160,8 @@ def test_out_is_filled_in_place_and_must_fit():
         data.get_batch(range(5), out=out)
     with pytest.raises(BlendingError, match=r"out\['loss_mask'\] is float64"):
         data.get_batch(range(6), out={"loss_mask": np.zeros((6, 8))})
+    with pytest.raises(BlendingError, match=r"out\['dataset_id'\] is int64 \(2, 6\); this batch needs int64 \(6,\)"):
+        data.get_batch(range(6), out={"dataset_id": np.zeros((2, 6), np.int64)})
 
 
 def test_positions_may_be_any_row_of_whole_numbers():
@@ -169,13 +172,26 @@ def test_positions_may_be_any_row_of_whole_numbers():
         assert data[positions]["tokens"].tolist() == expected
     assert data.get_batch([])["tokens"].shape == (0, 8)
     for wrong in ([0.5], [[1]], 3):
-        with pytest.raises(BlendingError, match="whole numbers in one row"):
+        with pytest.raises(BlendingError, match="they are whole numbers"):
             data.get_batch(wrong)
-    with pytest.raises(IndexError):
-        data.get_batch([0, -1])
+    for far in (-1, 2**62, 2**63 - 1):
+        with pytest.raises(IndexError, match=f"position {far} is not in"):
+            data.get_batch([0, far])
     for outside in (-1, len(data)):
         with pytest.raises(IndexError):
             data[outside]
+
+
+@pytest.mark.parametrize(
+    ("stored", "value", "token_dtype"),
+    [(np.uint16, 40_000, np.int16), (np.int64, 2**31, np.int32), (np.int64, -(2**31) - 1, np.int32),
+     (np.float32, 70.5, np.int64)],
+)  # fmt: skip
+def test_ids_that_the_token_dtype_does_not_hold_are_refused_and_not_cut(stored, value, token_dtype):
+    source = ListSource([[value] * 60], stored)
+    data = GPTDataset(source, "a", range(1), 10, Split.train, config(token_dtype=token_dtype))
+    with pytest.raises(BlendingError, match=f"id {value} of {np.dtype(stored)}; {np.dtype(token_dtype)} does not"):
+        data.get_batch([0])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_later_changes_datasets_and_sizes_may_differ():
     state = blend(TWO, [1, 3], size=50).state_dict(30)
     longer = blend(NAMED, [1, 3], size=10**9, changes=[CHANGE])
     assert longer.load_state_dict(through_json(state)) == 30
-    other = blend(NAMED, [1, 3], changes=[BlendChange(at=30, sequence_length=3)])
+    other = blend(TWO, [1, 3], changes=[BlendChange(at=30, sequence_length=3)])
     assert other.load_state_dict(through_json(state)) == 30
 
 
@@ -73,6 +73,8 @@ def test_a_state_that_is_none_is_refused():
         data.load_state_dict(data.state_dict(3) | {"state_version": 99})
     with pytest.raises(BlendingError, match="position is -1"):
         data.state_dict(-1)
+    with pytest.raises(BlendingError, match=r"position is 5\.5"):
+        data.state_dict(5.5)
 
 
 def test_a_state_is_at_most_1_kb_and_400_bytes_per_dataset():

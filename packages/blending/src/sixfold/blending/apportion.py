@@ -14,6 +14,7 @@ from typing import SupportsInt, cast
 
 import numpy as np
 
+from sixfold.blending.checks import whole_number
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64
 
@@ -60,8 +61,7 @@ def apportion(weights: Weights, total: int) -> I64:
         BlendingError: a weight is unfit, or ``total`` is negative.
     Source: largest-remainder (Hamilton's) method.
     """
-    if total < 0:
-        raise BlendingError(f"total is {total}; it is >= 0")
+    total = whole_number("total", total, 0)
     whole = exact_weights(weights)
     divisor = sum(whole)
     shares, remainders = zip(*(divmod(weight * total, divisor) for weight in whole), strict=True)

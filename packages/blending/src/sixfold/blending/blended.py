@@ -8,16 +8,18 @@ set of rows, and the arrays are made of the whole batch at once.
 """
 
 from collections.abc import Sequence
+from os import fspath
 
 import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.apportion import Weights
+from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset, Positions, Samples, checked_positions, one_sequence_length
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64
-from sixfold.blending.sample import Batch
+from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
 from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import Why
@@ -50,8 +52,9 @@ class BlendedDataset(Samples):
             weights: of the first ``len(weights)`` datasets; the rest come in by changes. None: their tokens.
             size: the length; None for one epoch of everything, then ``weights`` is None too.
         Raises:
-            BlendingError: no dataset, unfit weights, weights or changes without a size, datasets of
-                two classes or parts, or samples asked of a dataset without tokens.
+            BlendingError: no dataset, unfit weights or another number of them, weights or changes
+                without a size, datasets of two classes or parts or of one name, or samples asked of a
+                dataset without tokens.
         """
         if not datasets:
             raise BlendingError("there are no datasets to blend; give at least one")
@@ -63,15 +66,16 @@ class BlendedDataset(Samples):
         if size is None and (weights is not None or changes):
             what = "weights are" if weights is not None else "changes are"
             raise BlendingError(f"{what} given without a size; without a size a blend is one epoch of every dataset")
-        if weights is not None and len(weights) > len(datasets):
-            raise BlendingError(
-                f"there are {len(weights)} weights for {len(datasets)} datasets; there are equally many"
-            )
+        self.names = [dataset.name for dataset in datasets]
+        twice = first_repeated(self.names)
+        if twice is not None:  # each would give the samples of the other
+            raise BlendingError(f"two datasets are named {twice!r}; give one entry with the sum of the weights")
+        if weights is not None:
+            _refuse_another_number_of_weights(len(weights), datasets, config)
         self.config = config
-        self.size = size
+        self.size = None if size is None else whole_number("size", size, 0)
         self.weights = weights
         self.index_split = split
-        self.names = [dataset.name for dataset in datasets]
         self.schedule = _schedule(datasets, weights, size, config)
         lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
         self.datasets = [
@@ -79,7 +83,7 @@ class BlendedDataset(Samples):
             for dataset, length in zip(datasets, lengths, strict=True)
         ]
         for number, dataset in enumerate(self.datasets):
-            if any(segment.tree.quotas[number] for segment in self.schedule.segments):
+            if size != 0 and any(segment.tree.quotas[number] for segment in self.schedule.segments):
                 dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
 
     def __len__(self) -> int:
@@ -112,10 +116,8 @@ class BlendedDataset(Samples):
             at = np.flatnonzero(dataset_B == number)
             self.datasets[number].read_rows(sample_B[at], rows, at)
         batch = self.datasets[0].make_batch(rows, out)
-        if out is not None and "dataset_id" in out:
-            out["dataset_id"][...] = dataset_B
-        else:
-            batch["dataset_id"] = dataset_B
+        batch["dataset_id"] = output_array(out, "dataset_id", dataset_B.shape, dataset_B.dtype)
+        batch["dataset_id"][...] = dataset_B
         return batch
 
     def locate(self, positions: npt.ArrayLike) -> tuple[I64, I64]:
@@ -134,8 +136,9 @@ class BlendedDataset(Samples):
 
     def counts(self, n: int) -> I64:
         """Samples of each dataset among the first ``n`` positions, (D,) int64."""
-        if n < 0 or (self.schedule.end is not None and n > self.schedule.end):
-            raise BlendingError(f"n is {n}; it is between 0 and the positions of the blend")
+        n = whole_number("n", n, 0)
+        if self.schedule.end is not None and n > self.schedule.end:
+            raise BlendingError(f"n is {n}; the blend has {self.schedule.end} positions")
         return self.schedule.counts(n)
 
     def why(self, n: int) -> Why:
@@ -158,20 +161,32 @@ class BlendedDataset(Samples):
         return int(state["position"])
 
 
+def _refuse_another_number_of_weights(
+    weights: int, datasets: Sequence[MegatronDataset], config: BlendedMegatronDatasetConfig
+) -> None:
+    later = {fspath(prefix) for change in config.changes if change.blend for prefix in change.blend[0]}
+    if weights > len(datasets) or any(dataset.dataset_path not in later for dataset in datasets[weights:]):
+        raise BlendingError(
+            f"there are {weights} weights for {len(datasets)} datasets; there are equally many, but for datasets "
+            "that only changes name"
+        )
+
+
 def _schedule(
     datasets: Sequence[MegatronDataset],
     weights: Weights | None,
     size: int | None,
     config: BlendedMegatronDatasetConfig,
 ) -> Schedule:
-    if size is None:
-        return Schedule.one_epoch([dataset.samples_per_epoch for dataset in datasets], config.sequence_length)
     tokens = [dataset.part.tokens for dataset in datasets]
     paths = [dataset.dataset_path or "" for dataset in datasets]
-    first = tokens if weights is None else weights
-    eras = eras_of(paths, tokens, first, config.sequence_length, config.changes_of(datasets[0].index_split))
     try:
-        return Schedule(eras)
+        if size is None:
+            counts = [dataset.samples_per_epoch for dataset in datasets]
+            return Schedule.one_epoch(counts, config.sequence_length)
+        first = tokens if weights is None else weights
+        changes = config.changes_of(datasets[0].index_split)
+        return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes))
     except BlendingError as error:
         raise BlendingError(
             f"{error} (the datasets, from 0: {', '.join(paths[:8])}{' ...' * (len(paths) > 8)})"

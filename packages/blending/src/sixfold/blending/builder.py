@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from os import fspath
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sixfold.blending.blended import BlendedDataset
+from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
@@ -47,12 +46,15 @@ class BlendedMegatronDatasetBuilder:
         Raises:
             BlendingError: sizes that are not three counts, no blend, or weights without a size.
         """
-        if len(sizes) != len(Split) or any(not _is_size(size) for size in sizes):
+        if len(sizes) != len(Split):
             raise BlendingError(f"sizes is {list(sizes)}; it is three counts >= 0 or None: train, valid, test")
         if config.blend is None and config.blend_per_split is None:
             raise BlendingError("the config has neither blend nor blend_per_split; give one of them")
         self.cls = cls
-        self.sizes = [None if size is None else int(size) for size in sizes]
+        self.sizes = [
+            None if size is None else whole_number(f"sizes[{split.value}] ({split.name})", size, 0)
+            for split, size in zip(Split, sizes, strict=True)
+        ]
         self.is_built_on_rank = is_built_on_rank
         self.config = config
         self.group = group
@@ -136,9 +138,3 @@ class BlendedMegatronDatasetBuilder:
         source = self._opened[prefix]
         sequences = part_range(bookends, self.cls.numel_low_level_dataset(source))
         return self.cls(source, prefix, sequences, size, split, self.config)
-
-
-def _is_size(size: object) -> bool:
-    if size is None:
-        return True
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0

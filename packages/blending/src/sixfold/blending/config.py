@@ -6,7 +6,7 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 ``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os import PathLike, fspath
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.apportion import exact_weights
+from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
@@ -66,7 +67,7 @@ class BlendedMegatronDatasetConfig:
     dataset_names: Mapping[str, str] | None = None  # prefix --> name in the keys; default: the prefix as given
 
     def __post_init__(self) -> None:
-        _check_count("sequence_length", self.sequence_length, 1)
+        whole_number("sequence_length", self.sequence_length, 1)
         if not isinstance(self.random_seed, int | np.integer):
             raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
         self._check_order()
@@ -104,13 +105,15 @@ class BlendedMegatronDatasetConfig:
 
     def _check_changes(self) -> None:
         for number, change in enumerate(self.changes):
-            _check_count(f"changes[{number}].at", change.at, 0)
+            if not isinstance(change, BlendChange):
+                raise BlendingError(f"changes[{number}] is {change!r}; it is a BlendChange(at, blend, sequence_length)")
+            whole_number(f"changes[{number}].at", change.at, 0)
             if change.blend is None and change.sequence_length is None:
                 raise BlendingError(f"changes[{number}] at {change.at} changes nothing; give blend or sequence_length")
             if change.blend is not None:
                 check_blend(f"changes[{number}].blend", change.blend)
             if change.sequence_length is not None:
-                _check_count(f"changes[{number}].sequence_length", change.sequence_length, 1)
+                whole_number(f"changes[{number}].sequence_length", change.sequence_length, 1)
         for earlier, later in pairwise(self.changes):
             if earlier.at >= later.at:
                 raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
@@ -161,8 +164,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if np.dtype(self.token_dtype).kind != "i":
-            raise BlendingError(f"token_dtype is {np.dtype(self.token_dtype)}; it is a signed integer type")
+        try:
+            signed = np.dtype(self.token_dtype).kind == "i"  # padding is -1 before it becomes 0
+        except TypeError:
+            signed = False
+        if not signed:
+            raise BlendingError(f"token_dtype is {self.token_dtype!r}; it is a signed integer type, such as np.int64")
         for option in (
             "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_cu_seqlens", "create_document_ids",
         ):  # fmt: skip
@@ -181,12 +188,16 @@ def special_token(tokenizer: Any, name: str) -> int | None:
 
 def check_blend(what: str, blend: Blend) -> None:
     """Refuse a blend that cannot work; ``what`` names it in the message."""
+    rule = f"{what} is {blend!r}; it is a pair (list of prefixes, list of weights or None)"
     if not isinstance(blend, Sequence) or len(blend) != 2 or isinstance(blend[0], str):
-        raise BlendingError(f"{what} is {blend!r}; it is a pair (list of prefixes, list of weights or None)")
-    prefixes, weights = [fspath(prefix) for prefix in blend[0]], blend[1]
+        raise BlendingError(rule)
+    try:
+        prefixes, weights = [fspath(prefix) for prefix in blend[0]], None if blend[1] is None else list(blend[1])
+    except TypeError:
+        raise BlendingError(rule) from None
     if not prefixes:
         raise BlendingError(f"{what} has no dataset; it has at least one prefix")
-    twice = _first_repeated(prefixes)
+    twice = first_repeated(prefixes)
     if twice is not None:
         raise BlendingError(f"{what} has {twice!r} more than once; give it one entry with the sum of the weights")
     if weights is None:
@@ -197,13 +208,3 @@ def check_blend(what: str, blend: Blend) -> None:
         exact_weights(weights)
     except BlendingError as error:
         raise BlendingError(f"{what}: {error}") from None
-
-
-def _first_repeated(items: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    return next((item for item in items if item in seen or seen.add(item)), None)  # type: ignore[func-returns-value]
-
-
-def _check_count(what: str, value: object, least: int) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise BlendingError(f"{what} is {value!r}; it is a whole number >= {least}")

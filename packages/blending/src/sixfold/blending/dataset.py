@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.gather import gather
@@ -30,6 +31,7 @@ from sixfold.blending.state import State, refuse_other_past, saved_position, str
 from sixfold.blending.why import TokenRange, Why
 
 Positions = Sequence[int] | range | npt.NDArray[Any]
+FARTHEST = 2**40  # positions of an endless stream: with 2^22 tokens each, a place on the line stays below 2^63
 
 
 def checked_positions(positions: Any, end: int | None) -> I64:
@@ -37,15 +39,15 @@ def checked_positions(positions: Any, end: int | None) -> I64:
 
     Raises:
         BlendingError: not whole numbers in one dimension.
-        IndexError: one that is negative or, of a stream with an end, behind it.
+        IndexError: one that is negative or behind the end (None: ``FARTHEST``).
     """
-    array = np.asarray(positions)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BlendingError(f"positions are {array.dtype} of shape {array.shape}; they are whole numbers in one row")
-    position_P = array.astype(np.int64)
-    wrong = np.flatnonzero((position_P < 0) | (position_P >= (np.iinfo(np.int64).max if end is None else end)))
+    position_P = whole_numbers("positions", positions)
+    if position_P.ndim != 1:
+        raise BlendingError(f"positions are of shape {position_P.shape}; they are whole numbers in one row")
+    end = FARTHEST if end is None else end
+    wrong = np.flatnonzero((position_P < 0) | (position_P >= end))
     if wrong.size:
-        raise IndexError(f"position {position_P[wrong[0]]} is not in 0..{'' if end is None else end - 1}")
+        raise IndexError(f"position {position_P[wrong[0]]} is not in 0..{end - 1}")
     return position_P
 
 
@@ -130,8 +132,10 @@ class MegatronDataset(Samples):
             indexed_indices: the part's sequences.
             num_samples: None for one epoch, else the length of an endless stream.
         Raises:
-            BlendingError: samples are asked of a part without tokens.
+            BlendingError: samples are asked of a part without tokens, or a number of them that is none.
         """
+        if num_samples is not None:
+            num_samples = whole_number("num_samples", num_samples, 0)
         self.indexed_dataset = indexed_dataset
         self.dataset_path = dataset_path
         self.num_samples = num_samples
@@ -224,6 +228,7 @@ class MegatronDataset(Samples):
         pieces = self.order.pieces(sample_B)
         length_P, ranges = self._ranges(pieces, 1)
         ids = gather(self.part, ranges.sequence, ranges.offset, ranges.length)
+        _refuse_ids_beyond(rows.tokens.dtype, ids, self.part.label)
         row_P = at_B[pieces.row]
         width = rows.tokens.shape[1]
         if pieces.begin.size == sample_B.size and (length_P == width + 1).all():
@@ -280,6 +285,19 @@ class MegatronDataset(Samples):
         """
         refuse_other_past(state, self.state_dict(saved_position(state)))
         return int(state["position"])
+
+
+def _refuse_ids_beyond(dtype: np.dtype[Any], ids: npt.NDArray[Any], label: str) -> None:
+    """BlendingError for ids that ``dtype`` does not hold: numpy would cut them without a word."""
+    if np.can_cast(ids.dtype, dtype, "safe") or not ids.size:
+        return
+    limits = np.iinfo(dtype)
+    whole = ids.dtype.kind in "iu"
+    outside = np.flatnonzero((ids < limits.min) | (ids > limits.max)) if whole else np.array([0])
+    if outside.size:
+        raise BlendingError(
+            f"{label} has the id {ids[outside[0]]} of {ids.dtype}; {dtype} does not hold it: set token_dtype"
+        )
 
 
 def _place(ids: npt.NDArray[Any], length_P: I64, row_P: I64, pieces: Pieces, rows: TokenRows) -> None:

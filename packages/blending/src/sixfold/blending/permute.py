@@ -11,10 +11,12 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.checks import whole_numbers
 from sixfold.blending.errors import BlendingError
 
 ORDER_VERSION = "sixfold-order-1"
 ROUNDS = 6
+LARGEST = 2**53  # every n - 1 below it is a float64
 _FEW = 12  # elements from which a pass over arrays is faster than one by one (measured: 10 to 15)
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 divided by the golden ratio
 
@@ -91,16 +93,19 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
     Returns:
         int64 of the shape of ``index``.
     Raises:
-        BlendingError: an index outside 0..n-1.
+        BlendingError: an index outside 0..n-1 or no whole number, or n beyond 2^53.
     """
     shape = np.shape(index)
-    index_I = np.asarray(index, dtype=np.int64).reshape(-1)
+    index_I = whole_numbers("indices", index).reshape(-1)
     count = index_I.size
-    n_I = np.broadcast_to(np.asarray(n, dtype=np.int64).reshape(-1), count)
+    sizes = whole_numbers("sizes", n).reshape(-1)
+    if sizes.size and sizes.max() > LARGEST:
+        raise BlendingError(f"n is {sizes.max()}; a permutation has at most 2^53 elements")
+    n_I = np.broadcast_to(sizes, count)
     wrong = np.flatnonzero((index_I < 0) | (index_I >= n_I))
     if wrong.size:
         raise BlendingError(f"index {index_I[wrong[0]]} is not one of 0..{n_I[wrong[0]] - 1}, the numbers permuted")
-    bits_I = np.frexp((n_I - 1).astype(np.float64))[1]  # bit length: exact below 2^53
+    bits_I = np.frexp((n_I - 1).astype(np.float64))[1]  # bit length: exact up to LARGEST
     half_I = np.maximum((bits_I + 1) // 2, 1).astype(np.uint64)
     key_I = np.asarray(key, dtype=np.uint64).reshape(-1)
     steps_R = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN_RATIO)

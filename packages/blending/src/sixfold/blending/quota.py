@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.apportion import Weights, apportion
+from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64
 
@@ -53,9 +54,9 @@ class QuotaTree:
         """The tree whose period is one pass: dataset i gives exactly ``counts[i]`` samples.
 
         Raises:
-            BlendingError: a count is negative, or all are 0.
+            BlendingError: a count is negative or no whole number, or all are 0.
         """
-        counts_D = np.array(counts, dtype=np.int64).reshape(-1)
+        counts_D = whole_numbers("counts", counts).flatten()  # a copy: the tree keeps them
         negative = np.flatnonzero(counts_D < 0)
         if negative.size:
             raise BlendingError(f"count {negative[0]} is {counts_D[negative[0]]}; counts are >= 0")
@@ -97,9 +98,13 @@ class QuotaTree:
             positions: (P,) numbers >= 0, in any order.
         Returns:
             dataset (P,) int64, sample (P,) int64.
+        Raises:
+            BlendingError: a position is negative or no whole number.
         Cost: one walk from root to leaf per position, all positions together, level by level.
         """
-        position_P = np.asarray(positions, dtype=np.int64).reshape(-1)
+        position_P = whole_numbers("positions", positions).reshape(-1)
+        if position_P.size and position_P.min() < 0:
+            raise BlendingError(f"position {position_P.min()} is negative; positions are >= 0")
         number_P = (position_P % self.period).astype(self._exact)
         node_P = np.full(position_P.size, self._root, dtype=np.int64)
         D = self.quotas.size
@@ -121,13 +126,14 @@ class QuotaTree:
         """The position at which ``dataset`` gives its ``sample``: the inverse of ``locate``.
 
         Raises:
-            BlendingError: the dataset has no quota, or ``sample`` is negative.
+            BlendingError: there is no such dataset, it has no quota, or ``sample`` is negative.
         """
-        quota = int(self.quotas[dataset])
-        if quota == 0 or sample < 0:
-            raise BlendingError(f"dataset {dataset} with quota {quota} has no sample {sample}")
+        # Python's integers from here on: the products below pass 2^63.
+        node, sample = whole_number("dataset", dataset, 0), whole_number("sample", sample, 0)
+        quota = int(self.quotas[node]) if node < self.quotas.size else 0
+        if quota == 0:
+            raise BlendingError(f"dataset {node} of {self.quotas.size} has quota {quota}, so no sample {sample}")
         turns, number = divmod(sample, quota)
-        node = dataset
         while node != self._root:
             above = int(self._parent[node])
             n, left = int(self._total[above]), int(self._left_total[above])
@@ -141,7 +147,7 @@ class QuotaTree:
 
     def counts(self, n: int) -> I64:
         """Samples of each dataset among the first ``n`` positions, (D,) int64. Cost: O(D)."""
-        turns, rest = divmod(int(n), self.period)
+        turns, rest = divmod(whole_number("n", n, 0), self.period)
         D = self.quotas.size
         first = [0] * len(self._total)
         first[self._root] = rest

@@ -60,7 +60,7 @@ class SampleLayout:
     def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
         """Rows to fill, in the arrays of ``out`` where it has them."""
         shape = (samples, sequence_length)
-        tokens, labels = (_array(out, name, shape, self.dtype) for name in ("tokens", "labels"))
+        tokens, labels = (output_array(out, name, shape, self.dtype) for name in ("tokens", "labels"))
         tokens.fill(self.pad)
         labels.fill(self.pad)
         begins = np.zeros(shape, dtype=np.bool_)
@@ -87,18 +87,18 @@ class SampleLayout:
         is_eod = tokens == self.eod if self.eod is not None else np.zeros(shape, dtype=np.bool_)
         after_eod = np.zeros_like(is_eod)
         after_eod[:, 1:] = is_eod[:, :-1]
-        loss_mask = _array(out, "loss_mask", shape, np.dtype(np.float32))
+        loss_mask = output_array(out, "loss_mask", shape, np.dtype(np.float32))
         is_pad = labels == self.pad
         loss_mask[...] = ~(is_pad | is_eod) if config.eod_mask_loss else ~is_pad
         tokens[tokens == self.pad] = 0
         labels[is_pad] = 0
-        positions = _array(out, "position_ids", shape, np.dtype(np.int64))
+        positions = output_array(out, "position_ids", shape, np.dtype(np.int64))
         positions[...] = np.arange(shape[1])
         if config.reset_position_ids:
             positions -= np.maximum.accumulate(np.where(after_eod, positions, 0), axis=1)
         batch |= {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
         if config.create_attention_mask:
-            mask = _array(out, "attention_mask", (shape[0], 1, shape[1], shape[1]), np.dtype(np.bool_))
+            mask = output_array(out, "attention_mask", (shape[0], 1, shape[1], shape[1]), np.dtype(np.bool_))
             mask[...] = np.triu(np.ones((shape[1], shape[1]), dtype=np.bool_), k=1)
             if config.reset_attention_mask:
                 block = np.cumsum(after_eod, axis=1)
@@ -108,15 +108,15 @@ class SampleLayout:
         if config.create_cu_seqlens:
             batch["cu_seqlens"] = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
         if config.create_document_ids:
-            numbers = _array(out, "document_ids", shape, np.dtype(np.int32))
+            numbers = output_array(out, "document_ids", shape, np.dtype(np.int32))
             np.cumsum(begins[:, 1:], axis=1, out=numbers[:, 1:])
             numbers[:, 0] = 0
             batch["document_ids"] = numbers
         return batch
 
 
-def _array(out: Batch | None, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """``out[name]`` if it is there and fits, else a new array."""
+def output_array(out: Batch | None, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """``out[name]`` if it is there and fits, else a new array; BlendingError if it does not fit."""
     if out is None or name not in out:
         return np.empty(shape, dtype=dtype)
     array = out[name]

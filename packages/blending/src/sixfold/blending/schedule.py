@@ -14,6 +14,7 @@ from os import fspath
 import numpy as np
 
 from sixfold.blending.apportion import Weights
+from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendChange
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64
@@ -138,13 +139,14 @@ class Schedule:
         """The position of a dataset's sample.
 
         Raises:
-            BlendingError: no position ever gives it.
+            BlendingError: no whole number >= 0, or no position ever gives it.
         """
+        sample = whole_number("sample", sample, 0)
         befores = [int(segment.before[dataset]) for segment in self.segments]
         number = max(bisect_right(befores, sample) - 1, 0)  # the last segment that begins with no more samples
         segment = self.segments[number]
         quota = int(segment.tree.quotas[dataset])
-        if sample < 0 or quota == 0 or (self.end is not None and sample >= quota):
+        if quota == 0 or (self.end is not None and sample >= quota):
             raise BlendingError(f"sample {sample} of dataset {dataset} comes at no position of this blend")
         return segment.begin + segment.tree.find(dataset, sample - befores[number])
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.schedule import Schedule
@@ -30,15 +31,14 @@ def stream_state(
     datasets: "Sequence[MegatronDataset]",
 ) -> State:
     """The state of a stream at ``position``: JSON values only, 1 KB and 400 bytes per dataset at most."""
-    if position < 0:
-        raise BlendingError(f"position is {position}; it is >= 0")
+    position = whole_number("position", position, 0)
     segments = [segment for segment in schedule.segments if segment.begin < position]
     used = [any(segment.tree.quotas[number] for segment in segments) for number in range(len(datasets))]
     part = config.split_matrix[split.value] if config.split_matrix else None
     return {
         "state_version": STATE_VERSION,
         "order": config.order,
-        "position": int(position),
+        "position": position,
         "seed": int(config.random_seed),
         "part": split.name,
         "split": [0.0, 1.0] if part is None else list(part),

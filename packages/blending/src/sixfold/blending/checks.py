@@ -1,0 +1,38 @@
+"""What callers hand over, checked before anything is computed from it.
+
+    config, sizes, positions --> whole_number, whole_numbers, first_repeated (this file) --> everywhere
+
+numpy cuts 1.5 to 1 where it is asked for integers; here it is refused.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.errors import BlendingError
+
+
+def whole_number(what: str, value: object, least: int) -> int:
+    """``value`` as an int; BlendingError if it is no whole number or below ``least``."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise BlendingError(f"{what} is {value!r}; it is a whole number >= {least}")
+    return int(value)
+
+
+def whole_numbers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """``values`` as int64 in their shape, the same array if they are; BlendingError for what is no whole number."""
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() > 2**63 - 1)):
+        raise BlendingError(f"{what} are {array.dtype} of shape {array.shape}; they are whole numbers below 2^63")
+    return array.astype(np.int64, copy=False)
+
+
+def first_repeated(items: Iterable[str]) -> str | None:
+    """The first item that was there before."""
+    seen: set[str] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None

@@ -371,8 +371,9 @@ def test_two_builds_of_one_output_do_not_meet(folder):
 
 
 KILLED = """
+import time
 from sixfold.indexed_data import build
-build(["a.jsonl"], "out", part_bytes=500)
+build(["a.jsonl"], "out", part_bytes=500, progress=lambda *_: time.sleep(0.05))  # not done before it is killed
 """
 
 
@@ -427,7 +428,7 @@ class Slow:
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_workers_do_not_outlive_their_build(folder, stop):
     (folder / "slow_tokenizer.py").write_text(SLOW)
-    (folder / "a.jsonl").write_text('{"text": "ab"}\n' * 40)
+    (folder / "a.jsonl").write_text('{"text": "ab"}\n' * 80)
     (folder / "run.py").write_text("""
 from sixfold.indexed_data import build
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 
 # Modules that DESIGN.md names to users beside the package itself.
 PUBLIC_MODULES = {
+    "blending": ("order", "torch"),
     "dist-ckpt": ("retention", "strategies.torch", "strategies.fully_parallel", "strategies.zarr", "optimizers"),
-    "fsdp": ("cost_model",),
+    "fsdp": ("cost_model", "layout", "residency"),
+    "pipeline": ("passes",),
 }
 SPECIAL_METHODS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__", "__enter__", "__exit__")
 

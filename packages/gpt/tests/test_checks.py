@@ -17,6 +17,7 @@ from sixfold.gpt.errors import ConfigError
         ("parallel.layers_per_stage=[2, 2]", "has 2 entries and parallel.pp * stages_per_rank is 1"),
         ("parallel.layers_per_stage=[3]", "parallel.layers_per_stage sums to 3 and model.num_layers is 4"),
         ("parallel.stages_per_rank=2", "parallel.schedule = 'interleaved' takes several"),
+        ("pipeline.group=-1", "pipeline.group is -1; it is >= 0"),
         ("schedule.decay_steps=10", "it is 0 unless the shape is 'wsd'"),
     ],
 )  # fmt: skip
@@ -24,6 +25,11 @@ def test_tables_that_contradict_each_other_are_named_with_both_numbers(override,
     with pytest.raises(ConfigError) as error:
         config_with(override)
     assert expected in words_of(error)
+
+
+def test_groups_smaller_than_the_pipeline_are_refused_with_one_that_works():
+    with pytest.raises(ConfigError, match=r"pipeline\.group is 1 and parallel\.pp 2; .* pipeline\.group = 2 works"):
+        config_with("parallel.pp=2", "parallel.schedule=interleaved", "pipeline.group=1")
 
 
 def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
@@ -35,7 +41,7 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
     "override",
     [
         "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2", "parallel.schedule=zb_h1",
-        "pipeline.dynamic_shapes=true", "model.num_experts=4", "train.precision=fp8", "train.compile=true",
+        "model.num_experts=4", "train.precision=fp8", "train.compile=true",
         "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon", "data.order=megatron",
         "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true", "log.tensorboard=true",
         "log.profile_steps=[3]", "data.changes=[{at = 64, blend = ['data/wiki'], weights = [1.0]}]",

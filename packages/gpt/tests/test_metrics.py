@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from sixfold.gpt.errors import TrainError
 from sixfold.gpt.metrics import FIELDS, MetricsTail, MetricsWriter, ProgressLine, describe, read_all, read_metrics
 
 STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "batch_size": 8, "samples": 8, "tokens": 64}
@@ -38,6 +39,14 @@ def test_what_is_not_finite_is_null_at_any_depth(tmp_path):
 def test_a_wrong_field_is_our_own_mistake(tmp_path):
     with MetricsWriter(tmp_path / "m") as writer, pytest.raises(AssertionError, match="end line has fields"):
         writer.write("end", step=1)
+
+
+def test_a_full_disk_is_named_with_its_file():
+    with (
+        MetricsWriter("/dev/full") as writer,
+        pytest.raises(TrainError, match=r"/dev/full: 0 of the \d+ bytes .* No space"),
+    ):
+        writer.write("end", step=1, reason="finished")
 
 
 def test_each_line_is_on_disk_when_written(tmp_path):

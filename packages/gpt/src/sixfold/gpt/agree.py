@@ -1,6 +1,6 @@
-"""Errors that ranks share: one rank's is raised on all, and a lost peer gets a name.
+"""What ranks share: small objects, and errors: one rank's is raised on all, and a lost peer gets a name.
 
-loop.py --> together, wire_errors (this file) --> TrainError, ConfigError on every rank
+loop.py, checkpoint.py --> gather, together, wire_errors (this file) --> TrainError, ConfigError on every rank
 """
 
 from __future__ import annotations
@@ -19,6 +19,20 @@ T = TypeVar("T")
 WIRE_WORDS = ("gloo", "Connection closed by peer", "Timed out waiting", "Application timeout")
 
 
+def gather(control: dist.ProcessGroup | None, ranks: int, mine: T) -> list[T]:
+    """``mine`` of every rank, by rank, over the CPU channel ``control``; None is a world of one.
+
+    Raises:
+        TrainError: another rank died or did not answer before the group's deadline.
+    """
+    if control is None:
+        return [mine]
+    found: list[T | None] = [None] * ranks
+    with wire_errors("an exchange between all ranks"):
+        dist.all_gather_object(found, mine, group=control)
+    return found  # type: ignore[return-value]
+
+
 def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T]) -> T:
     """Run ``task`` on every rank; if it fails on one, raise that error on all of them, so that none waits for it.
 
@@ -31,13 +45,10 @@ def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T
         result = task()
     except Exception as error:
         failure = error
-    if control is not None:
-        mine = None if failure is None else (isinstance(failure, ConfigError), f"{type(failure).__name__}: {failure}")
-        reports: list[tuple[bool, str] | None] = [None] * ranks
-        dist.all_gather_object(reports, mine, group=control)
-        for rank, report in enumerate(reports):
-            if report is not None and failure is None:
-                raise (ConfigError if report[0] else TrainError)(f"rank {rank}: {report[1]}")
+    mine = None if failure is None else (isinstance(failure, ConfigError), f"{type(failure).__name__}: {failure}")
+    for rank, report in enumerate(gather(control, ranks, mine)):
+        if report is not None and failure is None:
+            raise (ConfigError if report[0] else TrainError)(f"rank {rank}: {report[1]}")
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]

@@ -21,7 +21,6 @@ from torch import nn
 
 import sixfold.pipeline as pipeline
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.init import initializer
 from sixfold.gpt.mesh import RankMesh, pair_group
 from sixfold.gpt.model import Block, GPTModel
@@ -182,6 +181,8 @@ def build_rank(
         scale="sum",
         timeout_s=config.run.timeout_seconds,
         store=world.store,
+        lookahead=config.pipeline.lookahead,
+        dynamic_shapes=config.pipeline.dynamic_shapes,
     )
     return RankModel(
         config=config,
@@ -194,12 +195,3 @@ def build_rank(
         tied_group=pair_group(mesh, first, last) if tied else None,
         tied_copy=tied and mesh.pp_rank == last,
     )
-
-
-def check_schedule(config: TrainConfig) -> None:
-    """Refuse a schedule that cannot run the configured numbers, before any rank is started."""
-    micro, dp = config.train.micro_batch_size, config.parallel.dp
-    try:
-        make_program(config, config.train.global_batch_size // (micro * dp))
-    except pipeline.ScheduleError as error:
-        raise ConfigError(f"parallel.schedule = {config.parallel.schedule!r}: {error}") from error

@@ -4,8 +4,9 @@
     step, samples, config, data, scalars ----+--> sixfold.dist_ckpt.save   (this file)   load --> live tensors
 
 Keys, global shapes and dtypes are the same at every layout: ``model.<canonical name>`` (fp32 main weights) and
-``optimizer.state.<state>.model.<canonical name>``. Scalar optimizer state goes into common data by canonical name,
-after all ranks have gathered it, because a checkpoint writes common data from one rank.
+``optimizer.state.<state>.model.<canonical name>``. Scalar optimizer state and group options go into common data by
+canonical name, after all ranks have gathered them, because a checkpoint writes common data from one rank. A checkpoint
+without optimizer state (of step 0, or weights alone) is loaded as weights with a fresh optimizer.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
+from sixfold.gpt.agree import gather
 from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.errors import ConfigError
 
@@ -52,27 +53,22 @@ def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, d
     return state
 
 
-def _scalars(rank: RankModel) -> dict[str, dict[str, float]]:
-    """Scalar optimizer state of every parameter of the run, by canonical name; the same on every rank."""
-    mine: dict[str, dict[str, float]] = {}
+def _optimizer_common(rank: RankModel) -> dict[str, dict[str, dict[str, Any]]]:
+    """Scalar state and group options of every parameter of the run, by canonical name; the same on every rank."""
+    options = {
+        id(p): {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if k != "params"}
+        for group in rank.optimizer.param_groups
+        for p in group["params"]
+    }
+    mine: dict[str, dict[str, dict[str, Any]]] = {"scalars": {}, "options": {}}
     for name, parameter in rank.model.main_parameters():
         state = rank.optimizer.state.get(parameter, {})
-        mine[canonical(name)] = {
+        mine["scalars"][canonical(name)] = {
             key: float(value) for key, value in state.items() if not torch.is_tensor(value) or value.dim() == 0
         }
-    if rank.mesh.control is None:
-        return mine
-    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(rank.mesh.size)]
-    dist.all_gather_object(gathered, mine, group=rank.mesh.control)
-    return {name: values for part in gathered for name, values in sorted(part.items())}
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, type(None))
-    return [
-        {k: list(v) if isinstance(v, tuple) else v for k, v in group.items() if isinstance(v, (*plain, tuple))}
-        for group in optimizer.param_groups
-    ]
+        mine["options"][canonical(name)] = options.get(id(parameter), {})
+    everyone = gather(rank.mesh.control, rank.mesh.size, mine)
+    return {part: {name: d for rank_part in everyone for name, d in sorted(rank_part[part].items())} for part in mine}
 
 
 def save(
@@ -95,7 +91,7 @@ def save(
         "config": rank.config.to_toml(),
         "data": dict(data_state),
         "versions": dict(versions),
-        "optimizer": {"scalars": _scalars(rank), "groups": _groups(rank.optimizer)},
+        "optimizer": _optimizer_common(rank),
     }
     timeout = rank.config.run.timeout_seconds
     if not rank.config.checkpoint.background:
@@ -126,10 +122,13 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     Returns:
         How far it had come, and its common data.
     """
-    rank.model.materialize_state(rank.optimizer)
-    timeout = rank.config.run.timeout_seconds
-    common = dist_ckpt.load(dict(sharded_state(rank)), folder, group=rank.mesh.control, timeout_s=timeout)
-    _set_scalars(rank, common["optimizer"]["scalars"])
+    has_state = any(key.startswith("optimizer.state.") for key in dist_ckpt.load_tensors_metadata(folder))
+    if has_state:
+        rank.model.materialize_state(rank.optimizer)
+    state = dict(sharded_state(rank, weights_only=not has_state))
+    common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    if has_state:
+        _set_scalars(rank, common["optimizer"]["scalars"])
     rank.model.refresh()
     return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"]), common
 

@@ -2,7 +2,7 @@
 
     config.py --> check_config        (this file)      made
     launch.py --> check_world         (this file)      the number of ranks is known
-    train.py  --> resume_changes      (this file)      an older configuration lies in the run folder
+    loop.py   --> resume_changes      (this file)      an older configuration lies in the run folder
 
 Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
 """
@@ -27,7 +27,6 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
     ("parallel.dp_replicate", lambda value: value == 1, "1", "replicated sharding (HSDP)"),
     ("parallel.schedule", lambda value: value in _SCHEDULES, " or ".join(_SCHEDULES), "this schedule"),
-    ("pipeline.dynamic_shapes", lambda value: not value, "false", "a header before each message"),
     ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
     ("train.precision", lambda value: value != "fp8", "bf16 or fp32", "fp8"),
     ("train.compile", lambda value: not value, "false", "compilation"),
@@ -169,6 +168,11 @@ def _check_stages(config: "TrainConfig") -> None:
         raise ConfigError(
             f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
             f"one stage on a rank; parallel.schedule = 'interleaved' takes several"
+        )
+    if 0 < config.pipeline.group < parallel.pp:
+        raise ConfigError(
+            f"pipeline.group is {config.pipeline.group} and parallel.pp {parallel.pp}; in smaller "
+            f"groups ranks wait for each other for ever: pipeline.group = {parallel.pp} works, or 0 for the default"
         )
 
 

@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass per TOML table, checked when it is made.
 
-    TOML + overrides --> toml.py --> TrainConfig (this file) --> checks.py --> train.py, launch.py, plan.py
+    TOML + overrides --> toml.py --> TrainConfig (this file) --> checks.py --> loop.py, launch.py
 
 No torch: a typing error is reported within milliseconds, before a rank is started or a folder made.
 """

@@ -1,6 +1,6 @@
 """The two exceptions of the package.
 
-    config.py --> ConfigError      (this file)      TrainError <-- train.py, launch.py
+    config.py --> ConfigError      (this file)      TrainError <-- loop.py, launch.py
 
 A ConfigError is raised before a rank is started or a folder made; a TrainError ends a run that had begun.
 """

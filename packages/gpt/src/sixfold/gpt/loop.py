@@ -14,26 +14,27 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from sixfold.dist_ckpt import retention
 from sixfold.gpt import checkpoint, launch
-from sixfold.gpt.agree import together, wire_errors
-from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_schedule
+from sixfold.gpt.agree import gather, together, wire_errors
+from sixfold.gpt.build import ModelProvider, RankModel, build_rank
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world, resume_changes
 from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, preflight
 from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter
 from sixfold.gpt.nonfinite import first_nonfinite
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
-from sixfold.gpt.step import evaluate, train_step
+from sixfold.gpt.step import NonFinite, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class Run:
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = build_datasets(config)
         self.stream = TokenStream(self.train_data, config)
+        if valid is None and config.eval.every:
+            raise ConfigError(
+                f"eval.every is {config.eval.every} and data.split {config.data.split!r} leaves no validation data; "
+                f"name some in data.valid, or set eval.every = 0"
+            )
         self.valid = None if valid is None else TokenStream(valid, config)
         self.progress = Progress()
         self.loss: float | None = None
@@ -103,7 +109,13 @@ class Run:
         """This step's microbatches; the next step's are fetched on a thread while this one runs."""
         step, samples = self.progress.step, self.progress.samples
         if self._ahead is not None and self._ahead[0] == step:
-            batch = self._ahead[1].result(timeout=self.config.run.timeout_seconds)
+            limit = self.config.run.timeout_seconds
+            try:
+                batch = self._ahead[1].result(timeout=limit)
+            except TimeoutError as error:
+                raise TrainError(
+                    f"step {step}: its data was not read within {limit:g} s; is the disk there?"
+                ) from error
         else:
             batch = self._fetch(step, samples)
         self._ahead = None
@@ -117,7 +129,8 @@ class Run:
         folder = retention.step_path(self.root, self.progress.step)
         data = self.train_data.state_dict(self.progress.samples)
         start = time.monotonic()
-        blocked = checkpoint.save(self.rank, folder, self.progress, data, self.versions)
+        with wire_errors(f"save of step {self.progress.step}"):
+            blocked = checkpoint.save(self.rank, folder, self.progress, data, self.versions)
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
             retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
@@ -139,7 +152,8 @@ class Run:
             self.valid.step(i * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
             for i in range(self.config.eval.batches)
         ]
-        loss, targets = evaluate(self.rank, batches)
+        with wire_errors(f"evaluation after step {self.progress.step}"):
+            loss, targets = evaluate(self.rank, batches)
         self.note("eval", step=self.progress.step, loss=loss, tokens=int(targets))
 
     def step(self, stop: bool) -> bool:
@@ -150,7 +164,7 @@ class Run:
         lr = learning_rate(self.config, at.step)
         with wire_errors(f"step {at.step}"):
             outcome = train_step(self.rank, batch, lr, stop=stop)
-        if isinstance(outcome, TrainError):
+        if isinstance(outcome, NonFinite):
             self._end_nonfinite(outcome, batch)
         size = batch_size(self.config, at.step)
         tokens = size * self.config.data.seq_length
@@ -182,20 +196,22 @@ class Run:
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
         return tokens_per_second * flops / (peak * 1e12 * self.rank.mesh.size)
 
-    def _end_nonfinite(self, error: TrainError, batch: list[Microbatch]) -> NoReturn:
+    def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
-        mine = first_nonfinite(self.rank, batch)
-        found: list[tuple[int, str] | None] = [mine]
-        if self.rank.mesh.control is not None:
-            found = [None] * self.rank.mesh.size
-            dist.all_gather_object(found, mine, group=self.rank.mesh.control)
-        places = [(stage, rank, name) for rank, place in enumerate(found) if place for stage, name in [place]]
-        _, rank, where = min(places, default=(0, 0, ""))
-        what = "output" if where else "gradient"
+        mine = (first_nonfinite(self.rank, batch), outcome.gradient)
+        found = gather(self.rank.mesh.control, self.rank.mesh.size, mine)
+        outputs = [(place[0], rank, place[1]) for rank, (place, _) in enumerate(found) if place]
+        gradients = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(found) if place]
+        if outputs:
+            _, rank, where = min(outputs)  # forward runs through the stages upwards, backward downwards
+            what = "output" if where else "loss"
+        else:
+            _, rank, where = max(gradients, default=(0, 0, ""))
+            what = "gradient"
         self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
         raise TrainError(
-            f"step {self.progress.step}, rank {rank}: {error}; first non-finite {what} "
-            f"{('in ' + where) if where else 'after a finite forward'}. Weights are those of the step before"
+            f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "
+            f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it"
         )
 
     def loop(self, flag: StopFlag) -> str:
@@ -237,12 +253,8 @@ def _step_of(checkpoint_folder: Path | None) -> int:
 
 def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
     """Continue from ``newest``, or take weights from ``checkpoint.init_from``, or start fresh."""
-    from sixfold.gpt.load import saved_config
-
     control, ranks = run.rank.mesh.control, run.rank.mesh.size
     if newest is not None:
-        step = _step_of(newest)
-        together(control, ranks, lambda: resume_changes(saved_config(newest), config, step=step))
         run.progress, common = checkpoint.load(run.rank, newest)
         together(control, ranks, lambda: run.train_data.load_state_dict(common["data"]))
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=run.rank.mesh.layout)
@@ -252,11 +264,7 @@ def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
 
 
 def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
-    me = {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()}
-    ranks = [me]
-    if mesh.control is not None:
-        ranks = [{} for _ in range(mesh.size)]
-        dist.all_gather_object(ranks, me, group=mesh.control)
+    ranks = gather(mesh.control, mesh.size, {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()})
     run.note(
         "start",
         step=step,
@@ -288,8 +296,9 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
 
     def prepare() -> Path | None:
         preflight(config)
-        check_schedule(config)
         newest = _resume_from(config)
+        if newest is not None:
+            resume_changes(saved_config(newest), config, step=_step_of(newest))
         if mesh.rank == 0:
             _write_config(config)
         return newest
@@ -307,7 +316,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
         reason = run.loop(flag)
         run.note("end", step=run.progress.step, reason=reason)
     except BaseException:
-        run.note("end", step=run.progress.step, reason="error")
+        with suppress(TrainError):  # a full disk may refuse this line too; the first error is the one to raise
+            run.note("end", step=run.progress.step, reason="error")
         raise
     finally:
         flag.disarm()
@@ -333,7 +343,13 @@ def train(
     """
     if forward_step is not None:
         raise ConfigError("forward_step comes with a later release; a model_provider's module can compute its losses")
-    world = launch.join(launch.detect(os.environ), device=config.run.device, timeout_s=config.run.timeout_seconds)
+    rendezvous = launch.detect(os.environ)
+    if rendezvous is None and config.parallel.world > 1:
+        raise ConfigError(
+            f"parallel.pp * dp * cp * tp is {config.parallel.world} ranks and this process is alone; "
+            f"`sixfold train` and torchrun start them, train() itself is one of them"
+        )
+    world = launch.join(rendezvous, device=config.run.device, timeout_s=config.run.timeout_seconds)
     try:
         return train_in(config, world, model_provider)
     finally:

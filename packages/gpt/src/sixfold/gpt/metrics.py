@@ -1,6 +1,6 @@
 """The run's record: metrics.jsonl, one JSON object per line.
 
-    train.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, demo.py
+    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, demo.py
                                                                  `-> ProgressLine --> stderr
 
 One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written,
@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from sixfold.gpt.errors import TrainError
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "start": ("step", "world", "layout", "schedule", "sharding", "ranks", "parameters", "versions"),
@@ -73,12 +75,20 @@ class MetricsWriter:
             fields: exactly the fields of that kind; numbers may be NaN and become null.
         Returns:
             The record as it was written.
+        Raises:
+            TrainError: the line does not fit on the disk.
         """
         wanted = FIELDS[kind]
         assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
         record = {"kind": kind, "time": time.time()} | {name: _finite(fields[name]) for name in wanted}
         # One write call per line: a kill cuts a line at most, it never mixes two.
-        os.write(self._file, (json.dumps(record, allow_nan=False) + "\n").encode())
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        try:
+            written, why = os.write(self._file, line), "the disk is full"
+        except OSError as error:
+            written, why = 0, str(error.strerror)
+        if written < len(line):
+            raise TrainError(f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}")
         return record
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Where a non-finite value arose first.
 
-a step's batch --> replay of the forward with hooks (this file) --> (stage, module)
+a step's gradients --> nonfinite_gradient                                 (this file) --> (stage, module) --> loop.py
+a step's batch --> first_nonfinite, a replay of the forward with hooks    (this file) --> (stage, module) --> loop.py
 """
 
 from __future__ import annotations
@@ -14,9 +15,22 @@ from torch import nn
 from sixfold.gpt.build import RankModel, canonical
 from sixfold.gpt.data import Microbatch
 
+Place = tuple[int, str]  # stage, canonical name of a module; "" is the output of the stage itself
 
-def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> tuple[int, str] | None:
-    """(stage, module) of the first non-finite output on this rank, found by replaying the forward with hooks."""
+
+def nonfinite_gradient(rank: RankModel) -> Place | None:
+    """The last module of this rank with a non-finite gradient: backward comes to it first."""
+    for name, parameter in reversed(list(rank.model.main_parameters())):
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return int(name.partition(".")[0]), canonical(name).rpartition(".")[0]
+    return None
+
+
+def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> Place | None:
+    """The first module with a non-finite output on this rank, found by replaying the forward with hooks.
+
+    Of the last stage "" is the losses. Collective over the pipeline.
+    """
     found: list[tuple[int, str]] = []
     handles = []
 
@@ -28,7 +42,7 @@ def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> tuple[int, str]
         return hook
 
     for name, module in rank.model.module.named_modules():
-        if "." in name:  # below a stage of the container
+        if name:  # a stage of the container, or below one
             handles.append(module.register_forward_hook(watch(int(name.partition(".")[0]), canonical(name))))
     try:
         inputs = [m.tokens for m in batch] if rank.is_first else None

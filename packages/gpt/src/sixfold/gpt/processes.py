@@ -94,20 +94,19 @@ def warm_up() -> None:
     """Start the server that ranks are forked from, which loads torch meanwhile. Costs this process a few milliseconds.
 
     The server has SIGTERM blocked for good: one sent to a whole process group must reach the ranks, not kill what they
-    were forked from. Its environment, and so the ranks', has one OpenMP thread and gloo on the loopback interface
-    unless the user's says otherwise, for a host name may resolve to nothing.
+    were forked from. Its environment, and so the ranks', has one OpenMP thread unless the user's says otherwise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     resource_tracker.ensure_running()  # it would unblock SIGTERM half way below
-    added = {k: v for k, v in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")) if k not in os.environ}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.environ.update(added)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         forkserver.ensure_running()
     finally:
-        for name in added:
-            del os.environ[name]
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -268,6 +267,7 @@ def _rank_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
     try:
         report: Any = target(*args)
     except BaseException as error:  # SystemExit too: the launcher must hear of it

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.data import Microbatch
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.nonfinite import Place, nonfinite_gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,19 @@ class StepOutcome:
     grad_norm: float
     stop: bool
     memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """A step that was stopped before the optimizer; loss and norm are the same on every rank.
+
+    Attributes:
+        gradient: this rank's part of a non-finite gradient.
+    """
+
+    loss: float
+    grad_norm: float
+    gradient: Place | None
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -83,7 +96,7 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool
 
 def train_step(
     rank: RankModel, batch: Sequence[Microbatch], lr: float, *, stop: bool = False
-) -> StepOutcome | TrainError:
+) -> StepOutcome | NonFinite:
     """Run one update on this rank's microbatches. Collective over the mesh.
 
     Args:
@@ -91,7 +104,7 @@ def train_step(
         lr: learning rate of this update.
         stop: this rank was asked to stop.
     Returns:
-        The outcome; or, with weights untouched, the error of a non-finite loss or norm (the same on every rank).
+        The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
     """
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
@@ -113,8 +126,9 @@ def train_step(
     loss, stopped, total, *memory = _agree(rank, loss_sum / count, square, stop)
     norm = math.sqrt(total) if total >= 0 else total
     if not (math.isfinite(loss) and math.isfinite(norm)):
+        stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))
         rank.model.zero_grad()
-        return TrainError(f"loss {loss}, gradient norm {norm}: not finite")
+        return stopped_by
     if rank.config.train.clip_grad > 0:
         coefficient = rank.config.train.clip_grad / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
         rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))

@@ -25,18 +25,20 @@ class StopFlag:
     def __init__(self) -> None:
         self.asked = False
         self._since = 0.0
+        self._armed = False
         self._old: Any = None
 
     def arm(self) -> None:
-        """Take over SIGTERM. Python handles signals in the main thread only; elsewhere this does nothing."""
-        if threading.current_thread() is threading.main_thread():
-            self._old = signal.signal(signal.SIGTERM, self._on_signal)
+        """Take over SIGTERM, once. Python handles signals in the main thread only; elsewhere this does nothing."""
+        if not self._armed and threading.current_thread() is threading.main_thread():
+            self._armed, self._old = True, signal.signal(signal.SIGTERM, self._on_signal)
 
     def disarm(self) -> None:
         """Give SIGTERM back."""
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)
-            self._old = None
+        if self._armed:
+            # None: the old handler was not Python's and cannot be put back from here.
+            signal.signal(signal.SIGTERM, self._old if self._old is not None else signal.SIG_DFL)
+            self._armed = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()

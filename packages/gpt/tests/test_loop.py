@@ -1,0 +1,82 @@
+"""A run in this process: what it refuses, what it leaves behind, what it says of values that are not finite."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from gpt_helpers import tiny_config
+from torch import nn
+
+from sixfold.gpt import ConfigError, TrainError, train
+
+
+def lines(config, kind):
+    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
+    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+
+
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=1")
+    train(config)
+    folder = Path(config.run.dir)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"cannot change optimizer\.lr \(was 0\.003, is 0\.5\)"):
+        train(tiny_config(tmp_path, "train.steps=2", "optimizer.lr=0.5"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_goes_on_from_its_initial_weights(tmp_path):
+    started = tiny_config(tmp_path, "train.steps=0", "checkpoint.save_initial=true", run="cut")
+    train(started)
+    resumed, whole = (tiny_config(tmp_path, "train.steps=2", run=run) for run in ("cut", "whole"))
+    assert train(resumed).step == train(whole).step == 2
+    assert [entry["step"] for entry in lines(resumed, "resume")] == [0]
+    assert [e["loss"] for e in lines(resumed, "step")] == [e["loss"] for e in lines(whole, "step")]
+
+
+def test_sigterm_is_its_users_again_after_training(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    train(tiny_config(tmp_path, "train.steps=3"))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_alone_says_who_starts_the_other_ranks(tmp_path):
+    with pytest.raises(ConfigError, match=r"is 2 ranks and this process is alone; `sixfold train`"):
+        train(tiny_config(tmp_path, "parallel.pp=2"))
+
+
+def test_evaluation_without_validation_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.every is 1 and data\.split '100,0,0' leaves no validation data"):
+        train(tiny_config(tmp_path, "eval.every=1", 'data.split="100,0,0"'))
+
+
+class Odd(nn.Module):
+    """A decoder whose modules all give finite values; its losses, or its gradients alone, are not finite."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.embedding = nn.Embedding(257, 4)
+        self.spoil = spoil
+
+    def forward(self, x, **_):
+        return self.spoil(self.embedding(x).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "where", "what"),
+    [
+        (lambda x: x * torch.inf, "", "loss"),
+        (lambda x: (x * 0).sqrt(), "embedding", "gradient"),  # the root of 0 is 0, its slope is not finite
+    ],
+    ids=["loss", "gradient"],
+)
+def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_path, spoil, where, what):
+    config = tiny_config(tmp_path, "checkpoint.save_initial=true")
+    with pytest.raises(TrainError, match=rf"step 0, rank 0: .* not finite; the first such value is the {what}"):
+        train(config, model_provider=lambda pre_process, post_process, vp_stage: Odd(spoil))
+    [entry] = lines(config, "nonfinite")
+    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (0, 0, where, what)
+    assert [entry["step"] for entry in lines(config, "save")] == [0]
+    assert lines(config, "end")[0]["reason"] == "error"

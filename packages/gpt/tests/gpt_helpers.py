@@ -25,7 +25,7 @@ split = "90,10,0"
 seq_length = 32
 tokenizer = "bytes"
 [train]
-steps = 6
+steps = 4
 global_batch_size = 8
 micro_batch_size = 2
 precision = "fp32"

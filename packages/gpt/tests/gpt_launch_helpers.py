@@ -24,10 +24,14 @@ def succeed(folder):
 
 
 def fail_on_rank_one(kind):
+    failed = Path(os.environ["SIXFOLD_STORE"]).with_name("rank-1-failed")
     if rank_of() == 1:
+        failed.touch()
         raise {"typed": TrainError, "config": ConfigError, "untyped": KeyError}[kind]("the cause")
-    time.sleep(0.05)
     if kind == "config":
+        while not failed.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
         raise TrainError("what follows from it")
     time.sleep(60)
     return 0

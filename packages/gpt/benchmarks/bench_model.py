@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch on one core, beside a plain torch Llama under autocast.
+"""One micro-batch on one core, and one whole update, beside a plain torch Llama under autocast.
 
     python -m pytest packages/gpt/benchmarks/bench_model.py --benchmark-only
 
@@ -7,14 +7,20 @@ loop casts them in each forward. ``extra_info`` has the tokens of a micro-batch;
 """
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.build import build_rank
+from sixfold.gpt.config import GPTConfig, TrainConfig
+from sixfold.gpt.data import Microbatch
+from sixfold.gpt.launch import World
+from sixfold.gpt.mesh import make_mesh
 from sixfold.gpt.model import GPTModel
+from sixfold.gpt.step import train_step
 
 _BYTES = {"vocab_size": 257}  # the demo's tokenizer
 SHAPES = {
@@ -101,3 +107,64 @@ def test_forward_and_backward(benchmark, who, shape):
 
     benchmark.extra_info.update(tokens=b * SEQ, parameters=config.num_parameters)
     benchmark(step)
+
+
+CONFIG = """
+model = {{num_layers = {c.num_layers}, hidden_size = {c.hidden_size}, num_attention_heads = {c.num_attention_heads}, \
+ffn_hidden_size = {c.ffn_hidden_size}, vocab_size = 257}}
+data = {{blend = ["unused"], seq_length = 256}}
+train = {{steps = 1, global_batch_size = {b}, micro_batch_size = {b}}}
+optimizer = {{lr = 1e-4}}
+parallel = {{sharding = "{sharding}"}}
+run = {{dir = "unused", device = "cpu"}}
+"""
+
+
+def sixfold_update(config: GPTConfig, b: int, sharding: str, tokens: Tensor) -> Callable[[], object]:
+    """One update of the train loop in one process: runner, fsdp, norm, clip, AdamW."""
+    text = CONFIG.format(c=config, b=b, sharding=sharding)
+    world = World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cpu"))
+    train_config = TrainConfig.from_text(text)
+    rank = build_rank(train_config, make_mesh(train_config.parallel, world, world.device), world)
+    cu = torch.arange(0, b * SEQ + 1, SEQ, dtype=torch.int32)
+    kwargs = {
+        "labels": tokens.roll(-1, 1),
+        "loss_mask": torch.ones(b, SEQ),
+        "cu_seqlens": cu,
+        "position_ids": torch.arange(SEQ).expand(b, SEQ),
+    }
+    batch = [Microbatch(tokens=tokens, kwargs=kwargs, targets=float(b * SEQ))]
+    return lambda: train_step(rank, batch, 1e-4)
+
+
+def plain_update(config: GPTConfig, tokens: Tensor) -> Callable[[], object]:
+    """The same by hand: autocast, clip_grad_norm_, fused AdamW."""
+    model = Plain(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    labels = tokens.roll(-1, 1)
+
+    def update() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, labels) / tokens.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return update
+
+
+@pytest.mark.benchmark(timer=time.process_time, min_rounds=5, max_time=3.0, warmup=True, warmup_iterations=2)
+@pytest.mark.parametrize("who", ["sixfold no_shard", "sixfold zero3", "plain autocast"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_update(benchmark, who, shape):
+    config, b = SHAPES[shape]
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, config.vocab_size, (b, SEQ), generator=torch.Generator().manual_seed(0))
+    if who == "plain autocast":
+        update = plain_update(config, tokens)
+    else:
+        update = sixfold_update(config, b, "no_shard" if who.endswith("no_shard") else "optim_grads_params", tokens)
+    benchmark.extra_info.update(tokens=b * SEQ, parameters=config.num_parameters)
+    benchmark(update)

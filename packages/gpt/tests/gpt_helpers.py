@@ -29,6 +29,7 @@ steps = 4
 global_batch_size = 8
 micro_batch_size = 2
 precision = "fp32"
+clip_grad = 0.25
 [optimizer]
 lr = 3e-3
 [schedule]
@@ -64,7 +65,15 @@ def tiny_config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
 
 
 def plain_losses(config: TrainConfig, steps: int) -> list[float]:
-    """Losses of an ordinary torch loop over the same global batches: one process, whole batches, torch's own AdamW."""
+    """Losses of ``plain_run``."""
+    return [loss for loss, _ in plain_run(config, steps)]
+
+
+def plain_run(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) per step of an ordinary torch loop over the same global batches.
+
+    One process, whole batches, torch's own clipping and AdamW.
+    """
     from sixfold.gpt import GPTModel, global_batches
 
     model = GPTModel(config.model)
@@ -74,7 +83,7 @@ def plain_losses(config: TrainConfig, steps: int) -> list[float]:
     o = config.optimizer
     groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
-    losses = []
+    found = []
     for step, batch in zip(range(steps), global_batches(config), strict=False):
         s, w, total, m = step, config.schedule.warmup_steps, config.train.steps, config.schedule.min_lr_ratio
         factor = (s + 1) / w if s < w else m + (1 - m) * (1 + np.cos(np.pi * (s - w) / (total - w))) / 2
@@ -83,8 +92,8 @@ def plain_losses(config: TrainConfig, steps: int) -> list[float]:
         loss = model(batch.tokens, cu_seqlens=batch.cu_seqlens, labels=batch.labels, loss_mask=batch.loss_mask).sum()
         loss = loss / batch.loss_mask.sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_grad)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+        found.append((float(loss.detach()), float(norm)))
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt_helpers import plain_losses, tiny_config
+from gpt_helpers import plain_losses, plain_run, tiny_config
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
@@ -75,10 +75,13 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
-def test_losses_do_not_depend_on_the_layout(tmp_path, ranks, overrides):
+def test_losses_and_norms_do_not_depend_on_the_layout(tmp_path, ranks, overrides):
     config = tiny_config(tmp_path, *overrides)
     run(config, ranks)
-    assert losses(config) == pytest.approx(plain_losses(config, 4), rel=1e-6)
+    expected_losses, expected_norms = zip(*plain_run(config, 4), strict=True)
+    assert min(expected_norms) > config.train.clip_grad, "a norm that clips nothing would hide a wrong one"
+    assert losses(config) == pytest.approx(expected_losses, rel=1e-6)
+    assert [entry["grad_norm"] for entry in lines(config, "step")] == pytest.approx(expected_norms, rel=2e-6)
 
 
 def test_a_rank_without_parameters_trains_and_writes_what_all_ranks_know(tmp_path):

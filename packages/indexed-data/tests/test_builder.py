@@ -296,7 +296,7 @@ def test_a_disk_that_takes_no_more_leaves_the_old_pair_and_no_other_file(tmp_pat
 
 @pytest.mark.parametrize("n", [1, 3, 1000])
 def test_pointers_are_the_prefix_sum_over_block_borders(tmp_path, monkeypatch, n):
-    monkeypatch.setattr("sixfold.indexed_data.writer.BLOCK", 7)
+    monkeypatch.setattr("sixfold.indexed_data.writer._INDEX_BLOCK", 7)
     lengths = np.random.default_rng(n).integers(0, 5, n).tolist()
     with IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16) as builder:
         for length in lengths:

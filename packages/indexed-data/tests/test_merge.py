@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from indexed_data_helpers import pair_bytes, write_pair
 
-from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, merge
-from sixfold.indexed_data import writer as writer_module
+from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, disk, merge
 
 PARTS = [[[[1, 2], [3]], []], [], [[[4]]]]
 
@@ -27,7 +26,7 @@ def test_merged_is_what_one_writer_would_have_written(tmp_path, prefixes, monkey
 
     if not kernel:
         monkeypatch.setattr(os, "copy_file_range", refuse)
-        monkeypatch.setattr(writer_module, "_BUFFER_BYTES", 3)
+        monkeypatch.setattr(disk, "BUFFER_BYTES", 3)
     write_pair(tmp_path / "hand", "uint16", [document for part in PARTS for document in part])
     merge(prefixes, tmp_path / "both")
     assert pair_bytes(tmp_path / "both") == pair_bytes(tmp_path / "hand")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.reader import IndexedDataset
@@ -24,7 +25,6 @@ from sixfold.indexed_data.text.build import build
 from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
 from sixfold.indexed_data.text.tokenizers import decode_ids, load_tokenizer
 from sixfold.indexed_data.verifying import verify
-from sixfold.indexed_data.writer import files_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,6 @@ written since 2019, as megatron-core 0.16.1 writes it.
 
 from __future__ import annotations
 
-import operator
 import struct
 from dataclasses import dataclass
 from enum import Enum
@@ -90,6 +89,9 @@ class DType(Enum):
         return np.uint16 if cardinality is not None and cardinality < UINT16_VOCABULARY else np.int32
 
 
+_DTYPES: dict[int, np.dtype[Any]] = {member.value: np.dtype(member.name) for member in DType}
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The first 34 bytes of an .idx file."""
@@ -138,7 +140,8 @@ class Header:
         if version != VERSION:
             rule = Problem("the version is known", path, f"version {version}", f"version {VERSION}")
             raise IndexedDataError.broken(rule, rewrite)
-        if code not in {member.value for member in DType}:
+        dtype = _DTYPES.get(code)
+        if dtype is None:
             rule = Problem("the dtype code is known", path, f"dtype code {code}", "a code from 1 to 8")
             raise IndexedDataError.broken(rule, rewrite)
-        return cls(np.dtype(DType.dtype_from_code(code)), operator.index(sequences), operator.index(boundaries))
+        return cls(dtype, sequences, boundaries)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from sixfold.indexed_data.disk import checked_prefix
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.writer import IndexedDatasetBuilder, checked_prefix
+from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 
 def merge(

@@ -18,7 +18,16 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.index import Index, all_problems, open_problems
-from sixfold.indexed_data.storage import FileBytes, ObjectBytes, Readable, file_identity, map_file
+from sixfold.indexed_data.storage import (
+    FileBytes,
+    IdSource,
+    MappedIds,
+    ObjectBytes,
+    RangedIds,
+    Readable,
+    file_identity,
+    map_file,
+)
 
 
 class IndexedDataset:
@@ -50,37 +59,34 @@ class IndexedDataset:
         if mmap and open_bytes is not None:
             raise IndexedDataError(f"{prefix}: open_bytes reads without a map; it goes with mmap=False")
         self._arguments = (prefix, multimodal, mmap, open_bytes)
-        self._source: FileBytes | ObjectBytes | None = None
-        data = None
+        source: FileBytes | ObjectBytes | None = None
+        data = np.empty(0, np.uint8)
         if open_bytes is not None:
             raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
-            self._source = ObjectBytes(prefix + ".bin", open_bytes)
-            bin_bytes = self._source.size
+            source = ObjectBytes(prefix + ".bin", open_bytes)
         else:
             before = file_identity(prefix + ".idx")
             raw = map_file(prefix + ".idx")
             if mmap:
                 data = map_file(prefix + ".bin")
-                bin_bytes = data.size
             else:
-                self._source = FileBytes(prefix + ".bin")
-                bin_bytes = self._source.size
+                source = FileBytes(prefix + ".bin")
             # A writer removes the old .idx before it touches .bin: the same .idx after opening .bin means one pair.
             if file_identity(prefix + ".idx") != before:
                 raise IndexedDataError(f"{prefix}: the pair was replaced while it was being opened; open it again")
-        index = Index(raw, prefix, bin_bytes, multimodal)
+        index = Index(raw, prefix, data.size if source is None else source.size, multimodal)
         for problem in open_problems(index):
             raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then write the pair again")
         self._index: Index | None = index
         self._document_indices = index.boundaries_D
-        self._dtype = index.header.dtype
-        self._tokens: npt.NDArray[Any] | None = None if data is None else data.view(self._dtype)
+        self._dtype = dtype = index.header.dtype
+        self._source: IdSource | None = MappedIds(data, dtype) if source is None else RangedIds(source, dtype)
 
     # reading
 
     def __len__(self) -> int:
         """Number of sequences."""
-        return self._opened().sequences
+        return self._opened()[0].sequences
 
     def __getitem__(self, idx: int | slice) -> Any:
         """Sequence ``idx``, negative from the end; or the list of sequences of a slice with step 1.
@@ -103,7 +109,7 @@ class IndexedDataset:
             IndexError: no such sequence.
             IndexedDataError: the part does not lie in the sequence, or the index is damaged there.
         """
-        index = self._index if self._index is not None else self._opened()
+        index, source = self._opened()
         i = operator.index(idx)
         if i < 0:
             i += index.sequences
@@ -117,11 +123,11 @@ class IndexedDataset:
                 f"{self.path_prefix}: sequence {i} has {count} tokens; asked were {length} from offset {offset}, "
                 "which must lie in the sequence"
             )
-        ids = self._read(start + offset, length)
+        ids = source.ids(start + offset, length)
         return ids if index.modes_S is None else (ids, index.modes_S[i])
 
     def _slice(self, piece: slice) -> Any:
-        index = self._opened()
+        index, source = self._opened()
         first, stop, step = piece.indices(index.sequences)
         if step != 1:
             raise ValueError(f"{self.path_prefix}: a slice has step 1, not {step}")
@@ -129,19 +135,9 @@ class IndexedDataset:
         sequences: list[npt.NDArray[Any]] = []
         if spans:
             begin = spans[0][0]
-            whole = self._read(begin, spans[-1][0] + spans[-1][1] - begin)
+            whole = source.ids(begin, spans[-1][0] + spans[-1][1] - begin)
             sequences = [whole[start - begin : start - begin + count] for start, count in spans]
         return sequences if index.modes_S is None else (sequences, index.modes_S[first : max(first, stop)])
-
-    def _read(self, start: int, count: int) -> npt.NDArray[Any]:
-        if self._tokens is not None:
-            return self._tokens[start : start + count]
-        assert self._source is not None, f"{self.path_prefix} is open without map and without source"
-        itemsize = self._dtype.itemsize
-        data = self._source.read(start * itemsize, count * itemsize) if count else b""
-        ids = np.frombuffer(data, self._dtype) if data else np.empty(0, self._dtype)
-        ids.setflags(write=False)
-        return ids
 
     # the index
 
@@ -158,18 +154,18 @@ class IndexedDataset:
     @property
     def tokens(self) -> npt.NDArray[Any] | None:
         """The whole .bin, flat, read-only and not copied; None without mmap."""
-        self._opened()
-        return self._tokens
+        source = self._opened()[1]
+        return source.all if isinstance(source, MappedIds) else None
 
     @property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
         """(S,) tokens of each sequence."""
-        return self._opened().lengths_S
+        return self._opened()[0].lengths_S
 
     @property
     def sequence_pointers(self) -> npt.NDArray[np.int64]:
         """(S,) first byte of each sequence in .bin."""
-        return self._opened().pointers_S
+        return self._opened()[0].pointers_S
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
@@ -180,7 +176,7 @@ class IndexedDataset:
     @property
     def sequence_modes(self) -> npt.NDArray[np.int8]:
         """(S,) mode of each sequence; IndexedDataError unless opened with ``multimodal=True``."""
-        modes_S = self._opened().modes_S
+        modes_S = self._opened()[0].modes_S
         if modes_S is None:
             raise IndexedDataError(f"{self.path_prefix} was opened without modes; pass multimodal=True")
         return modes_S
@@ -188,7 +184,7 @@ class IndexedDataset:
     @property
     def trailing_bytes(self) -> int:
         """Bytes of .idx after its last array. Exactly S of them are probably modes: open with ``multimodal=True``."""
-        return self._opened().trailing_bytes
+        return self._opened()[0].trailing_bytes
 
     def get_document_indices(self) -> npt.NDArray[np.int64]:
         """``document_indices``, under megatron-core's older name."""
@@ -201,20 +197,20 @@ class IndexedDataset:
 
     def check(self) -> None:
         """Check every rule of the index, O(S); IndexedDataError for the first one broken."""
-        for problem in all_problems(self._opened()):
+        for problem in all_problems(self._opened()[0]):
             raise IndexedDataError.broken(problem, "Write the pair again")
 
     # lifetime
 
     def close(self) -> None:
         """Let go of the files. Arrays that were handed out stay valid. Twice is once."""
-        self._index = self._tokens = self._source = None
+        self._index = self._source = None
         self._document_indices = np.empty(0, np.int64)
 
-    def _opened(self) -> Index:
-        if self._index is None:
+    def _opened(self) -> tuple[Index, IdSource]:
+        if self._index is None or self._source is None:
             raise IndexedDataError(f"{self.path_prefix} is closed; open it again")
-        return self._index
+        return self._index, self._source
 
     def __enter__(self) -> IndexedDataset:
         return self

@@ -1,9 +1,10 @@
 """Bytes of a file: mapped, read by position, or from an object store.
 
-    path --> map_file, FileBytes, ObjectBytes (this file) --> reader.py
+    path --> map_file --------------------> MappedIds --+
+    path --> FileBytes, ObjectBytes ------> RangedIds --+--> IdSource (this file) --> reader.py
 
-Nothing here knows the format. No call leaves a descriptor open per file: a map needs none once it is made, and
-FileBytes shares a bounded pool.
+Nothing here knows the format of an index. No call leaves a descriptor open per file: a map needs none once it is made,
+and FileBytes shares a bounded pool.
 """
 
 from __future__ import annotations
@@ -37,6 +38,37 @@ class Readable(Protocol):
 
     def size(self) -> int: ...
     def read(self, offset: int, nbytes: int) -> bytes: ...
+
+
+class IdSource(Protocol):
+    """Where the ids of a .bin come from. The reader knows no other difference between a map and positioned reads."""
+
+    def ids(self, start: int, count: int) -> npt.NDArray[Any]:
+        """(count,) ids from id ``start`` on, read-only. Both lie in the file: the index was asked."""
+        ...
+
+
+class MappedIds:
+    """Views of a mapped .bin."""
+
+    def __init__(self, data: Bytes, dtype: np.dtype[Any]) -> None:
+        self.all: npt.NDArray[Any] = data.view(dtype)
+
+    def ids(self, start: int, count: int) -> npt.NDArray[Any]:
+        return self.all[start : start + count]
+
+
+class RangedIds:
+    """One complete read per request, from a file or an object store."""
+
+    def __init__(self, source: FileBytes | ObjectBytes, dtype: np.dtype[Any]) -> None:
+        self._source, self._dtype = source, dtype
+
+    def ids(self, start: int, count: int) -> npt.NDArray[Any]:
+        if count == 0:
+            return _read_only(np.empty(0, self._dtype))
+        itemsize = self._dtype.itemsize
+        return _read_only(np.frombuffer(self._source.read(start * itemsize, count * itemsize), self._dtype))
 
 
 def missing(path: str, error: OSError) -> IndexedDataError:
@@ -197,6 +229,6 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _read_only(array: Bytes) -> Bytes:
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     array.setflags(write=False)
     return array

@@ -1,21 +1,15 @@
 """Writing a pair: temporary files first, then both names at once.
 
-    ids.py --> IndexedDatasetBuilder --> publish (this file) --> PREFIX.bin, PREFIX.idx
+    ids.py --> IndexedDatasetBuilder (this file) --> disk.py --> PREFIX.bin, PREFIX.idx
 
-[Note: whole or absent] Everything is written under temporary names in the folder of the final ones. ``publish``
-is the only place that renames: it removes an old .idx, renames .bin, then .idx. So at no instant does an old .idx
-stand beside a new .bin; a crash leaves the old pair, or no pair, never a mixed one.
+What a crash leaves is told by two notes in disk.py: whole or absent, and a killed writer.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import time
 from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -23,15 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.indexed_data.disk import Temporary, copy, publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
-from sixfold.indexed_data.ids import IdRange, checked_ids, whole_number
+from sixfold.indexed_data.ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.reader import IndexedDataset
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
-LOCK_TIMEOUT_S = 30.0
-_BUFFER_BYTES = 1 << 20
+_INDEX_BLOCK = 1 << 16  # sequences per step of ``finalize``
 
 
 class IndexedDatasetBuilder:
@@ -64,9 +58,9 @@ class IndexedDatasetBuilder:
         self._allowed = IdRange(self.dtype, vocab_size)
         self._lengths, self._documents, self._modes = array("i"), array("q", [0]), array("b")
         self._state = "open"
-        self._temporary = temporary_name(self._bin_path)
         try:
-            self._file = open(self._temporary, "xb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - lives with the builder
+            self._temporary = Temporary(self._bin_path)
+            self._file: Any = self._temporary.file  # numpy's arrays are buffers, its types do not say so
         except OSError as error:
             raise IndexedDataError(f"{self._bin_path}: cannot be written: {error.strerror}") from error
 
@@ -108,7 +102,7 @@ class IndexedDatasetBuilder:
             pair.check()
             nbytes = 0 if pair.tokens is None else pair.tokens.nbytes
             self._append_file(pair.path_prefix + ".bin", nbytes)
-            for a, b in _blocks(1, len(pair.document_indices)):
+            for a, b in _blocks(1, len(pair.document_indices), BLOCK):
                 self._documents.frombytes((pair.document_indices[a:b] + len(self._lengths)).tobytes())
             self._lengths.frombytes(pair.sequence_lengths.tobytes())
             if self.multimodal:
@@ -131,29 +125,27 @@ class IndexedDatasetBuilder:
         final_idx = os.fspath(idx_path)
         if os.path.abspath(final_idx) == os.path.abspath(self._bin_path):
             raise IndexedDataError(f"idx_path is {final_idx}, the .bin itself; the two files have two names")
-        temporary_idx = temporary_name(final_idx)
+        index: Temporary | None = None
         try:
-            self._flush()
-            with open(temporary_idx, "xb", buffering=_BUFFER_BYTES) as file:
-                self._write_index(file)
-                file.flush()
-                os.fsync(file.fileno())
-            publish(self._temporary, self._bin_path, temporary_idx, final_idx)
-        except BaseException as error:
-            _remove(temporary_idx)
+            self._temporary.sync()
+            index = Temporary(final_idx)
+            self._write_index(index.file)
+            index.sync()
+            publish(self._temporary.name, self._bin_path, index.name, final_idx)
+            self._state = "finalized"
+            self._file.close()
+        except OSError as error:
+            raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no new pair is left") from error
+        finally:
+            if index is not None:
+                index.remove()
             self.abort()
-            if isinstance(error, OSError):
-                raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
-            raise
-        self._state = "finalized"
 
     def abort(self) -> None:
         """Give up: the temporary file is removed, an old pair stays. After ``finalize`` it does nothing."""
         if self._state == "open":
             self._state = "aborted"
-            with suppress(OSError):  # closing flushes, which fails again on a full disk
-                self._file.close()
-            _remove(self._temporary)
+            self._temporary.remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -175,24 +167,22 @@ class IndexedDatasetBuilder:
         """Append ids, their sequences and modes; nothing is changed before everything is checked."""
         self._check_open()
         try:
-            ids = checked_ids(tensor, self._allowed)
-            if lengths is None and modes is None and len(ids) <= LONGEST_SEQUENCE:
-                counts, kinds = _one(len(ids))
+            row = as_row(tensor)
+            if lengths is None and modes is None and len(row) <= LONGEST_SEQUENCE:
+                counts, kinds = _one(len(row))
             else:
-                counts, kinds = self._split(len(ids), lengths, modes)
+                counts, kinds = self._split(len(row), lengths, modes)
+            ids = checked_ids(row, self._allowed)
         except IndexedDataError as error:
             raise IndexedDataError(
                 f"{self._bin_path}: document {len(self._documents) - 1}: {error}"
             ) from error.__cause__
         try:
-            self._file.write(ids.data)
+            self._file.write(ids)
         except OSError as error:
             self.abort()
             raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
-        if len(counts) == 1:
-            self._lengths.append(counts[0])
-        else:
-            self._lengths.extend(counts)
+        self._lengths.extend(counts)
         if self.multimodal:
             self._modes.extend(kinds)
 
@@ -224,7 +214,7 @@ class IndexedDatasetBuilder:
             self._file.flush()
             end = os.fstat(self._file.fileno()).st_size
             with open(path, "rb") as source:
-                copied = _copy(source.fileno(), self._file.fileno(), nbytes)
+                copied = copy(source.fileno(), self._file.fileno(), nbytes)
             if copied != nbytes:
                 os.ftruncate(self._file.fileno(), end)
                 self._file.seek(end)
@@ -233,24 +223,17 @@ class IndexedDatasetBuilder:
             self.abort()
             raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
 
-    def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
     def _write_index(self, file: Any) -> None:
         """The .idx: header, lengths, their prefix sum in bytes, document ends, modes. Vectorised, in blocks."""
         lengths_S = _view(self._lengths, np.int32)
         file.write(Header(self.dtype, len(self._lengths), len(self._documents)).pack())
         file.write(lengths_S)
-        pointer = 0
-        for a, b in _blocks(0, len(lengths_S)):
-            ends = np.cumsum(lengths_S[a:b], dtype=np.int64)
-            ends *= self.dtype.itemsize
-            ends += pointer
-            file.write(np.int64(pointer).tobytes())
-            file.write(ends[:-1])
-            pointer = int(ends[-1])
+        starts = np.zeros(_INDEX_BLOCK + 1, np.int64)  # one for all blocks, small enough for the second cache
+        for a, b in _blocks(0, len(lengths_S), _INDEX_BLOCK):
+            np.multiply(lengths_S[a:b], self.dtype.itemsize, out=starts[1 : b - a + 1], dtype=np.int64)
+            np.cumsum(starts[: b - a + 1], out=starts[: b - a + 1])
+            file.write(starts[: b - a])
+            starts[0] = starts[b - a]
         file.write(_view(self._documents, np.int64))
         if self.multimodal:
             file.write(_view(self._modes, np.int8))
@@ -288,103 +271,9 @@ def refuse_hidden_modes(pair: IndexedDataset) -> None:
         )
 
 
-def checked_prefix(output: str | os.PathLike[str]) -> str:
-    """``output`` as the path prefix of a new pair; IndexedDataError for one that ends in no name."""
-    prefix = os.fspath(output)
-    if not os.path.basename(prefix):
-        raise IndexedDataError(f"{prefix!r} ends in no name; an output is a path prefix, such as folder/wiki")
-    return prefix
-
-
-def files_of(prefix: str) -> list[str]:
-    """Those of the two files of a pair that are there, in whatever state."""
-    return [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
-
-
-def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
-    """Give a finished pair its names, in the order of the note above; both files are already on the disk."""
-    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in (bin_path, idx_path)})
-    with ExitStack() as held:
-        descriptors = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY) for folder in folders]
-        for descriptor in descriptors:
-            held.callback(os.close, descriptor)
-            _lock(descriptor)  # two writers of one pair take turns here, so that their files do not mix
-        for path in (bin_path, idx_path):
-            if os.path.isdir(path):
-                raise IsADirectoryError(errno.EISDIR, f"a folder is named {path}", path)
-        if os.path.lexists(idx_path):
-            os.unlink(idx_path)
-            _sync(descriptors)
-        os.replace(new_bin, bin_path)
-        os.replace(new_idx, idx_path)
-        _sync(descriptors)
-
-
-def temporary_name(path: str) -> str:
-    """A name in the folder of ``path`` that nobody else uses."""
-    return f"{path}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-def _copy(source: int, target: int, nbytes: int) -> int:
-    """Append up to ``nbytes`` bytes from one descriptor to another at their positions; gives the number copied."""
-    copied, step = 0, _copy_in_kernel
-    while copied < nbytes:
-        try:
-            got = step(source, target, min(nbytes - copied, 1 << 30))
-        except OSError:
-            if step is _copy_by_read:
-                raise
-            step = _copy_by_read  # two file systems, or one that cannot
-            continue
-        if got == 0:
-            break
-        copied += got
-    return copied
-
-
-def _copy_in_kernel(source: int, target: int, nbytes: int) -> int:
-    return os.copy_file_range(source, target, nbytes)
-
-
-def _copy_by_read(source: int, target: int, nbytes: int) -> int:
-    data = memoryview(os.read(source, min(nbytes, _BUFFER_BYTES)))
-    got = len(data)
-    while data:
-        data = data[os.write(target, data) :]
-    return got
-
-
-def _blocks(start: int, stop: int) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in pairwise([*range(start, stop, BLOCK), stop]) if a < b]
+def _blocks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in pairwise([*range(start, stop, size), stop]) if a < b]
 
 
 def _view(values: array[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.frombuffer(values, dtype) if values else np.empty(0, dtype)
-
-
-def _lock(descriptor: int) -> None:
-    """Take the folder's lock, which writers hold for the length of two renames; OSError at the deadline."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                message = f"another process has held the lock of its folder for {LOCK_TIMEOUT_S:g} s"
-                raise TimeoutError(errno.ETIMEDOUT, message) from None
-            time.sleep(0.01)
-        except OSError:
-            return  # a file system without locks: two writers of one pair at once are then the caller's to avoid
-
-
-def _sync(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.fsync(descriptor)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass

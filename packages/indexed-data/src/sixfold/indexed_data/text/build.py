@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from sixfold.indexed_data.disk import checked_prefix, publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
@@ -24,7 +25,7 @@ from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
-from sixfold.indexed_data.writer import IndexedDatasetBuilder, checked_prefix, publish
+from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 PART_BYTES = 64 * 2**20
 Parts = list[tuple[Slice, ...]]

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from sixfold.indexed_data.disk import temporary_name
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.inputs import Lines, Slice, TextOptions, documents
 from sixfold.indexed_data.text.tokenizers import Tokenizer
-from sixfold.indexed_data.writer import IndexedDatasetBuilder, temporary_name
+from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 LISTED_ERRORS = 10
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.parts import read_report
-from sixfold.indexed_data.writer import files_of
 
 _PLAN, _LOCK = "plan.json", "lock"
 

@@ -1,0 +1,172 @@
+"""Files that appear whole: temporary names, flushes, renames, copies inside the kernel.
+
+    writer.py, text/ --> Temporary, publish (this file) --> PREFIX.bin, PREFIX.idx
+
+Knows names and descriptors, not the format. ``publish`` is the only place that gives a pair its names.
+
+[Note: whole or absent] Everything is written under temporary names in the folder of the final ones. ``publish``
+removes an old .idx, renames .bin, then .idx. So at no instant does an old .idx stand beside a new .bin; a crash leaves
+the old pair, or no pair, never a mixed one.
+
+[Note: a killed writer] A writer holds the lock of its temporary files while it lives. One that was killed holds none,
+so the next writer of the same name removes what it left. A file system without locks keeps it: ``rm PREFIX.*.tmp-*``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import time
+from contextlib import ExitStack, suppress
+from typing import IO
+
+from sixfold.indexed_data.errors import IndexedDataError
+
+LOCK_TIMEOUT_S = 30.0
+BUFFER_BYTES = 1 << 20
+_TEMPORARY = re.compile(r"\.tmp-\d+-[0-9a-f]{8}")
+
+
+class Temporary:
+    """A new file in the folder of ``path``, under a name that nobody else uses, locked while it is open.
+
+    What killed writers of the same ``path`` have left is removed first.
+
+    Raises:
+        OSError: the folder is not there or may not be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        remove_abandoned(path)
+        while True:
+            self.name = temporary_name(path)
+            self.file: IO[bytes] = open(self.name, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115 - the object's life
+            # Another writer may have taken it for abandoned before it was locked.
+            if _try_lock(self.file.fileno()) is not False and os.path.exists(self.name):
+                return
+            self.file.close()
+
+    def sync(self) -> None:
+        """All that was written is on the disk when this returns. The file stays open, and so locked."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def remove(self) -> None:
+        """Close it and remove it, if it still has its temporary name."""
+        with suppress(OSError):  # closing flushes, which fails again on a full disk
+            self.file.close()
+        with suppress(OSError):  # published, or in a folder that may not be written any more
+            os.unlink(self.name)
+
+
+def temporary_name(path: str) -> str:
+    """A name in the folder of ``path`` that nobody else uses."""
+    return f"{path}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def remove_abandoned(path: str) -> None:
+    """Remove the temporary files of ``path`` whose writers are dead, as their locks tell."""
+    folder, base = os.path.split(path)
+    try:
+        names = os.listdir(folder or os.curdir)
+    except OSError:
+        return  # the caller is about to meet the same error, and to name it
+    for name in names:
+        if not (name.startswith(base) and _TEMPORARY.fullmatch(name, len(base))):
+            continue
+        with suppress(OSError):  # somebody else's file, or gone already
+            descriptor = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _try_lock(descriptor):
+                    os.unlink(os.path.join(folder, name))
+            finally:
+                os.close(descriptor)
+
+
+def checked_prefix(output: str | os.PathLike[str]) -> str:
+    """``output`` as the path prefix of a new pair; IndexedDataError for one that ends in no name."""
+    prefix = os.fspath(output)
+    if not os.path.basename(prefix):
+        raise IndexedDataError(f"{prefix!r} ends in no name; an output is a path prefix, such as folder/wiki")
+    return prefix
+
+
+def files_of(prefix: str) -> list[str]:
+    """Those of the two files of a pair that are there, in whatever state."""
+    return [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
+
+
+def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
+    """Give a finished pair its names, in the order of the note above; both files are already on the disk."""
+    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in (bin_path, idx_path)})
+    with ExitStack() as held:
+        descriptors = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY) for folder in folders]
+        for descriptor in descriptors:
+            held.callback(os.close, descriptor)
+            _lock(descriptor)  # two writers of one pair take turns here, so that their files do not mix
+        for path in (bin_path, idx_path):
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, f"a folder is named {path}", path)
+        if os.path.lexists(idx_path):
+            os.unlink(idx_path)
+            _sync(descriptors)
+        os.replace(new_bin, bin_path)
+        os.replace(new_idx, idx_path)
+        _sync(descriptors)
+
+
+def copy(source: int, target: int, nbytes: int) -> int:
+    """Append up to ``nbytes`` bytes from one descriptor to another at their positions; gives the number copied."""
+    copied, step = 0, _copy_in_kernel
+    while copied < nbytes:
+        try:
+            got = step(source, target, min(nbytes - copied, 1 << 30))
+        except OSError:
+            if step is _copy_by_read:
+                raise
+            step = _copy_by_read  # two file systems, or one that cannot
+            continue
+        if got == 0:
+            break
+        copied += got
+    return copied
+
+
+def _copy_in_kernel(source: int, target: int, nbytes: int) -> int:
+    return os.copy_file_range(source, target, nbytes)
+
+
+def _copy_by_read(source: int, target: int, nbytes: int) -> int:
+    data = memoryview(os.read(source, min(nbytes, BUFFER_BYTES)))
+    got = len(data)
+    while data:
+        data = data[os.write(target, data) :]
+    return got
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Take the lock of an open file: whether it was free; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None  # two writers of one pair at once are then the caller's to avoid
+    return True
+
+
+def _lock(descriptor: int) -> None:
+    """Take the folder's lock, which writers hold for the length of two renames; OSError at the deadline."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while _try_lock(descriptor) is False:
+        if time.monotonic() > deadline:
+            message = f"another process has held the lock of its folder for {LOCK_TIMEOUT_S:g} s"
+            raise TimeoutError(errno.ETIMEDOUT, message)
+        time.sleep(0.01)
+
+
+def _sync(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.fsync(descriptor)

@@ -100,7 +100,9 @@ def files_of(prefix: str) -> list[str]:
 
 def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
     """Give a finished pair its names, in the order of the note above; both files are already on the disk."""
-    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in (bin_path, idx_path)})
+    folders = sorted((os.path.dirname(path) or os.curdir for path in (bin_path, idx_path)), key=os.path.realpath)
+    if os.path.samefile(*folders):
+        folders.pop()
     with ExitStack() as held:
         descriptors = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY) for folder in folders]
         for descriptor in descriptors:

@@ -147,9 +147,13 @@ def _join(folder: str, count: int, job: Job, prefix: str) -> None:
     whole = part_prefix(folder, 0)
     if count != 1:
         whole = os.path.join(folder, "whole")
-        with IndexedDatasetBuilder(whole + ".bin", job.dtype) as builder:
-            for number in range(count):
-                builder.add_index(part_prefix(folder, number))
+        try:
+            with IndexedDatasetBuilder(whole + ".bin", job.dtype) as builder:
+                for number in range(count):
+                    builder.add_index(part_prefix(folder, number))
+        except IndexedDataError as error:
+            kept = "all parts are kept, the same command goes on from them"
+            raise IndexedDataError(f"{prefix}: the parts cannot be joined: {error}; {kept}") from error
     try:
         publish(whole + ".bin", prefix + ".bin", whole + ".idx", prefix + ".idx")
     except OSError as error:

@@ -57,10 +57,17 @@ def verify(
 
 def _ids_outside(index: Index, data: Bytes, vocab_size: int) -> Iterator[Problem]:
     """The first id that is not in 0..vocab_size-1."""
-    ids = data.view(index.header.dtype)
+    dtype = index.header.dtype
+    ids = data.view(dtype)
+    # One pass instead of two: seen as unsigned, a negative id is a large one.
+    unsigned = None if dtype.kind == "f" else data.view(f"u{dtype.itemsize}")
     for begin in range(0, ids.size, _CHUNK):
         chunk = ids[begin : begin + _CHUNK]
-        if chunk.max() < vocab_size and chunk.min() >= 0:
+        if unsigned is None:
+            sound = chunk.min() >= 0 and chunk.max() < vocab_size
+        else:
+            sound = unsigned[begin : begin + _CHUNK].max() < vocab_size
+        if sound:
             continue
         inside = (chunk >= 0) & (chunk < vocab_size)  # a NaN lies in no vocabulary
         token = begin + int(np.flatnonzero(~inside)[0])

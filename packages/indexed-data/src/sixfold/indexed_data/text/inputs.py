@@ -197,7 +197,7 @@ def _decoded(line: int, data: bytes) -> Document:
 
 
 def _has_lone_surrogate(line: bytes, text: str) -> bool:
-    if b"\\u" not in line:
+    if text.isascii() or b"\\u" not in line:
         return False
     try:
         text.encode("utf-8")

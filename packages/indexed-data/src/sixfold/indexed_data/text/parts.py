@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sixfold.indexed_data.disk import temporary_name
 from sixfold.indexed_data.errors import IndexedDataError
@@ -124,10 +126,13 @@ def _add(
 
 def _with_end(ids: Any, eod: int | None) -> Any:
     assert eod is not None, "build refuses to append an EOD that the tokenizer does not have"
-    if isinstance(ids, np.ndarray):
-        # Not simply the dtype of ids: a tokenizer of bytes may give uint8 and end with 256.
-        return np.concatenate((ids, np.array([eod], np.result_type(ids.dtype, np.min_scalar_type(eod)))))
-    return [*ids, eod]
+    return np.concatenate((ids, _end_for(ids.dtype, eod))) if isinstance(ids, np.ndarray) else [*ids, eod]
+
+
+@lru_cache(maxsize=8)
+def _end_for(dtype: np.dtype[Any], eod: int) -> npt.NDArray[Any]:
+    """The end as one id. Not simply of ``dtype``: a tokenizer of bytes may give uint8 and end with 256."""
+    return np.array([eod], np.result_type(dtype, np.min_scalar_type(eod)))
 
 
 def _write_report(path: str, report: PartReport) -> None:

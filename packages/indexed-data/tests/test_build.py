@@ -310,7 +310,7 @@ def interrupt_after_two_parts(done, total):
 
 def test_an_interrupted_build_goes_on_from_its_finished_parts(folder):
     numbered(folder)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"input part a\.jsonl\[1000:1500\]"):
         build(["a.jsonl"], "out", part_bytes=500, progress=interrupt_after_two_parts)
     assert not IndexedDataset.exists("out")
     stamps = [os.stat(f"out.building/part-0000{i}.bin").st_mtime_ns for i in range(2)]
@@ -377,12 +377,11 @@ build(["a.jsonl"], "out", part_bytes=500, progress=lambda *_: time.sleep(0.05)) 
 """
 
 
-@pytest.mark.parametrize("part", [0, 2])
-def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder, part):
+def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder):
     numbered(folder, 400)
     process = subprocess.Popen([sys.executable, "-c", KILLED])
     deadline = time.monotonic() + 30
-    while not os.path.exists(f"out.building/part-0000{part}.json") and time.monotonic() < deadline:
+    while not os.path.exists("out.building/part-00002.json") and time.monotonic() < deadline:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -411,40 +410,3 @@ def test_a_disk_that_takes_no_more_is_an_error_that_names_the_part(folder):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert os.listdir() == ["a.txt"]
-
-
-SLOW = """
-import time
-
-class Slow:
-    vocab_size, eod = 9, 8
-
-    def encode(self, text):
-        time.sleep(0.05)
-        return [1]
-"""
-
-
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
-def test_workers_do_not_outlive_their_build(folder, stop):
-    (folder / "slow_tokenizer.py").write_text(SLOW)
-    (folder / "a.jsonl").write_text('{"text": "ab"}\n' * 80)
-    (folder / "run.py").write_text("""
-from sixfold.indexed_data import build
-if __name__ == "__main__":
-    build(["a.jsonl"], "out", tokenizer="slow_tokenizer:Slow", workers=2, part_bytes=60)
-""")
-    process = subprocess.Popen(
-        [sys.executable, "run.py"], start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 30
-    while not os.path.exists("out.building/part-00001.json") and time.monotonic() < deadline:
-        time.sleep(0.005)
-    if stop == signal.SIGINT:
-        os.killpg(process.pid, stop)  # as a terminal does
-    else:
-        process.send_signal(stop)
-    process.communicate()  # ends when the last worker has closed the pipes
-    assert process.returncode != 0
-    assert not IndexedDataset.exists("out")
-    assert os.path.exists("out.building/part-00000.json")

@@ -1,12 +1,7 @@
 """What the builder writes, what it refuses, and that a refusal changes nothing."""
 
 import os
-import random
 import resource
-import signal
-import subprocess
-import sys
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -316,49 +311,3 @@ def test_what_is_written_is_read(tmp_path_factory, documents, as_array):
             flat = [i for sequence in document for i in sequence]
             builder.add_document(np.array(flat, np.int64) if as_array else flat, [len(s) for s in document])
     assert written(prefix) == documents
-
-
-WRITER = """
-import sys
-import numpy as np
-from sixfold.indexed_data import IndexedDatasetBuilder
-print("up", flush=True)
-for round in range(10**9):
-    with IndexedDatasetBuilder(sys.argv[1] + ".bin", np.uint16) as builder:
-        for i in range(50 + round % 7):
-            builder.add_document(np.full(100, round % 60_000, np.uint16))
-"""
-
-
-def test_a_killed_writer_leaves_a_whole_pair_or_none(tmp_path):
-    rng = random.Random(0)
-    for kill in range(4):
-        prefix = str(tmp_path / f"a{kill}")
-        write_pair(prefix, "uint16", [[[1, 2]]])
-        process = subprocess.Popen([sys.executable, "-c", WRITER, prefix], stdout=subprocess.PIPE)
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.03))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        if not IndexedDataset.exists(prefix):
-            assert not os.path.exists(f"{prefix}.idx")  # at most the new .bin is there, and nothing takes it for a pair
-            continue
-        pair = IndexedDataset(prefix)
-        pair.check()
-        values = np.unique(pair.tokens).tolist()
-        assert values == [1, 2] or len(values) == 1, f"tokens of several rounds in one pair: {values}"
-
-
-def test_a_writer_killed_before_the_end_leaves_the_old_pair(tmp_path):
-    prefix = str(tmp_path / "a")
-    write_pair(prefix, "uint16", [[[1, 2]]])
-    before = pair_bytes(prefix)
-    code = WRITER.replace('print("up", flush=True)', "").replace(
-        "for i in", 'print("up", flush=True)\n        for i in'
-    )
-    process = subprocess.Popen([sys.executable, "-c", code.replace("50 + round % 7", "10**9"), prefix], stdout=-1)
-    process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert pair_bytes(prefix) == before

@@ -1,5 +1,6 @@
 """The command: exit codes, JSON objects, one line per mistake, no tracebacks."""
 
+import io
 import json
 import os
 import signal
@@ -178,6 +179,20 @@ def test_bad_lines_can_be_skipped_and_are_printed(capsys, folder):
     assert capsys.readouterr() == ("", "")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal_only(monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["build", "a.jsonl", "a.jsonl", "--output", "out"]) == 0
+    assert terminal.getvalue() == f"\r[{'.' * 30}] 0/1 parts\r[{'#' * 30}] 1/1 parts\n"
+    assert main(["build", "a.jsonl", "--output", "quiet", "--quiet"]) == 0
+    assert terminal.getvalue().count("\n") == 1
+
+
 def test_python_dash_m_is_the_same_command():
     command = [sys.executable, "-m", "sixfold.indexed_data"]
     done = subprocess.run([*command, "info", "nope"], capture_output=True, text=True)
@@ -200,5 +215,6 @@ def test_ctrl_c_exits_130_without_a_traceback(folder):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130
-    assert error == "sixfold-data: interrupted; the same command goes on from the finished parts\n"
+    assert error.startswith("sixfold-data: interrupted at input part a.jsonl[0:50]; the same command goes on from ")
+    assert error.count("\n") == 1
     assert not [name for name in os.listdir() if name.startswith("x")]

@@ -193,15 +193,15 @@ def test_a_merge_for_which_the_disk_is_too_small_keeps_its_inputs_and_the_old_ou
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "message", "kept"),
+    ("workers", "nbytes", "message", "kept"),
     [
-        (2_500, r"input part a\.jsonl\[1000:2000\]: .*File too large", 1),  # the second part is the larger one
-        (4_000, r"the parts cannot be joined: .*File too large.*goes on from", 3),
+        (1, 2_500, r"input part a\.jsonl\[1000:2000\]: .*File too large", 1),  # the second part is the larger one
+        (2, 2_500, r"input part a\.jsonl\[1000:2000\]: .*File too large", 1),
+        (1, 4_000, r"the parts cannot be joined: .*File too large.*goes on from", 3),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_build_for_which_the_disk_is_too_small_goes_on_when_there_is_room(
-    tmp_path, monkeypatch, nbytes, message, kept, workers
+    tmp_path, monkeypatch, workers, nbytes, message, kept
 ):
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"text": "x" * n}) for n in (80, 900, 1400, 100)]

@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
         print(f"sixfold-data: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        at = f" at {stop}" if stop.args else ""
         more = "; the same command goes on from the finished parts" if options.command == "build" else ""
-        print(f"sixfold-data: interrupted{more}", file=sys.stderr)
+        print(f"sixfold-data: interrupted{at}{more}", file=sys.stderr)
         return 130
 
 

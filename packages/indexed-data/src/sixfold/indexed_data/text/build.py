@@ -23,7 +23,7 @@ from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
-from sixfold.indexed_data.text.workers import run_parts
+from sixfold.indexed_data.text.workers import part_name, run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
@@ -132,13 +132,17 @@ def _make_parts(
     reports: list[PartReport] = []
     if progress is not None:
         progress(0, len(parts))
-    with closing(running):  # no worker writes on after an error
-        for report in running:
-            reports.append(report)
-            if report.fatal is not None:
-                raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
-            if progress is not None:
-                progress(len(reports), len(parts))
+    try:
+        with closing(running):  # no worker writes on after an error
+            for report in running:
+                reports.append(report)
+                if report.fatal is not None:
+                    raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
+                if progress is not None:
+                    progress(len(reports), len(parts))
+    except KeyboardInterrupt as stop:
+        unfinished = parts[min(len(reports), len(parts) - 1)]
+        raise KeyboardInterrupt(part_name(unfinished)) from stop
     return reports
 
 

@@ -59,8 +59,8 @@ def _run_side_by_side(
                     yield futures[number].result()
                 except BrokenProcessPool as error:
                     raise IndexedDataError(
-                        f"a worker died before {_name(slices)} was done (out of memory, or killed); finished parts are "
-                        "kept, the same command goes on from them"
+                        f"a worker died before {part_name(slices)} was done (out of memory, or killed); finished parts "
+                        "are kept, the same command goes on from them"
                     ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -80,10 +80,11 @@ def _make(slices: tuple[Slice, ...], prefix: str, job: Job, tokenizer: Tokenizer
     try:
         return build_part(slices, prefix, job, tokenizer)
     except (IndexedDataError, OSError) as error:
-        raise IndexedDataError(f"{_name(slices)}: {error}") from error
+        raise IndexedDataError(f"{part_name(slices)}: {error}") from error
 
 
-def _name(slices: tuple[Slice, ...]) -> str:
+def part_name(slices: tuple[Slice, ...]) -> str:
+    """How messages call a part."""
     more = f" and {len(slices) - 1} more" if len(slices) > 1 else ""
     return f"input part {slices[0]}{more}"
 

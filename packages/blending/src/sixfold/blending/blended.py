@@ -1,10 +1,10 @@
 """Several datasets as one stream, in the proportions of their weights.
 
-    Schedule: position --> (dataset, sample) --> MegatronDataset.read_rows --> BlendedDataset (this file)
+    Schedule or BlendIndex: position --> (dataset, sample) --> MegatronDataset.read_rows --> BlendedDataset (this file)
 
-Nothing is built or stored: every process computes any position, so the number of ranks, the batch
-size, the weights and the datasets can change at any step. Samples of all datasets are read into one
-set of rows, and the arrays are made of the whole batch at once.
+In the stateless order nothing is built or stored: every process computes any position, so the number of ranks, the
+batch size, the weights and the datasets can change at any step. In the others two arrays say it. Samples of all
+datasets are read into one set of rows, and the arrays are made of the whole batch at once.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.apportion import Weights
+from sixfold.blending.blend_index import BlendIndex
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset, Positions, Samples, checked_positions, one_sequence_length
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.indices import blend_index, refuse_too_many_samples
+from sixfold.blending.megatron.describe import Identifiers, blend_identifiers
+from sixfold.blending.megatron.greedy import refuse_weights
+from sixfold.blending.megatron.weights import normalized
 from sixfold.blending.permute import I64
 from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
-from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
+from sixfold.blending.state import State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import Why
 
 
@@ -32,11 +37,7 @@ class BlendedDataset(Samples):
         datasets: D of them: the first blend's, then those that changes add.
         names: (D,) their names in the order.
         schedule: position <--> (dataset, sample).
-        dataset_index, dataset_sample_index: None, for the stateless order has none.
     """
-
-    dataset_index: None = None
-    dataset_sample_index: None = None
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class BlendedDataset(Samples):
             what = "weights are" if weights is not None else "changes are"
             raise BlendingError(f"{what} given without a size; without a size a blend is one epoch of every dataset")
         self.names = [dataset.name for dataset in datasets]
-        twice = first_repeated(self.names)
+        twice = first_repeated(self.names) if config.order == "stateless" else None
         if twice is not None:  # each would give the samples of the other
             raise BlendingError(f"two datasets are named {twice!r}; give one entry with the sum of the weights")
         if weights is not None:
@@ -76,6 +77,10 @@ class BlendedDataset(Samples):
         self.size = None if size is None else whole_number("size", size, 0)
         self.weights = weights
         self.index_split = split
+        if config.order != "stateless":
+            self.datasets = list(datasets)
+            self.schedule: Schedule | BlendIndex = self._index()
+            return
         self.schedule = _schedule(datasets, weights, size, config)
         lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
         self.datasets = [
@@ -85,6 +90,43 @@ class BlendedDataset(Samples):
         for number, dataset in enumerate(self.datasets):
             if size != 0 and any(segment.tree.quotas[number] for segment in self.schedule.segments):
                 dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
+
+    def _index(self) -> BlendIndex:
+        """Cached or built; ``weights`` become those that the peer's description has."""
+        config, held = self.config, [len(dataset) for dataset in self.datasets]
+        given = held if self.weights is None else self.weights
+        try:
+            refuse_weights(given)
+        except BlendingError as error:
+            raise BlendingError(f"{error} (the datasets, from 0: {_some(self.names)})") from None
+        if len(given) != len(held):
+            raise BlendingError(f"there are {len(given)} weights for {len(held)} datasets; there are equally many")
+        self.weights = given if self.size is None else normalized(given)
+        index = blend_index(
+            self.weights,
+            self.size,
+            config.sequence_length,
+            identifiers=self.unique_identifiers,
+            path_to_cache=config.path_to_cache,
+        )
+        refuse_too_many_samples(index, held, self.names, config.mid_level_dataset_surplus)
+        return index
+
+    @property
+    def unique_identifiers(self) -> Identifiers:
+        """What names the cache files of this blend."""
+        datasets = [dataset.unique_identifiers for dataset in self.datasets]
+        return blend_identifiers(type(self).__name__, datasets, self.index_split.name, self.weights or [], self.size)
+
+    @property
+    def dataset_index(self) -> npt.NDArray[np.int16] | None:
+        """(len,) dataset of each position; None in the stateless order."""
+        return self.schedule.indices[0] if isinstance(self.schedule, BlendIndex) else None
+
+    @property
+    def dataset_sample_index(self) -> I64 | None:
+        """(len,) its sample; None in the stateless order."""
+        return self.schedule.indices[1] if isinstance(self.schedule, BlendIndex) else None
 
     def __len__(self) -> int:
         if self.size is not None:
@@ -109,7 +151,7 @@ class BlendedDataset(Samples):
         if position_B.size:
             width = one_sequence_length(position_B, self.schedule.sequence_lengths(position_B))
         else:
-            width = self.schedule.segments[0].sequence_length
+            width = int(self.schedule.sequence_lengths(np.zeros(1, dtype=np.int64))[0])
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
         for number in np.unique(dataset_B).tolist():
@@ -149,6 +191,9 @@ class BlendedDataset(Samples):
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""
+        if isinstance(self.schedule, BlendIndex):
+            index = {"weights": list(self.weights or []), "size": self.size}
+            return index_state(position, self.config, self.index_split, self.datasets, index)
         return stream_state(position, self.config, self.index_split, self.schedule, self.datasets)
 
     def load_state_dict(self, state: State) -> int:
@@ -188,6 +233,9 @@ def _schedule(
         changes = config.changes_of(datasets[0].index_split)
         return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes))
     except BlendingError as error:
-        raise BlendingError(
-            f"{error} (the datasets, from 0: {', '.join(paths[:8])}{' ...' * (len(paths) > 8)})"
-        ) from None
+        raise BlendingError(f"{error} (the datasets, from 0: {_some(paths)})") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    return f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from sixfold.blending.blended import BlendedDataset
 from sixfold.blending.checks import whole_number
-from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config import Blend, BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.source import DocumentSource
+from sixfold.blending.megatron.weights import normalized, targets, with_surplus
+from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Split, part_range
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class BlendedMegatronDatasetBuilder:
             return [self._dataset(prefix, split, size, bookends) for prefix in prefixes]
         if self._alone(split):
             return self._dataset(prefixes[0], split, size, bookends)
+        if config.order != "stateless":
+            return self._indexed_blend(blend, split, size, bookends)
         # In an endless blend how many samples a dataset gives is the blend's to say.
         datasets = [self._dataset(prefix, split, None if size is None else 0, bookends) for prefix in prefixes]
         if size == 0 and not any(dataset.part.tokens for dataset in datasets):
@@ -132,9 +135,34 @@ class BlendedMegatronDatasetBuilder:
                 dataset.num_samples = count
         return blended
 
-    def _dataset(self, prefix: str, split: Split, size: int | None, bookends: tuple[float, float]) -> MegatronDataset:
+    def _indexed_blend(
+        self, blend: Blend, split: Split, size: int | None, bookends: tuple[float, float]
+    ) -> BlendedDataset | None:
+        """The blend of megatron-core's builder: a surplus of each dataset, and a few samples more than ``size``."""
+        prefixes, weights = [fspath(prefix) for prefix in blend[0]], blend[1]
+        if size == 0 and not any(self._tokens(prefix, bookends) for prefix in prefixes):
+            return None
+        asked: list[int | None] = [None] * len(prefixes)
+        if weights is not None:
+            assert size is not None, "weights without a size are refused when the builder is made"
+            weights = normalized(weights)
+            target_D = targets(weights, size)
+            size, asked = sum(target_D), [*with_surplus(target_D, self.config.mid_level_dataset_surplus)]
+        parts = zip(prefixes, asked, strict=True)
+        datasets = [self._dataset(prefix, split, samples, bookends) for prefix, samples in parts]
+        if weights is None and size is not None:
+            size = min(size, sum(map(len, datasets)))
+        return BlendedDataset(datasets, weights, size, self.config)
+
+    def _sequences(self, prefix: str, bookends: tuple[float, float]) -> tuple[DocumentSource, range]:
         if prefix not in self._opened:
             self._opened[prefix] = self.cls.build_low_level_dataset(fspath(prefix), self.config)
         source = self._opened[prefix]
-        sequences = part_range(bookends, self.cls.numel_low_level_dataset(source))
+        return source, part_range(bookends, self.cls.numel_low_level_dataset(source))
+
+    def _tokens(self, prefix: str, bookends: tuple[float, float]) -> int:
+        return Part(*self._sequences(prefix, bookends)).tokens
+
+    def _dataset(self, prefix: str, split: Split, size: int | None, bookends: tuple[float, float]) -> MegatronDataset:
+        source, sequences = self._sequences(prefix, bookends)
         return self.cls(source, prefix, sequences, size, split, self.config)

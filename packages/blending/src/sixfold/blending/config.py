@@ -6,6 +6,7 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 ``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,11 +19,13 @@ import numpy.typing as npt
 from sixfold.blending.apportion import exact_weights
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.megatron.greedy import refuse_weights
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
 Prefix = str | PathLike[str]
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
-ORDERS_TO_COME = ("megatron", "apportioned")
+ORDERS_TO_COME = ("apportioned",)
+_SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class BlendedMegatronDatasetConfig:
     multiple_validation_sets: bool | None = None  # the valid entry is a list, one dataset each
     full_validation: bool | None = None  # with multiple sets: each is one epoch, its size is None
     num_dataset_builder_threads: int = 1
-    path_to_cache: str | None = None  # of no use to the stateless order, which has no files
+    path_to_cache: str | None = None  # None: PREFIX/cache; the stateless order has no files
     mmap_bin_files: bool = True
     tokenizer: Any = None  # an object with eod and, if it likes, pad, eos, special_tokens_dict
-    mid_level_dataset_surplus: float = 0.005  # of no use to the stateless order, which never runs out
+    mid_level_dataset_surplus: float = 0.005  # built beyond what a blend needs; the stateless order never runs out
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
     changes: Sequence[BlendChange] = ()
@@ -76,7 +79,7 @@ class BlendedMegatronDatasetConfig:
         if self.blend is not None:
             if self.split is None:
                 raise BlendingError('blend is given without split; say which part is for what, such as "98,2,0"')
-            check_blend("blend", self.blend)
+            self._check_blend("blend", self.blend)
         if self.blend_per_split is not None:
             self._check_blend_per_split(self.blend_per_split)
         if self.split is not None:
@@ -91,8 +94,25 @@ class BlendedMegatronDatasetConfig:
                 f'order "{self.order}" comes with the blending issue, in a later version; '
                 f'until then order is "stateless"'
             )
-        if self.order != "stateless":
+        if self.order not in ("stateless", "megatron"):
             raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
+        if self.order == "stateless":
+            return
+        if not 0 <= self.random_seed < _SEEDS_OF_INDICES:
+            raise BlendingError(
+                f'random_seed is {self.random_seed}; order "{self.order}" has seeds of numpy.random.RandomState: '
+                "0 to 2^32 - 1"
+            )
+        if self.changes:
+            raise BlendingError(
+                f'changes are given with order "{self.order}", whose index is built for one blend; '
+                'use order="stateless", the one that can change'
+            )
+        if not 0 <= self.mid_level_dataset_surplus < float("inf"):
+            raise BlendingError(f"mid_level_dataset_surplus is {self.mid_level_dataset_surplus}; it is finite and >= 0")
+
+    def _check_blend(self, what: str, blend: Blend) -> None:
+        check_blend(what, blend, indexed=self.order == "megatron")
 
     def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
         if self.split is not None:
@@ -101,7 +121,7 @@ class BlendedMegatronDatasetConfig:
             raise BlendingError(f"blend_per_split has {len(blends)} entries; it has three: train, valid, test")
         for split, blend in zip(Split, blends, strict=True):
             if blend is not None:
-                check_blend(f"blend_per_split[{split.value}] ({split.name})", blend)
+                self._check_blend(f"blend_per_split[{split.value}] ({split.name})", blend)
 
     def _check_changes(self) -> None:
         for number, change in enumerate(self.changes):
@@ -111,7 +131,7 @@ class BlendedMegatronDatasetConfig:
             if change.blend is None and change.sequence_length is None:
                 raise BlendingError(f"changes[{number}] at {change.at} changes nothing; give blend or sequence_length")
             if change.blend is not None:
-                check_blend(f"changes[{number}].blend", change.blend)
+                self._check_blend(f"changes[{number}].blend", change.blend)
             if change.sequence_length is not None:
                 whole_number(f"changes[{number}].sequence_length", change.sequence_length, 1)
         for earlier, later in pairwise(self.changes):
@@ -186,8 +206,11 @@ def special_token(tokenizer: Any, name: str) -> int | None:
     return None if token is None else int(token)
 
 
-def check_blend(what: str, blend: Blend) -> None:
-    """Refuse a blend that cannot work; ``what`` names it in the message."""
+def check_blend(what: str, blend: Blend, *, indexed: bool = False) -> None:
+    """Refuse a blend that cannot work; ``what`` names it in the message.
+
+    As megatron-core, ``indexed`` takes a prefix twice (with a warning), and no weight 0.
+    """
     rule = f"{what} is {blend!r}; it is a pair (list of prefixes, list of weights or None)"
     if not isinstance(blend, Sequence) or len(blend) != 2 or isinstance(blend[0], str):
         raise BlendingError(rule)
@@ -199,12 +222,15 @@ def check_blend(what: str, blend: Blend) -> None:
         raise BlendingError(f"{what} has no dataset; it has at least one prefix")
     twice = first_repeated(prefixes)
     if twice is not None:
-        raise BlendingError(f"{what} has {twice!r} more than once; give it one entry with the sum of the weights")
+        problem = f"{what} has {twice!r} more than once; give it one entry with the sum of the weights"
+        if not indexed:
+            raise BlendingError(problem)
+        warnings.warn(f"{problem}: now its samples repeat", stacklevel=2)
     if weights is None:
         return
     if len(weights) != len(prefixes):
         raise BlendingError(f"{what} has {len(prefixes)} prefixes and {len(weights)} weights; there are equally many")
     try:
-        exact_weights(weights)
+        refuse_weights(weights) if indexed else exact_weights(weights)
     except BlendingError as error:
         raise BlendingError(f"{what}: {error}") from None

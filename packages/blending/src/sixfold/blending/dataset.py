@@ -1,9 +1,10 @@
 """One part of one dataset as a stream of samples; what the samples look like is left to a subclass.
 
-    source + split --> Line --> SampleOrder --> MegatronDataset (this file) --> gpt.py, blended.py
+    source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
 
-Nothing is built: a dataset opens in microseconds whatever its size, and any sample is computed from
-its number. ``read_rows`` is the one path from numbers to token ids, and ``why`` tells the same ranges.
+In the stateless order nothing is built: a dataset opens in microseconds whatever its size, and any sample is
+computed from its number. The others look it up in their indices. ``read_rows`` is the one path from numbers to
+token ids, and ``why`` tells the same ranges.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,11 @@ from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.gather import gather
 from sixfold.blending.grid import Pieces, SampleOrder
-from sixfold.blending.line import Line, Ranges
+from sixfold.blending.indices import index_order
+from sixfold.blending.line import Line, no_tokens
+from sixfold.blending.megatron.describe import Identifiers, dataset_identifiers
+from sixfold.blending.megatron.documents import plan_epochs
+from sixfold.blending.megatron.index import IndexOrder
 from sixfold.blending.permute import I64
 from sixfold.blending.prefixes import open_prefix
 from sixfold.blending.quota import PERIOD
@@ -27,7 +32,7 @@ from sixfold.blending.sample import Batch, TokenRows
 from sixfold.blending.schedule import Era, Schedule
 from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Split
-from sixfold.blending.state import State, refuse_other_past, saved_position, stream_state
+from sixfold.blending.state import State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import TokenRange, Why
 
 Positions = Sequence[int] | range | npt.NDArray[Any]
@@ -108,12 +113,7 @@ class MegatronDataset(Samples):
         num_samples: the length asked for; None is one epoch.
         lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
         indices: numbers of the part's sequences, a range or an array.
-        document_index, sample_index, shuffle_index: None, for the stateless order has none.
     """
-
-    document_index: None = None
-    sample_index: None = None
-    shuffle_index: None = None
 
     def __init__(
         self,
@@ -130,7 +130,8 @@ class MegatronDataset(Samples):
             indexed_dataset: anything that is a ``DocumentSource``.
             dataset_path: the prefix; the name in the order is ``config.name_of`` of it.
             indexed_indices: the part's sequences.
-            num_samples: None for one epoch, else the length of an endless stream.
+            num_samples: None for one epoch, else the length of an endless stream; with indices the least
+                number of samples to build.
         Raises:
             BlendingError: samples are asked of a part without tokens, or a number of them that is none.
         """
@@ -145,8 +146,13 @@ class MegatronDataset(Samples):
         self.name = config.name_of(dataset_path or "")
         self.lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
         self._epoch_only = num_samples is None
-        if num_samples != 0:
-            self.order  # noqa: B018 - a part without tokens is refused now, not at the first sample
+        if num_samples != 0 or self._indexed:
+            self.order  # noqa: B018 - indices are built, and a part without tokens is refused, now
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Fields of the config that name the cache files; a subclass adds those that its indices depend on."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: DocumentSource) -> int:
@@ -171,15 +177,90 @@ class MegatronDataset(Samples):
         return self.part.indices
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Samples of one epoch, at the first sequence length; the last one has a successor for its last label."""
-        return max(0, self.part.tokens - 1) // self.lengths[0][1]
+    def _indexed(self) -> bool:
+        """Whether the order is made of indices, which end."""
+        return self.config.order != "stateless"
+
+    @property
+    def _end(self) -> int | None:
+        """Positions that there are; None for an endless stream."""
+        return len(self) if self._epoch_only or self._indexed else None
+
+    @property
+    def _extra_tokens(self) -> int:
+        """Tokens that a sample reads behind its own, for its last label."""
+        return 1
+
+    @property
+    def _keeps_partial(self) -> bool:
+        """Whether one epoch ends with a padded sample."""
+        return False
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int32] | None:
+        """(epochs * sequences,) sequence in each place; None in the stateless order, as the two others."""
+        return self._array("document_index")
+
+    @property
+    def sample_index(self) -> npt.NDArray[Any] | None:
+        """(samples + 1, 2) place in ``document_index`` and offset at which each sample begins."""
+        return self._array("sample_index")
+
+    @property
+    def shuffle_index(self) -> npt.NDArray[Any] | None:
+        """(samples,) row of ``sample_index`` of each position."""
+        return self._array("shuffle_index")
+
+    def _array(self, name: str) -> npt.NDArray[Any] | None:
+        return self.order.arrays[name] if isinstance(self.order, IndexOrder) else None
 
     @cached_property
-    def order(self) -> SampleOrder:
+    def unique_identifiers(self) -> Identifiers:
+        """What names the cache files of this dataset, and is part of what names its blend's."""
+        keys = {name: getattr(self.config, name) for name in self._key_config_attributes()}
+        return dataset_identifiers(
+            type(self).__name__, self.dataset_path, self.num_samples, self.index_split.name, keys
+        )
+
+    @property
+    def index_facts(self) -> dict[str, Any]:
+        """What indices depend on beside ``unique_identifiers``, which has nothing of the data."""
+        facts = {"extra_tokens": self._extra_tokens, "keeps_partial": self._keeps_partial}
+        return facts | self.part.fingerprint
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """(T - x) // S at the first sequence length; rounded up if the last one is kept, padded."""
+        tokens, S = max(0, self.part.tokens - self._extra_tokens), self.lengths[0][1]
+        return -(-tokens // S) if self._keeps_partial else tokens // S
+
+    @cached_property
+    def order(self) -> SampleOrder | IndexOrder:
         """Which stretch of the line is which sample."""
+        if self._indexed:
+            return self._index_order()
         line = Line(self.part, int(self.config.random_seed), self.name, self.index_split.name)
         return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
+
+    def _index_order(self) -> IndexOrder:
+        config = self.config
+        if self.part.tokens == 0 and self.num_samples != 0:
+            raise no_tokens(self.part, self.name, self.index_split.name)
+        plan = plan_epochs(
+            self.part.tokens,
+            self.num_samples,
+            config.sequence_length,
+            self._extra_tokens,
+            keep_partial=self._keeps_partial,
+        )
+        return index_order(
+            self.part,
+            plan,
+            seed=int(config.random_seed),
+            identifiers=self.unique_identifiers,
+            facts=self.index_facts,
+            path_to_cache=config.path_to_cache,
+        )
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -196,6 +277,9 @@ class MegatronDataset(Samples):
         return other
 
     def __len__(self) -> int:
+        if self._indexed:
+            assert isinstance(self.order, IndexOrder), f"order {self.config.order} has indices"
+            return len(self.order)
         return self.samples_per_epoch if self.num_samples is None else self.num_samples
 
     def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
@@ -209,24 +293,17 @@ class MegatronDataset(Samples):
             BlendingError: positions of two sequence lengths.
             The source's error, if its data is damaged.
         """
-        sample_B = checked_positions(positions, len(self) if self._epoch_only else None)
-        if sample_B.size == 0:
+        sample_B = checked_positions(positions, self._end)
+        if not sample_B.size:
             return self.make_batch(self.new_rows(0, self.lengths[0][1], out), out)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order.sequence_lengths(sample_B)), out)
         self.read_rows(sample_B, rows, np.arange(sample_B.size))
         return self.make_batch(rows, out)
 
-    def _ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]:
-        """(tokens read of each piece, their ranges); ``more`` tokens behind each piece where there are."""
-        length_P = pieces.length + more
-        if self._epoch_only:  # the line ends with its epoch
-            length_P = np.minimum(length_P, self.part.tokens - pieces.begin)
-        return length_P, self.order.line.ranges(pieces.begin, length_P)
-
     def read_rows(self, sample_B: I64, rows: TokenRows, at_B: I64) -> None:
         """Fill rows ``at_B`` with the ids of ``sample_B`` and mark where documents begin in them."""
         pieces = self.order.pieces(sample_B)
-        length_P, ranges = self._ranges(pieces, 1)
+        length_P, ranges = self.order.ranges(pieces, 1)
         ids = gather(self.part, ranges.sequence, ranges.offset, ranges.length)
         _refuse_ids_beyond(rows.tokens.dtype, ids, self.part.label)
         row_P = at_B[pieces.row]
@@ -246,12 +323,12 @@ class MegatronDataset(Samples):
 
     def why(self, n: int) -> Why:
         """Where the tokens of sample ``n`` come from."""
-        checked_positions([n], len(self) if self._epoch_only else None)
+        checked_positions([n], self._end)
         return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)))
 
     def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
         """The ranges of a sample's tokens, in order, without padding."""
-        _, ranges = self._ranges(self.order.pieces(np.array([sample])), 0)
+        _, ranges = self.order.ranges(self.order.pieces(np.array([sample])), 0)
         first = self.part.first_token(ranges.sequence)
         prefix = getattr(self.indexed_dataset, "path_prefix", None)
         itemsize = np.dtype(self.indexed_dataset.dtype).itemsize
@@ -262,7 +339,7 @@ class MegatronDataset(Samples):
             begin = (int(first[number]) + offset) * itemsize if known and first is not None else None
             found.append(
                 TokenRange(
-                    epoch=int(ranges.epoch[number]),
+                    epoch=None if self._indexed else int(ranges.epoch[number]),
                     document=int(ranges.sequence[number]),
                     offset=offset,
                     length=length,
@@ -275,6 +352,8 @@ class MegatronDataset(Samples):
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``; see ``state.py``."""
+        if self._indexed:
+            return index_state(position, self.config, self.index_split, [self], {"samples": len(self)})
         return stream_state(position, self.config, self.index_split, self.schedule, [self])
 
     def load_state_dict(self, state: State) -> int:

@@ -21,13 +21,12 @@ class GPTDataset(MegatronDataset):
         return SampleLayout(self.config)
 
     @property
-    def samples_per_epoch(self) -> int:
-        """(T - x) // S; rounded up, the last one padded, for validation that keeps its partial sample."""
-        extra = 1 if self.config.add_extra_token_to_sequence else 0
-        keeps_partial = self.index_split is Split.valid and not self.config.drop_last_partial_validation_sequence
-        tokens = max(0, self.part.tokens - extra)
-        S = self.config.sequence_length
-        return -(-tokens // S) if keeps_partial else tokens // S
+    def _extra_tokens(self) -> int:
+        return 1 if self.config.add_extra_token_to_sequence else 0
+
+    @property
+    def _keeps_partial(self) -> bool:
+        return self.index_split is Split.valid and not self.config.drop_last_partial_validation_sequence
 
     def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
         return self.layout.new_rows(samples, sequence_length, out)

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sixfold.blending.line import Line
+from sixfold.blending.line import Line, Ranges
 from sixfold.blending.permute import I64, permute
 
 WINDOW = 65_536
@@ -193,3 +193,10 @@ class SampleOrder:
         if len(parts) == 1:
             return Pieces(*parts[0])
         return Pieces(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]:
+        """(tokens read of each piece, their ranges); ``more`` tokens behind each piece where there are."""
+        length_P = pieces.length + more
+        if self.chunks is not None:  # the line ends with its epoch
+            length_P = np.minimum(length_P, self.line.tokens - pieces.begin)
+        return length_P, self.line.ranges(pieces.begin, length_P)

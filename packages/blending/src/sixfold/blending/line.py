@@ -45,6 +45,14 @@ class Ranges:
     length: I64
 
 
+def no_tokens(part: Part, name: str, split: str) -> BlendingError:
+    """The error for samples asked of a part that has no tokens."""
+    return BlendingError(
+        f"the {split} part of {name!r} has {len(part)} sequences and no tokens, but samples of it are asked; "
+        f"give it a larger share of the split or leave the dataset out"
+    )
+
+
 class Line:
     """The line of one part under one (seed, name, part); see the module.
 
@@ -54,10 +62,7 @@ class Line:
 
     def __init__(self, part: Part, seed: int, name: str, split: str) -> None:
         if part.tokens == 0:
-            raise BlendingError(
-                f"the {split} part of {name!r} has {len(part)} sequences and no tokens, but samples of it are asked; "
-                f"give it a larger share of the split or leave the dataset out"
-            )
+            raise no_tokens(part, name, split)
         self.part = part
         self.names: tuple[int, str, str] = (seed, name, split)
         self.tokens = part.tokens
@@ -142,10 +147,10 @@ class Line:
         """
         end_P = begin_P + length_P
         first_P, last_P = self._slot(begin_P), self._slot(end_P - 1)
-        slots = np.unique(_runs(first_P, last_P + 1 - first_P)[1])
+        slots = np.unique(runs(first_P, last_P + 1 - first_P)[1])
         position_K, sequence_K, tokens_K = self._documents(slots)
         first_P = np.searchsorted(position_K, begin_P, side="right") - 1
-        piece, member = _runs(first_P, np.searchsorted(position_K, end_P, side="left") - first_P)
+        piece, member = runs(first_P, np.searchsorted(position_K, end_P, side="left") - first_P)
         begin = np.maximum(position_K[member], begin_P[piece])
         end = np.minimum(position_K[member] + tokens_K[member], end_P[piece])
         return Ranges(
@@ -157,7 +162,7 @@ class Line:
         )
 
 
-def _runs(first: I64, count: I64) -> tuple[I64, I64]:
+def runs(first: I64, count: I64) -> tuple[I64, I64]:
     """(which run, first + 0, 1, ...) of the runs ``first[i] .. first[i] + count[i] - 1``, end to end."""
     run = np.repeat(np.arange(first.size), count)
     number = np.arange(run.size) - (np.cumsum(count) - count)[run]

@@ -7,7 +7,7 @@ past that is not the one saved. What comes behind the position (later changes, s
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sixfold.blending.checks import whole_number
@@ -58,6 +58,34 @@ def stream_state(
     }
 
 
+def index_state(
+    position: int,
+    config: BlendedMegatronDatasetConfig,
+    split: Split,
+    datasets: "Sequence[MegatronDataset]",
+    index: Mapping[str, Any],
+) -> State:
+    """The state of an order that is made of indices; they are fixed as a whole, with their sizes.
+
+    Args:
+        index: what the indices depend on beside the datasets, JSON values.
+    """
+    position = whole_number("position", position, 0)
+    state = {"state_version": STATE_VERSION, "order": config.order, "position": position}
+    if position == 0:  # nothing was given that could be given again
+        return state
+    return state | {
+        "seed": int(config.random_seed),
+        "part": split.name,
+        "sequence_length": config.sequence_length,
+        "index": dict(index),
+        "datasets": {
+            str(number): {"name": dataset.name, "samples": len(dataset)} | dataset.index_facts
+            for number, dataset in enumerate(datasets)
+        },
+    }
+
+
 def saved_position(state: State) -> int:
     """The position of a state.
 
@@ -81,9 +109,10 @@ def refuse_other_past(saved: State, current: State) -> None:
     difference = _first_difference("", json.loads(json.dumps(saved)), json.loads(json.dumps(current)))
     if difference is not None:
         where, was, now = difference
+        new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
         raise BlendingError(
             f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
-            f"{current['position']} positions already given; restore it, and say what is new with a BlendChange"
+            f"{current['position']} positions already given; restore it{new}"
         )
 
 

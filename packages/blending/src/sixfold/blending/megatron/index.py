@@ -1,0 +1,142 @@
+"""The three indices of one part of one dataset: built, checked, and read.
+
+    Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> dataset.py
+
+``IndexOrder`` stands where ``grid.SampleOrder`` stands in the stateless order. K counts documents met,
+P samples asked for.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.grid import Pieces
+from sixfold.blending.line import Ranges, runs
+from sixfold.blending.megatron.documents import EpochPlan, document_index, shuffle_dtype, shuffle_index
+from sixfold.blending.megatron.samples import sample_index
+from sixfold.blending.permute import I64
+from sixfold.blending.source import Part
+
+Arrays = dict[str, npt.NDArray[Any]]
+INDICES = ("document_index", "sample_index", "shuffle_index")
+
+
+def build_indices(part: Part, plan: EpochPlan, seed: int) -> Arrays:
+    """``INDICES`` by name, as megatron-core makes them.
+
+    Raises:
+        BlendingError: a document's number does not fit int32.
+        The source's error: lengths that do not fit their pointers.
+    """
+    random = np.random.RandomState(seed)
+    documents = document_index(_members(part), plan, random)
+    samples = sample_index(documents, _lengths(part, documents), plan)
+    return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle_index(plan, random)}
+
+
+def indices_fit(arrays: Arrays, part: Part, plan: EpochPlan) -> bool:
+    """Whether arrays of unknown origin are indices of this part under this plan, whatever the seed.
+
+    Each epoch that is shuffled alone has every document once, rows lie where the lengths put them, and
+    the shuffle is one. Cost: a sort of each, about a fourth of building them.
+    """
+    documents, samples, shuffle = (arrays[name] for name in INDICES)
+    members = np.sort(_members(part))
+    if documents.dtype != np.int32 or documents.shape != (members.size * plan.epochs,):
+        return False
+    last = documents.size - members.size if plan.before_last is not None else documents.size
+    for epochs, some in ((plan.epochs - (last < documents.size), documents[:last]), (1, documents[last:])):
+        if some.size and not np.array_equal(np.sort(some), np.repeat(members, epochs)):
+            return False
+    expected = sample_index(documents, _lengths(part, documents), plan)
+    if samples.dtype != expected.dtype or not np.array_equal(samples, expected):
+        return False
+    if shuffle.dtype != shuffle_dtype(plan.samples) or shuffle.shape != (plan.samples,):
+        return False
+    last = plan.samples if plan.before_last is None else plan.before_last
+    in_order = np.concatenate([np.sort(shuffle[:last]), np.sort(shuffle[last:])])
+    return np.array_equal(in_order, np.arange(plan.samples))
+
+
+def shapes_fit(arrays: Arrays, part: Part, plan: EpochPlan) -> bool:
+    """Whether arrays that a side file vouches for have the shapes and types of this part's indices."""
+    documents, samples, shuffle = (arrays[name] for name in INDICES)
+    return (
+        documents.dtype == np.int32
+        and documents.shape == (len(part) * plan.epochs,)
+        and samples.dtype in (np.int32, np.int64)
+        and samples.shape == (plan.samples + 1, 2)
+        and shuffle.dtype == shuffle_dtype(plan.samples)
+        and shuffle.shape == (plan.samples,)
+    )
+
+
+def _members(part: Part) -> I64:
+    return part.ids(np.arange(len(part)))
+
+
+def _lengths(part: Part, documents: npt.NDArray[np.int32]) -> I64:
+    """Tokens of the document in each place, each checked against its pointer once."""
+    members = _members(part)
+    low, high = (int(members.min()), int(members.max())) if members.size else (0, -1)
+    length = np.zeros(high - low + 1, dtype=np.int64)
+    length[members - low] = part.lengths(members)
+    return length[documents.astype(np.int64) - low] if low else length[documents]
+
+
+@dataclass(frozen=True)
+class IndexOrder:
+    """Samples of one part through its three indices; position n is sample ``shuffle_index[n]`` of the line."""
+
+    part: Part
+    plan: EpochPlan
+    arrays: Arrays
+
+    def sequence_lengths(self, sample_B: I64) -> I64:
+        """Tokens of each sample."""
+        return np.full(sample_B.size, self.plan.sequence_length, dtype=np.int64)
+
+    def pieces(self, sample_B: I64) -> Pieces:
+        """One stretch of the line per sample."""
+        row = np.arange(sample_B.size)
+        begin = self.arrays["shuffle_index"][sample_B].astype(np.int64) * self.plan.sequence_length
+        return Pieces(row=row, column=np.zeros_like(row), begin=begin, length=self.sequence_lengths(sample_B))
+
+    def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]:
+        """(tokens read of each piece, their ranges); the token behind a piece where the order has one.
+
+        Raises:
+            BlendingError: the indices do not fit the lengths (files that changed while they were open).
+        """
+        plan, sample_P = self.plan, pieces.begin // self.plan.sequence_length
+        end = plan.total_tokens
+        length_P = np.minimum(pieces.length + min(more, plan.extra), end - np.minimum(pieces.begin, end - plan.extra))
+        rows = self.arrays["sample_index"]
+        first_P, offset_P = rows[sample_P].astype(np.int64).T
+        piece_K, place_K = runs(first_P, rows[sample_P + 1, 0].astype(np.int64) - first_P + 1)
+        sequence_K = self.arrays["document_index"][place_K].astype(np.int64)
+        offset_K = np.where(place_K == first_P[piece_K], np.maximum(offset_P, 0)[piece_K], 0)
+        there_K = self.part.lengths(sequence_K) - offset_K
+        before_K = np.cumsum(there_K) - there_K
+        before_K -= before_K[np.searchsorted(piece_K, piece_K)]
+        length_K = np.clip(length_P[piece_K] - before_K, 0, there_K)
+        short = np.flatnonzero(np.bincount(piece_K, length_K, sample_P.size).astype(np.int64) != length_P)
+        if short.size:
+            at = short[0]
+            raise BlendingError(
+                f"{self.part.label}: sample {sample_P[at]} of the index has fewer than its {length_P[at]} tokens; the "
+                "data changed under the index: build it again"
+            )
+        some = np.flatnonzero(length_K)
+        none = np.full(some.size, -1, dtype=np.int64)
+        return length_P, Ranges(piece_K[some], none, sequence_K[some], offset_K[some], length_K[some])
+
+    def __len__(self) -> int:
+        return self.plan.samples
+
+    def find(self, sample: int) -> int:
+        """The position that gives row ``sample`` of the sample index."""
+        return int(np.flatnonzero(cast(I64, self.arrays["shuffle_index"]) == sample)[0])

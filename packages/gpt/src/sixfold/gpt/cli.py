@@ -216,13 +216,17 @@ def default_ranks(config: TrainConfig) -> int:
 
 @contextmanager
 def _early_sigterm() -> Iterator[None]:
-    """Exit with 143 on a SIGTERM that comes before the ranks, or the train loop, take it over."""
+    """End with 143 on a SIGTERM that comes before the ranks, or the train loop, take it over.
+
+    At once, not by an exception: C code that runs an import or a destructor may drop one (numpy's import does), and the
+    run would go on. Nothing is half-made: a config is written and a checkpoint committed by one rename.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(STOPPED)
+        os._exit(STOPPED)
 
     old = signal.signal(signal.SIGTERM, stop)
     try:

@@ -98,6 +98,8 @@ def checked_ids(row: Row, allowed: IdRange) -> npt.NDArray[Any]:
     ids: npt.NDArray[Any]
     if isinstance(row, np.ndarray):
         ids = row
+        if ids.dtype == allowed.dtype and allowed.vocab_size is None:
+            return np.ascontiguousarray(ids)
     elif allowed.typecode is not None:
         return _from_list(row, allowed)
     else:

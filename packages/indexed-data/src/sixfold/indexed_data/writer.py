@@ -25,6 +25,7 @@ from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.reader import IndexedDataset
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
+_MODE_0: tuple[int, ...] = (0,)
 _INDEX_BLOCK = 1 << 16  # sequences per step of ``finalize``
 
 
@@ -168,10 +169,12 @@ class IndexedDatasetBuilder:
         self._check_open()
         try:
             row = as_row(tensor)
-            if lengths is None and modes is None and len(row) <= LONGEST_SEQUENCE:
-                counts, kinds = _one(len(row))
+            n = len(row)
+            counts: tuple[int, ...]
+            if lengths is None and modes is None and n <= LONGEST_SEQUENCE:
+                counts, kinds = (n,), _MODE_0
             else:
-                counts, kinds = self._split(len(row), lengths, modes)
+                counts, kinds = self._split(n, lengths, modes)
             ids = checked_ids(row, self._allowed)
         except IndexedDataError as error:
             raise IndexedDataError(
@@ -248,11 +251,6 @@ class IndexedDatasetBuilder:
                 f"{self._bin_path}: sequences {self._documents[-1]} to {len(self._lengths) - 1} belong to no document; "
                 "call end_document"
             )
-
-
-def _one(n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and modes of a document that is one sequence."""
-    return (n,), (0,)
 
 
 def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:

@@ -131,7 +131,6 @@ BLEND = (["data/a", "data/b"], [1.0, 2.0])
         ({"sequence_length": 2.0}, "sequence_length is 2.0"),
         ({"random_seed": "one"}, "random_seed is 'one'"),
         ({"order": "sorted"}, "order is 'sorted'; it is one of"),
-        ({"order": "apportioned"}, 'order "apportioned" comes with the blending issue'),
         ({"changes": [BlendChange(-1, BLEND)]}, r"changes\[0\].at is -1"),
         ({"changes": [BlendChange(5, BLEND), BlendChange(5, BLEND)]}, "changes at 5 and 5 are out of order"),
         ({"changes": [BlendChange(5, BLEND), BlendChange(4, BLEND)]}, "changes at 5 and 4 are out of order"),

@@ -1,6 +1,6 @@
 """Several datasets as one stream, in the proportions of their weights.
 
-    Schedule or BlendIndex: position --> (dataset, sample) --> MegatronDataset.read_rows --> BlendedDataset (this file)
+    Schedule, BlendIndex or ApportionedBlend --> MegatronDataset.read_rows --> BlendedDataset (this file)
 
 In the stateless order nothing is built or stored: every process computes any position, so the number of ranks, the
 batch size, the weights and the datasets can change at any step. In the others two arrays say it. Samples of all
@@ -13,7 +13,8 @@ from os import fspath
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.apportion import Weights
+from sixfold.blending.apportion import Weights, apportion, exact_weights
+from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BlendIndex
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
@@ -21,11 +22,12 @@ from sixfold.blending.dataset import MegatronDataset, Positions, Samples, checke
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.megatron.describe import Identifiers, blend_identifiers
-from sixfold.blending.megatron.greedy import refuse_weights
+from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.megatron.weights import normalized
 from sixfold.blending.permute import I64
 from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
+from sixfold.blending.shuffle import Shuffle
 from sixfold.blending.state import State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import Why
 
@@ -45,6 +47,8 @@ class BlendedDataset(Samples):
         weights: Weights | None,
         size: int | None,
         config: BlendedMegatronDatasetConfig,
+        *,
+        shuffle: Shuffle | None = None,
     ) -> None:
         """Blend ``datasets`` under ``config.changes``.
 
@@ -52,6 +56,7 @@ class BlendedDataset(Samples):
             datasets: D datasets of one class and part; ``dataset_path`` is how changes name them.
             weights: of the first ``len(weights)`` datasets; the rest come in by changes. None: their tokens.
             size: the length; None for one epoch of everything, then ``weights`` is None too.
+            shuffle: of ``size`` positions, already begun, for ``order="apportioned"``.
         Raises:
             BlendingError: no dataset, unfit weights or another number of them, weights or changes
                 without a size, datasets of two classes or parts or of one name, or samples asked of a
@@ -79,7 +84,11 @@ class BlendedDataset(Samples):
         self.index_split = split
         if config.order != "stateless":
             self.datasets = list(datasets)
-            self.schedule: Schedule | BlendIndex = self._index()
+            self.schedule: Schedule | BlendIndex | ApportionedBlend = (
+                self._index() if config.order == "megatron" else self._apportioned(shuffle)
+            )
+            held = [len(dataset) for dataset in self.datasets]
+            refuse_too_many_samples(self.schedule, held, self.names, config.mid_level_dataset_surplus)
             return
         self.schedule = _schedule(datasets, weights, size, config)
         lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
@@ -93,40 +102,52 @@ class BlendedDataset(Samples):
 
     def _index(self) -> BlendIndex:
         """Cached or built; ``weights`` become those that the peer's description has."""
-        config, held = self.config, [len(dataset) for dataset in self.datasets]
-        given = held if self.weights is None else self.weights
+        given = [len(dataset) for dataset in self.datasets] if self.weights is None else self.weights
         try:
             refuse_weights(given)
         except BlendingError as error:
             raise BlendingError(f"{error} (the datasets, from 0: {_some(self.names)})") from None
-        if len(given) != len(held):
-            raise BlendingError(f"there are {len(given)} weights for {len(held)} datasets; there are equally many")
         self.weights = given if self.size is None else normalized(given)
-        index = blend_index(
+        return blend_index(
             self.weights,
             self.size,
-            config.sequence_length,
+            self.config.sequence_length,
             identifiers=self.unique_identifiers,
-            path_to_cache=config.path_to_cache,
+            path_to_cache=self.config.path_to_cache,
         )
-        refuse_too_many_samples(index, held, self.names, config.mid_level_dataset_surplus)
-        return index
+
+    def _apportioned(self, shuffle: Shuffle | None) -> ApportionedBlend:
+        """Exact counts by largest remainder, or every sample of every dataset if there is no size."""
+        try:
+            refuse_too_many_datasets(len(self.datasets))
+            if self.size is None:
+                counts_D = np.array([len(dataset) for dataset in self.datasets], dtype=np.int64)
+                exact_weights(counts_D.tolist())  # not all are 0
+            else:
+                given = [dataset.part.tokens for dataset in self.datasets] if self.weights is None else self.weights
+                counts_D = apportion(given, self.size)
+        except BlendingError as error:
+            raise BlendingError(f"{error} (the datasets, from 0: {_some(self.names)})") from None
+        total = int(counts_D.sum())
+        if shuffle is None or shuffle.size != total:
+            shuffle = Shuffle(int(self.config.random_seed), total)
+        return ApportionedBlend(counts_D, shuffle, self.config.sequence_length)
 
     @property
     def unique_identifiers(self) -> Identifiers:
-        """What names the cache files of this blend."""
+        """What names the cache files of a blend in megatron-core's order."""
         datasets = [dataset.unique_identifiers for dataset in self.datasets]
         return blend_identifiers(type(self).__name__, datasets, self.index_split.name, self.weights or [], self.size)
 
     @property
     def dataset_index(self) -> npt.NDArray[np.int16] | None:
         """(len,) dataset of each position; None in the stateless order."""
-        return self.schedule.indices[0] if isinstance(self.schedule, BlendIndex) else None
+        return None if isinstance(self.schedule, Schedule) else self.schedule.indices[0]
 
     @property
     def dataset_sample_index(self) -> I64 | None:
         """(len,) its sample; None in the stateless order."""
-        return self.schedule.indices[1] if isinstance(self.schedule, BlendIndex) else None
+        return None if isinstance(self.schedule, Schedule) else self.schedule.indices[1]
 
     def __len__(self) -> int:
         if self.size is not None:
@@ -191,8 +212,10 @@ class BlendedDataset(Samples):
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""
-        if isinstance(self.schedule, BlendIndex):
-            index = {"weights": list(self.weights or []), "size": self.size}
+        if not isinstance(self.schedule, Schedule):
+            index: dict[str, object] = {"size": self.size, "counts": self.schedule.counts(self.schedule.end).tolist()}
+            if isinstance(self.schedule, BlendIndex):  # the counts do not fix the order of a greedy blend
+                index["weights"] = list(self.weights or [])
             return index_state(position, self.config, self.index_split, self.datasets, index)
         return stream_state(position, self.config, self.index_split, self.schedule, self.datasets)
 

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from os import fspath
 from typing import TYPE_CHECKING
 
+from sixfold.blending.apportion import apportion
 from sixfold.blending.blended import BlendedDataset
 from sixfold.blending.checks import whole_number
-from sixfold.blending.config import Blend, BlendedMegatronDatasetConfig
+from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
+from sixfold.blending.shuffle import Shuffle
 from sixfold.blending.source import DocumentSource, Part
-from sixfold.blending.splits import Split, part_range
+from sixfold.blending.splits import Bookends, Split, part_range
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,6 +62,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
         self.group = group
         self._opened: dict[str, DocumentSource] = {}
+        self._shuffles: dict[Split, Shuffle] = {}
         for split in Split:
             self._refuse_sizes_that_do_not_fit(split)
 
@@ -88,6 +91,7 @@ class BlendedMegatronDatasetBuilder:
             BlendingError on every rank.
         """
         if self.group is None:
+            self._start_shuffles()
             return [self._part(split) for split in Split]
         from sixfold.blending.ranks import raise_together
 
@@ -95,13 +99,14 @@ class BlendedMegatronDatasetBuilder:
         problem: Exception | None = None
         try:
             if self.is_built_on_rank():
+                self._start_shuffles()
                 built = [self._part(split) for split in Split]
         except Exception as error:
             problem = error
         raise_together(problem, self.group)
         return built
 
-    def _bookends(self, split: Split) -> tuple[float, float] | None:
+    def _bookends(self, split: Split) -> Bookends | None:
         return _WHOLE if self.config.split_matrix is None else self.config.split_matrix[split.value]
 
     def _alone(self, split: Split) -> bool:
@@ -115,13 +120,18 @@ class BlendedMegatronDatasetBuilder:
         blend = config.blend_of(split)
         if blend is None or bookends is None:
             return None
-        prefixes = config.prefixes_of(split)
+        prefixes = [fspath(prefix) for prefix in blend[0]]
+        if config.order == "stateless":
+            prefixes = config.prefixes_of(split)
         if config.multiple_validation_sets and split is Split.valid:
             return [self._dataset(prefix, split, size, bookends) for prefix in prefixes]
         if self._alone(split):
             return self._dataset(prefixes[0], split, size, bookends)
         if config.order != "stateless":
-            return self._indexed_blend(blend, split, size, bookends)
+            if size == 0 and not any(self._tokens(prefix, bookends) for prefix in prefixes):
+                return None
+            build = self._greedy_blend if config.order == "megatron" else self._apportioned_blend
+            return build(prefixes, blend[1], split, bookends)
         # In an endless blend how many samples a dataset gives is the blend's to say.
         datasets = [self._dataset(prefix, split, None if size is None else 0, bookends) for prefix in prefixes]
         if size == 0 and not any(dataset.part.tokens for dataset in datasets):
@@ -135,13 +145,11 @@ class BlendedMegatronDatasetBuilder:
                 dataset.num_samples = count
         return blended
 
-    def _indexed_blend(
-        self, blend: Blend, split: Split, size: int | None, bookends: tuple[float, float]
-    ) -> BlendedDataset | None:
-        """The blend of megatron-core's builder: a surplus of each dataset, and a few samples more than ``size``."""
-        prefixes, weights = [fspath(prefix) for prefix in blend[0]], blend[1]
-        if size == 0 and not any(self._tokens(prefix, bookends) for prefix in prefixes):
-            return None
+    def _greedy_blend(
+        self, prefixes: list[str], weights: Sequence[float] | None, split: Split, bookends: Bookends
+    ) -> BlendedDataset:
+        """The blend of megatron-core's builder: a surplus of each dataset, and a few samples more than asked."""
+        size = self.sizes[split.value]
         asked: list[int | None] = [None] * len(prefixes)
         if weights is not None:
             assert size is not None, "weights without a size are refused when the builder is made"
@@ -154,15 +162,37 @@ class BlendedMegatronDatasetBuilder:
             size = min(size, sum(map(len, datasets)))
         return BlendedDataset(datasets, weights, size, self.config)
 
-    def _sequences(self, prefix: str, bookends: tuple[float, float]) -> tuple[DocumentSource, range]:
+    def _apportioned_blend(
+        self, prefixes: list[str], weights: Sequence[float] | None, split: Split, bookends: Bookends
+    ) -> BlendedDataset:
+        """Each dataset with exactly its count, and all of them shuffled."""
+        size = self.sizes[split.value]
+        asked: list[int | None] = [None] * len(prefixes)
+        if size is not None:
+            if weights is None:
+                weights = [self._tokens(prefix, bookends) for prefix in prefixes]
+            asked = [*apportion(weights, size).tolist()]
+        parts = zip(prefixes, asked, strict=True)
+        datasets = [self._dataset(prefix, split, samples, bookends) for prefix, samples in parts]
+        return BlendedDataset(datasets, weights, size, self.config, shuffle=self._shuffles.get(split))
+
+    def _start_shuffles(self) -> None:
+        """Begin what depends on sizes alone, before anything is opened."""
+        for split in Split:
+            size, there = self.sizes[split.value], self._bookends(split) is not None
+            alone = self._alone(split) or (split is Split.valid and self.config.multiple_validation_sets)
+            if self.config.order == "apportioned" and size and there and not alone and self.config.blend_of(split):
+                self._shuffles[split] = Shuffle(int(self.config.random_seed), size).start()
+
+    def _sequences(self, prefix: str, bookends: Bookends) -> tuple[DocumentSource, range]:
         if prefix not in self._opened:
             self._opened[prefix] = self.cls.build_low_level_dataset(fspath(prefix), self.config)
         source = self._opened[prefix]
         return source, part_range(bookends, self.cls.numel_low_level_dataset(source))
 
-    def _tokens(self, prefix: str, bookends: tuple[float, float]) -> int:
+    def _tokens(self, prefix: str, bookends: Bookends) -> int:
         return Part(*self._sequences(prefix, bookends)).tokens
 
-    def _dataset(self, prefix: str, split: Split, size: int | None, bookends: tuple[float, float]) -> MegatronDataset:
+    def _dataset(self, prefix: str, split: Split, size: int | None, bookends: Bookends) -> MegatronDataset:
         source, sequences = self._sequences(prefix, bookends)
         return self.cls(source, prefix, sequences, size, split, self.config)

@@ -24,7 +24,7 @@ from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
 Prefix = str | PathLike[str]
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
-ORDERS_TO_COME = ("apportioned",)
+ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 
 
@@ -89,12 +89,7 @@ class BlendedMegatronDatasetConfig:
         self._check_names()
 
     def _check_order(self) -> None:
-        if self.order in ORDERS_TO_COME:
-            raise BlendingError(
-                f'order "{self.order}" comes with the blending issue, in a later version; '
-                f'until then order is "stateless"'
-            )
-        if self.order not in ("stateless", "megatron"):
+        if self.order not in ORDERS:
             raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
         if self.order == "stateless":
             return
@@ -112,7 +107,7 @@ class BlendedMegatronDatasetConfig:
             raise BlendingError(f"mid_level_dataset_surplus is {self.mid_level_dataset_surplus}; it is finite and >= 0")
 
     def _check_blend(self, what: str, blend: Blend) -> None:
-        check_blend(what, blend, indexed=self.order == "megatron")
+        check_blend(what, blend, as_peer=self.order == "megatron")
 
     def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
         if self.split is not None:
@@ -206,10 +201,10 @@ def special_token(tokenizer: Any, name: str) -> int | None:
     return None if token is None else int(token)
 
 
-def check_blend(what: str, blend: Blend, *, indexed: bool = False) -> None:
+def check_blend(what: str, blend: Blend, *, as_peer: bool = False) -> None:
     """Refuse a blend that cannot work; ``what`` names it in the message.
 
-    As megatron-core, ``indexed`` takes a prefix twice (with a warning), and no weight 0.
+    ``as_peer``: as megatron-core, a prefix twice is taken (with a warning), and weight 0 is not.
     """
     rule = f"{what} is {blend!r}; it is a pair (list of prefixes, list of weights or None)"
     if not isinstance(blend, Sequence) or len(blend) != 2 or isinstance(blend[0], str):
@@ -223,7 +218,7 @@ def check_blend(what: str, blend: Blend, *, indexed: bool = False) -> None:
     twice = first_repeated(prefixes)
     if twice is not None:
         problem = f"{what} has {twice!r} more than once; give it one entry with the sum of the weights"
-        if not indexed:
+        if not as_peer:
             raise BlendingError(problem)
         warnings.warn(f"{problem}: now its samples repeat", stacklevel=2)
     if weights is None:
@@ -231,6 +226,6 @@ def check_blend(what: str, blend: Blend, *, indexed: bool = False) -> None:
     if len(weights) != len(prefixes):
         raise BlendingError(f"{what} has {len(prefixes)} prefixes and {len(weights)} weights; there are equally many")
     try:
-        refuse_weights(weights) if indexed else exact_weights(weights)
+        refuse_weights(weights) if as_peer else exact_weights(weights)
     except BlendingError as error:
         raise BlendingError(f"{what}: {error}") from None

@@ -218,6 +218,8 @@ class MegatronDataset(Samples):
     def unique_identifiers(self) -> Identifiers:
         """What names the cache files of this dataset, and is part of what names its blend's."""
         keys = {name: getattr(self.config, name) for name in self._key_config_attributes()}
+        if self.config.order != "megatron":  # the peer's names have neither
+            keys |= {"order": self.config.order, "data": self.index_facts}
         return dataset_identifiers(
             type(self).__name__, self.dataset_path, self.num_samples, self.index_split.name, keys
         )

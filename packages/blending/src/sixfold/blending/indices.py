@@ -6,6 +6,7 @@ Part, identifiers --> index_order; weights --> blend_index (this file, through c
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BlendIndex, blend_fits, build_blend
 from sixfold.blending.cache import Arrays, CacheEntry, load_or_build
 from sixfold.blending.errors import BlendingError
@@ -95,7 +96,9 @@ def blend_index(
     return BlendIndex(_pair(arrays), len(weights), sequence_length)
 
 
-def refuse_too_many_samples(index: BlendIndex, held: Sequence[int], names: Sequence[str], surplus: float) -> None:
+def refuse_too_many_samples(
+    index: BlendIndex | ApportionedBlend, held: Sequence[int], names: Sequence[str], surplus: float
+) -> None:
     """BlendingError for a blend that asks for more samples than a dataset was built with."""
     for number, (asked, has) in enumerate(zip(index.counts(index.end).tolist(), held, strict=True)):
         if asked > has:

@@ -61,14 +61,19 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndices:
 def refuse_weights(weights: Weights) -> None:
     """BlendingError for weights of which an index cannot be built."""
     exact_weights(weights)
-    if len(weights) >= DATASETS_BELOW:
-        raise BlendingError(
-            f"there are {len(weights)} datasets; an index counts them in int16, fewer than {DATASETS_BELOW}: "
-            'use order="stateless"'
-        )
+    refuse_too_many_datasets(len(weights))
     for number, weight in enumerate(weights):
         if weight == 0:
             raise BlendingError(f"weight {number} is {weight!r}; this order has weights > 0: leave the dataset out")
+
+
+def refuse_too_many_datasets(datasets: int) -> None:
+    """BlendingError for more datasets than an index counts."""
+    if datasets >= DATASETS_BELOW:
+        raise BlendingError(
+            f"there are {datasets} datasets; an index counts them in int16, fewer than {DATASETS_BELOW}: "
+            'use order="stateless"'
+        )
 
 
 def running(dataset_N: npt.NDArray[np.int16], datasets: int) -> I64:

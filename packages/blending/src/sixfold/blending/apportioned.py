@@ -1,0 +1,71 @@
+"""A blend of exact counts: so many samples of each dataset, then one shuffle of all.
+
+    apportion --> counts, Shuffle --> ApportionedBlend (this file): position <--> (dataset, sample) --> blended.py
+
+Sample i of the unshuffled blend ("repeat, plus running numbers") is found among the running sums of the counts;
+position p is sample ``shuffle(p)`` of it. So a position is computed alone; the arrays are made when asked for.
+Source: the reference note on fast dataset building. D counts datasets, N positions.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from sixfold.blending.checks import whole_number
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.megatron.greedy import BlendIndices
+from sixfold.blending.permute import I64
+from sixfold.blending.shuffle import Shuffle
+
+
+class ApportionedBlend:
+    """The blend of ``counts_D`` samples; see the module.
+
+    Attributes:
+        end: N, positions in all.
+    """
+
+    def __init__(self, counts_D: I64, shuffle: Shuffle, sequence_length: int) -> None:
+        self.end = int(counts_D.sum())
+        assert shuffle.size == self.end, f"a shuffle of {shuffle.size} for {self.end} samples"
+        self._counts_D = counts_D
+        self._ends_D = np.cumsum(counts_D)
+        self._shuffle = shuffle
+        self._sequence_length = sequence_length
+
+    def sequence_lengths(self, positions: I64) -> I64:
+        """Tokens per sample at each position."""
+        return np.full(positions.size, self._sequence_length, dtype=np.int64)
+
+    def _split(self, number_P: I64) -> tuple[I64, I64]:
+        """(dataset, sample) of samples of the unshuffled blend."""
+        dataset_P = np.searchsorted(self._ends_D, number_P, side="right")
+        return dataset_P, number_P - (self._ends_D - self._counts_D)[dataset_P]
+
+    def locate(self, positions: I64) -> tuple[I64, I64]:
+        """(dataset, sample) of each position, int64; never waits for the arrays."""
+        return self._split(self._shuffle.at(positions))
+
+    @cached_property
+    def indices(self) -> BlendIndices:
+        """Dataset (N,) int16 and sample (N,) int64 of each position; waits for the shuffle."""
+        dataset_N, sample_N = self._split(self._shuffle.table.astype(np.int64))
+        return dataset_N.astype(np.int16), sample_N
+
+    def find(self, dataset: int, sample: int) -> int:
+        """The position of a dataset's sample; waits for the shuffle.
+
+        Raises:
+            BlendingError: no whole number >= 0, or no position gives it.
+        """
+        sample = whole_number("sample", sample, 0)
+        if sample >= self._counts_D[dataset]:
+            raise BlendingError(f"sample {sample} of dataset {dataset} comes at no position of this blend")
+        number = int(self._ends_D[dataset] - self._counts_D[dataset]) + sample
+        return int(np.flatnonzero(self._shuffle.table == number)[0])
+
+    def counts(self, n: int) -> I64:
+        """Samples of each dataset among the first ``n`` positions, (D,) int64."""
+        if n == self.end:
+            return self._counts_D.copy()
+        return np.bincount(self.locate(np.arange(n))[0], minlength=self._counts_D.size).astype(np.int64)

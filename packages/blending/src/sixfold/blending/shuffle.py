@@ -1,0 +1,62 @@
+"""A permutation of N positions by a key, one by one at once, or as a table that a thread makes meanwhile.
+
+    seed, N --> Shuffle (this file) --> apportioned.py
+
+It depends on nothing else, so the table can be begun before any dataset is opened. Single positions never wait for it.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.permute import I64, order_key, permute
+
+_CHUNK = 2**18  # positions permuted at a time: a few MiB of temporaries
+
+
+class Shuffle:
+    """The permutation of ``size`` positions under ``seed``; ``start`` begins its table."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.size = size
+        self._key = order_key("apportioned", seed, size)
+        self._started: Future[npt.NDArray[Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the table: it is made again if it is asked for."""
+        return {"size": self.size, "_key": self._key, "_started": None}
+
+    def start(self) -> "Shuffle":
+        """Begin the table on a thread that does not keep the process alive."""
+        if self._started is None:
+            self._started = Future()
+            Thread(target=_fulfil, args=(self._started, self._make), daemon=True, name="sixfold-shuffle").start()
+        return self
+
+    def at(self, positions: I64) -> I64:
+        """Where each position is sent, computed alone."""
+        return permute(self._key, self.size, positions) if positions.size else positions
+
+    @cached_property
+    def table(self) -> npt.NDArray[Any]:
+        """``at`` of every position, uint32 or int64; waits for the thread, or makes it if none was started."""
+        return self._make() if self._started is None else self._started.result()
+
+    def _make(self) -> npt.NDArray[Any]:
+        table = np.empty(self.size, dtype=np.uint32 if self.size < 2**32 else np.int64)
+        for begin in range(0, self.size, _CHUNK):
+            end = min(begin + _CHUNK, self.size)
+            table[begin:end] = self.at(np.arange(begin, end))
+        return table
+
+
+def _fulfil(future: "Future[npt.NDArray[Any]]", make: Callable[[], npt.NDArray[Any]]) -> None:
+    try:
+        future.set_result(make())
+    except BaseException as error:
+        future.set_exception(error)

@@ -243,14 +243,17 @@ def test_a_full_disk_is_told_before_the_first_byte(folder, monkeypatch):
     assert load_all(folder)["it"] == 1
 
 
-def test_a_disk_that_fills_midway_leaves_the_old_checkpoint(folder, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_disk_that_fills_midway_leaves_the_old_checkpoint(folder, monkeypatch, code):
     def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device", "__0_0.distcp")
+        raise OSError(code, "No space left on device", "__0_0.distcp")
 
     monkeypatch.setattr(storage.FrameFile, "finish", full)
-    with pytest.raises(StorageError, match=r"ENOSPC: No space left.* needs \d+ bytes, \d+ are free") as caught:
+    with pytest.raises(
+        StorageError, match=rf"{errno.errorcode[code]}: No space left.* needs \d+ bytes, \d+ are free"
+    ) as caught:
         dist_ckpt.save(state(2.0), folder)
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno == code
     assert [path.name for path in folder.parent.iterdir()] == ["c"]
     assert load_all(folder)["it"] == 1
 

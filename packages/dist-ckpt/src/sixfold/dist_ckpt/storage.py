@@ -108,7 +108,7 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # disk, quota, limit on a file's size
             raise
         raise StorageError(
             f"{errno.errorcode[error.errno]}: {error.strerror}: this rank needs {needed_bytes} bytes, "

@@ -2,7 +2,8 @@
 
     config, sizes --> BlendedMegatronDatasetBuilder (this file) --> [train, valid, test]
 
-With a process group every rank builds for itself; nothing is sent but errors.
+With a process group every rank opens for itself and nothing is sent but errors. Indices that are kept in files are
+built once: each rank builds a share of them, then all load them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
+from sixfold.blending.plan import build_cost, shares
 from sixfold.blending.shuffle import Shuffle
 from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Bookends, Split, part_range
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Built = MegatronDataset | BlendedDataset | list[MegatronDataset] | None
+Task = tuple[str, Split, int | None, Bookends]  # prefix, part, samples, what of the sequences
 _WHOLE = (0.0, 1.0)
 
 
@@ -91,20 +94,57 @@ class BlendedMegatronDatasetBuilder:
             BlendingError on every rank.
         """
         if self.group is None:
-            self._start_shuffles()
-            return [self._part(split) for split in Split]
-        from sixfold.blending.ranks import raise_together
+            return self._parts()
+        from sixfold.blending.ranks import share_place, together
 
-        built: list[Built] = [None] * len(Split)
-        problem: Exception | None = None
-        try:
-            if self.is_built_on_rank():
+        here = together(self.is_built_on_rank, self.group)
+        if self.config.order != "stateless":
+            place, places = share_place(here, self.group)
+            if here:
                 self._start_shuffles()
-                built = [self._part(split) for split in Split]
-        except Exception as error:
-            problem = error
-        raise_together(problem, self.group)
-        return built
+            together(lambda: self._build_share(place, places), self.group)
+            together(lambda: self._build_blends(place, places), self.group)
+        return together(lambda: self._parts() if here else [None] * len(Split), self.group)
+
+    def _parts(self) -> list[Built]:
+        self._start_shuffles()
+        return [self._part(split) for split in Split]
+
+    def _build_share(self, place: int, places: int) -> None:
+        """Build and cache this rank's share of the datasets; all load them afterwards."""
+        tasks = self._tasks()
+        if place >= places or len(tasks) == 0:
+            return
+        costs = []
+        for prefix, _, samples, bookends in tasks:
+            part = Part(*self._sequences(prefix, bookends))
+            kept = self.config.path_to_cache or getattr(part.source, "path_prefix", None)
+            # What cannot be kept is built by every rank for itself, at the end.
+            cost = build_cost(len(part), part.tokens, samples, self.config.sequence_length) if kept else 0
+            costs.append(cost)
+        for number in shares(costs, places)[place]:
+            prefix, split, samples, bookends = tasks[number]
+            if costs[number]:
+                self._dataset(prefix, split, samples, bookends)
+
+    def _build_blends(self, place: int, places: int) -> None:
+        """The same for blends that have an index of their own in the cache."""
+        if self.config.order != "megatron" or not self.config.path_to_cache:
+            return
+        for split in Split:
+            if place < places and split.value % places == place:
+                self._part(split)
+
+    def _tasks(self) -> list[Task]:
+        """What is built for all parts, each thing once."""
+        tasks: dict[Task, None] = {}
+        for split in Split:
+            blend, bookends = self.config.blend_of(split), self._bookends(split)
+            if blend is not None and bookends is not None and not self._absent(split, bookends):
+                prefixes = [fspath(prefix) for prefix in blend[0]]
+                for prefix, samples in zip(prefixes, self._asked(split, bookends), strict=True):
+                    tasks[prefix, split, samples, bookends] = None
+        return list(tasks)
 
     def _bookends(self, split: Split) -> Bookends | None:
         return _WHOLE if self.config.split_matrix is None else self.config.split_matrix[split.value]
@@ -128,10 +168,7 @@ class BlendedMegatronDatasetBuilder:
         if self._alone(split):
             return self._dataset(prefixes[0], split, size, bookends)
         if config.order != "stateless":
-            if size == 0 and not any(self._tokens(prefix, bookends) for prefix in prefixes):
-                return None
-            build = self._greedy_blend if config.order == "megatron" else self._apportioned_blend
-            return build(prefixes, blend[1], split, bookends)
+            return None if self._absent(split, bookends) else self._indexed_blend(split, bookends)
         # In an endless blend how many samples a dataset gives is the blend's to say.
         datasets = [self._dataset(prefix, split, None if size is None else 0, bookends) for prefix in prefixes]
         if size == 0 and not any(dataset.part.tokens for dataset in datasets):
@@ -145,43 +182,58 @@ class BlendedMegatronDatasetBuilder:
                 dataset.num_samples = count
         return blended
 
-    def _greedy_blend(
-        self, prefixes: list[str], weights: Sequence[float] | None, split: Split, bookends: Bookends
-    ) -> BlendedDataset:
-        """The blend of megatron-core's builder: a surplus of each dataset, and a few samples more than asked."""
-        size = self.sizes[split.value]
-        asked: list[int | None] = [None] * len(prefixes)
-        if weights is not None:
-            assert size is not None, "weights without a size are refused when the builder is made"
-            weights = normalized(weights)
-            target_D = targets(weights, size)
-            size, asked = sum(target_D), [*with_surplus(target_D, self.config.mid_level_dataset_surplus)]
-        parts = zip(prefixes, asked, strict=True)
-        datasets = [self._dataset(prefix, split, samples, bookends) for prefix, samples in parts]
-        if weights is None and size is not None:
-            size = min(size, sum(map(len, datasets)))
-        return BlendedDataset(datasets, weights, size, self.config)
+    def _absent(self, split: Split, bookends: Bookends) -> bool:
+        """A blend of which nothing is asked, and that has nothing."""
+        blend = self.config.blend_of(split)
+        if blend is None or self.sizes[split.value] != 0 or self._separate(split):
+            return blend is None
+        return not any(self._tokens(fspath(prefix), bookends) for prefix in blend[0])
 
-    def _apportioned_blend(
-        self, prefixes: list[str], weights: Sequence[float] | None, split: Split, bookends: Bookends
-    ) -> BlendedDataset:
-        """Each dataset with exactly its count, and all of them shuffled."""
-        size = self.sizes[split.value]
-        asked: list[int | None] = [None] * len(prefixes)
-        if size is not None:
-            if weights is None:
-                weights = [self._tokens(prefix, bookends) for prefix in prefixes]
-            asked = [*apportion(weights, size).tolist()]
-        parts = zip(prefixes, asked, strict=True)
-        datasets = [self._dataset(prefix, split, samples, bookends) for prefix, samples in parts]
+    def _separate(self, split: Split) -> bool:
+        """Datasets that are no blend: one alone, or several validation sets."""
+        return self._alone(split) or (bool(self.config.multiple_validation_sets) and split is Split.valid)
+
+    def _weights(self, split: Split, bookends: Bookends) -> Sequence[float] | None:
+        """Of a blend with indices: normalised for the greedy order, tokens for apportioned counts without weights."""
+        blend = self.config.blend_of(split)
+        assert blend is not None, f"{split.name} has a blend"
+        prefixes, weights = blend
+        if self.config.order == "megatron":
+            return None if weights is None else normalized(weights)
+        if weights is None and self.sizes[split.value] is not None:
+            return [self._tokens(fspath(prefix), bookends) for prefix in prefixes]
+        return weights
+
+    def _asked(self, split: Split, bookends: Bookends) -> list[int | None]:
+        """Samples that each dataset of a part is built with, in the orders that have indices; None is one epoch."""
+        blend, size = self.config.blend_of(split), self.sizes[split.value]
+        assert blend is not None, f"{split.name} has a blend"
+        if self._separate(split):
+            return [size] * len(blend[0])
+        weights = self._weights(split, bookends)
+        if weights is None or size is None:
+            return [None] * len(blend[0])
+        if self.config.order == "megatron":
+            return [*with_surplus(targets(weights, size), self.config.mid_level_dataset_surplus)]
+        return [*apportion(weights, size).tolist()]
+
+    def _indexed_blend(self, split: Split, bookends: Bookends) -> BlendedDataset:
+        """As megatron-core's builder, a surplus of each dataset and a few positions more; or exact counts."""
+        blend, size = self.config.blend_of(split), self.sizes[split.value]
+        assert blend is not None, f"{split.name} has a blend"
+        weights = self._weights(split, bookends)
+        parts = zip(blend[0], self._asked(split, bookends), strict=True)
+        datasets = [self._dataset(fspath(prefix), split, samples, bookends) for prefix, samples in parts]
+        if self.config.order == "megatron" and size is not None:
+            size = min(size, sum(map(len, datasets))) if weights is None else sum(targets(weights, size))
         return BlendedDataset(datasets, weights, size, self.config, shuffle=self._shuffles.get(split))
 
     def _start_shuffles(self) -> None:
         """Begin what depends on sizes alone, before anything is opened."""
         for split in Split:
-            size, there = self.sizes[split.value], self._bookends(split) is not None
-            alone = self._alone(split) or (split is Split.valid and self.config.multiple_validation_sets)
-            if self.config.order == "apportioned" and size and there and not alone and self.config.blend_of(split):
+            size, there = self.sizes[split.value], self.config.blend_of(split) and self._bookends(split)
+            blended = there and not self._separate(split) and self.config.order == "apportioned"
+            if size and blended and split not in self._shuffles:
                 self._shuffles[split] = Shuffle(int(self.config.random_seed), size).start()
 
     def _sequences(self, prefix: str, bookends: Bookends) -> tuple[DocumentSource, range]:

@@ -1,11 +1,14 @@
 """An error on one rank becomes an error on every rank (this file: the only one that imports torch for a group)."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sixfold.blending.errors import BlendingError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
@@ -23,3 +26,23 @@ def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise BlendingError(f"rank {rank}: {text}") from error
+
+
+def together(step: Callable[[], T], group: "ProcessGroup") -> T:
+    """Take ``step`` on every rank of ``group``; all go on, or an error of one is raised on all (``raise_together``)."""
+    try:
+        taken = step()
+    except Exception as error:
+        raise_together(error, group)
+        raise AssertionError("an error of this rank was not raised") from error
+    raise_together(None, group)
+    return taken
+
+
+def share_place(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
+    """(number of this rank among those that take part, how many do); a rank that does not is behind the last."""
+    from torch.distributed import all_gather_object, get_rank, get_world_size
+
+    flags: list[Any] = [None] * get_world_size(group)
+    all_gather_object(flags, takes_part, group=group)
+    return (sum(flags[: get_rank(group)]) if takes_part else sum(flags)), sum(flags)

@@ -16,6 +16,11 @@ LENGTHS = {"wiki": [30, 0, 7, 55, 2, 19, 80], "code": [8, 90, 41, 13]}
 FILES = ("document_index.npy", "sample_index.npy", "shuffle_index.npy", "dataset_index.npy", "dataset_sample_index.npy")
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # it guards against a power cut, which no test makes
+
+
 def write_pair(prefix, lengths):
     with indexed_data.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
         for length in lengths:

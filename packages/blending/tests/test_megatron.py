@@ -21,9 +21,14 @@ from sixfold.blending.megatron.samples import sample_index
 from sixfold.blending.megatron.weights import normalized
 from sixfold.blending.source import ListSource
 
-CASES = int(os.environ.get("MEGATRON_CASES", "20"))
+CASES = int(os.environ.get("MEGATRON_CASES", "10"))
 GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # it guards against a power cut, which no test makes
 
 
 @pytest.fixture(scope="module")

@@ -41,24 +41,39 @@ def indices_fit(arrays: Arrays, part: Part, plan: EpochPlan) -> bool:
     """Whether arrays of unknown origin are indices of this part under this plan, whatever the seed.
 
     Each epoch that is shuffled alone has every document once, rows lie where the lengths put them, and
-    the shuffle is one. Cost: a sort of each, about a fourth of building them.
+    the shuffle is one.
     """
-    documents, samples, shuffle = (arrays[name] for name in INDICES)
-    members = np.sort(_members(part))
-    if documents.dtype != np.int32 or documents.shape != (members.size * plan.epochs,):
+    if not shapes_fit(arrays, part, plan):
         return False
+    documents, samples, shuffle = (arrays[name] for name in INDICES)
+    members = _members(part)
     last = documents.size - members.size if plan.before_last is not None else documents.size
     for epochs, some in ((plan.epochs - (last < documents.size), documents[:last]), (1, documents[last:])):
-        if some.size and not np.array_equal(np.sort(some), np.repeat(members, epochs)):
+        if some.size and not _holds_each(some, members, epochs):
             return False
     expected = sample_index(documents, _lengths(part, documents), plan)
     if samples.dtype != expected.dtype or not np.array_equal(samples, expected):
         return False
-    if shuffle.dtype != shuffle_dtype(plan.samples) or shuffle.shape != (plan.samples,):
-        return False
     last = plan.samples if plan.before_last is None else plan.before_last
-    in_order = np.concatenate([np.sort(shuffle[:last]), np.sort(shuffle[last:])])
-    return np.array_equal(in_order, np.arange(plan.samples))
+    return _permutes(shuffle[:last], 0) and _permutes(shuffle[last:], last)
+
+
+def _holds_each(documents: npt.NDArray[np.int32], members: I64, times: int) -> bool:
+    """Whether every one of ``members`` is there so many times, and nothing else."""
+    low, high = int(members.min()), int(members.max())
+    if int(documents.min()) < low or int(documents.max()) > high:
+        return False
+    expected = np.bincount(members - low, minlength=high - low + 1) * times
+    return np.array_equal(np.bincount(documents - np.int32(low), minlength=expected.size), expected)
+
+
+def _permutes(some: npt.NDArray[Any], low: int) -> bool:
+    """Whether ``some`` is ``low, low + 1, ...`` in any order."""
+    if some.size and not low <= int(some.min()) <= int(some.max()) < low + some.size:
+        return False
+    seen = np.zeros(some.size, dtype=np.bool_)
+    seen[some - some.dtype.type(low)] = True
+    return bool(seen.all())
 
 
 def shapes_fit(arrays: Arrays, part: Part, plan: EpochPlan) -> bool:
@@ -84,7 +99,7 @@ def _lengths(part: Part, documents: npt.NDArray[np.int32]) -> I64:
     low, high = (int(members.min()), int(members.max())) if members.size else (0, -1)
     length = np.zeros(high - low + 1, dtype=np.int64)
     length[members - low] = part.lengths(members)
-    return length[documents.astype(np.int64) - low] if low else length[documents]
+    return length[documents - np.int32(low)] if low else length[documents]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     document_index, lengths --> sample_index (this file) --> index.py
 
-Source: megatron-core 0.16.1 ``helpers.cpp``, ``build_sample_idx``, in closed form: its loop over documents is a search
-among their running sum.
+Source: megatron-core 0.16.1 ``helpers.cpp``, ``build_sample_idx``, in closed form: its loop over documents is a
+division of their running sum.
 """
 
 from typing import Any
@@ -33,12 +33,14 @@ def sample_index(
     rows = np.zeros((plan.samples + 1, 2), dtype=dtype)
     if plan.samples == 0:
         return rows
-    begin_J = np.arange(1, plan.samples + 1, dtype=np.int64) * plan.sequence_length
-    inside = int(np.searchsorted(begin_J, plan.total_tokens - plan.extra, side="right"))
-    end_K = np.cumsum(length_K)
-    # With an extra token a sample that ends with a document has its last label in the next one.
-    place_J = np.searchsorted(end_K, begin_J[:inside], side="right" if plan.extra else "left")
+    end_K = np.cumsum(length_K, dtype=np.int64)
+    # Row j lies in the first place whose end is > jS with an extra token (the last label of a sample that ends with a
+    # document is in the next one), >= jS without. So many rows from 1 on lie in the places up to each:
+    upto_K = np.maximum(end_K - plan.extra, 0) // plan.sequence_length
+    inside = min(int(upto_K[-1]), plan.samples)
+    place_J = np.repeat(np.arange(end_K.size, dtype=dtype), np.diff(upto_K, prepend=0))[:inside]
     rows[1 : inside + 1, 0] = place_J
-    rows[1 : inside + 1, 1] = begin_J[:inside] - (end_K[place_J] - length_K[place_J])
-    rows[inside + 1 :] = length_K.size - 1, length_K[-1] - plan.extra
+    begin_J = np.arange(1, inside + 1, dtype=np.int64) * plan.sequence_length
+    rows[1 : inside + 1, 1] = begin_J - (end_K - length_K)[place_J]
+    rows[inside + 1 :] = end_K.size - 1, length_K[-1] - plan.extra
     return rows

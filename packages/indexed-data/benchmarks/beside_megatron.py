@@ -90,13 +90,16 @@ def writing(folder, peer, scale):
     for kind in ("uint16", "int64", "list"):
         given = [d.tolist() if kind == "list" else d.astype(kind) for d in documents]
 
-        def write(side, given=given):
-            add(kinds[side](f"{folder}/{side}.bin", np.uint16), given, side == PEER)
+        def new_builder(side):
+            return (kinds[side](f"{folder}/{side}.bin", np.uint16),)
 
-        times = in_turn({side: lambda side=side: write(side) for side in kinds}, 9, len(documents))
+        def add_all(side, given=given):
+            return lambda builder: add(builder, given, side == PEER)
+
+        times = in_turn({side: add_all(side) for side in kinds}, 9, len(documents), new_builder)
         tokens = sum(map(len, documents)) / len(documents)
         more = {"uint16": "", "int64": ", range-checked here, wrapped there", "list": ", range-checked"}[kind]
-        what = f"write {len(documents):,} documents given as {kind}{'' if kind == 'list' else ' arrays'}{more}"
+        what = f"add {len(documents):,} documents given as {kind}{'' if kind == 'list' else ' arrays'}{more}"
         compare(what, times, "us per document", rate=lambda s, tokens=tokens: f"{tokens / s / 1e6:.0f} M tokens/s")
     for side, kind in kinds.items():
         builder = kind(f"{folder}/{side}.bin", np.uint16)

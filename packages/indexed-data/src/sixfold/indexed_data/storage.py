@@ -14,7 +14,6 @@ import errno
 import mmap
 import os
 import stat
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -100,20 +99,24 @@ def map_file(path: str) -> Bytes:
 
 
 class _Map:
-    """Owner of one mapped range; numpy arrays made from it hold it as their base."""
+    """Owner of one mapped range. Arrays made from it hold it as their base, and the last of them takes it along."""
 
-    __slots__ = ("__array_interface__", "__weakref__")
+    __slots__ = ("__array_interface__", "_range")
 
     def __init__(self, address: int, size: int) -> None:
         read_only = True
+        self._range = address, size
         self.__array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
             "data": (address, read_only),
             "version": 3,
         }
-        # Not at exit: a view may outlive the finalizers that run there, and the kernel unmaps anyway.
-        weakref.finalize(self, _LIBC.munmap, address, size).atexit = False
+
+    def __del__(
+        self, unmap: Callable[[int, int], int] = _LIBC.munmap
+    ) -> None:  # at exit the module's names may be gone
+        unmap(*self._range)
 
 
 class _DescriptorPool:

@@ -237,6 +237,22 @@ def test_a_built_blend_is_located_found_counted_saved_and_pickled(prefixes, tmp_
     assert alone.load_state_dict(alone.state_dict(3)) == 3
 
 
+def test_a_pickled_blend_maps_its_files_again_and_refuses_others(prefixes, tmp_path):
+    data = build(prefixes, tmp_path / "cache", 5000)
+    text = pickle.dumps(data)
+    assert len(text) < 10_000, "names, not numbers"
+    again = pickle.loads(text)
+    assert isinstance(again.dataset_index, np.memmap)
+    assert contents(again) == contents(data)
+    path = next((tmp_path / "cache").glob("*-dataset_index.npy"))
+    one_number_changed(path, None)
+    with pytest.raises(BlendingError, match="has changed since it was mapped"):
+        pickle.loads(text)
+    path.unlink()
+    with pytest.raises(BlendingError, match="cannot be mapped again"):
+        pickle.loads(text)
+
+
 def test_a_blend_that_needs_more_than_was_built_names_dataset_and_surplus(tmp_path):
     prefixes = [str(tmp_path / name) for name in "abcdef"]
     write_pair(prefixes[0], [17])  # two samples of 8, which are all that half of 4 asks

@@ -7,13 +7,18 @@ Stands where ``schedule.Schedule`` stands in the stateless order. D counts datas
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sixfold.blending.checks import whole_number
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import BlendIndices, exhaustive, greedy, running
 from sixfold.blending.permute import I64
+
+Arrays = dict[str, npt.NDArray[Any]]
+BLEND_INDICES = ("dataset_index", "dataset_sample_index")
 
 
 def build_blend(weights: Sequence[float], size: int | None) -> BlendIndices:
@@ -21,12 +26,12 @@ def build_blend(weights: Sequence[float], size: int | None) -> BlendIndices:
     return exhaustive([int(weight) for weight in weights]) if size is None else greedy(weights, size)
 
 
-def blend_fits(indices: BlendIndices, weights: Sequence[float], size: int | None, *, full: bool) -> bool:
+def blend_fits(arrays: Arrays, weights: Sequence[float], size: int | None, *, full: bool) -> bool:
     """Whether arrays of unknown origin can be those of ``build_blend``.
 
     ``full`` also reads them: datasets that exist, each with its samples in order; without a size all of them.
     """
-    dataset_N, sample_N = indices
+    dataset_N, sample_N = (arrays[name] for name in BLEND_INDICES)
     positions = int(sum(weights)) if size is None else size
     if dataset_N.dtype != np.int16 or sample_N.dtype != np.int64:
         return False
@@ -46,14 +51,19 @@ class BlendIndex:
     """See the module.
 
     Attributes:
-        indices: dataset (N,) int16 and sample (N,) int64 of each position.
+        arrays: ``BLEND_INDICES`` by name: dataset (N,) int16 and sample (N,) int64 of each position.
         datasets: D.
         sequence_length: tokens per sample.
     """
 
-    indices: BlendIndices
+    arrays: Arrays
     datasets: int
     sequence_length: int
+
+    @property
+    def indices(self) -> BlendIndices:
+        """The two arrays."""
+        return self.arrays["dataset_index"], self.arrays["dataset_sample_index"]
 
     @property
     def end(self) -> int:

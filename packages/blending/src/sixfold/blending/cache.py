@@ -58,6 +58,30 @@ class CacheEntry:
         return [self.path(f"{name}.npy") for name in self.names]
 
 
+class MappedArrays(Arrays):
+    """Arrays mapped from whole files; pickled as their names, so that a worker maps them again and copies nothing."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        # open_memmap reads .npy alone and no objects: nothing is ever unpickled.
+        super().__init__({name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()})
+        self._paths = dict(paths)
+        self._stamps = _stamps(list(paths.values()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped_again, (self._paths, self._stamps)
+
+
+def _mapped_again(paths: Mapping[str, Path], stamps: list[list[int]]) -> MappedArrays:
+    """Raises BlendingError if a file is not the one that was mapped before."""
+    try:
+        arrays = MappedArrays(paths)
+    except (OSError, ValueError) as error:
+        raise BlendingError(f"an index was mapped here and cannot be mapped again: {error}") from error
+    if arrays._stamps != stamps:
+        raise BlendingError(f"the index {next(iter(paths.values()))} has changed since it was mapped; build it again")
+    return arrays
+
+
 def load_or_build(
     entry: CacheEntry,
     build: Callable[[], Arrays],
@@ -98,9 +122,7 @@ def _read(entry: CacheEntry) -> Arrays | None:
     try:
         if entry.path("description.txt").read_bytes() != entry.description.encode():
             return None
-        # open_memmap reads .npy alone and no objects: nothing is ever unpickled.
-        paths = zip(entry.names, entry.arrays(), strict=True)
-        return {name: np.lib.format.open_memmap(path, mode="r") for name, path in paths}
+        return MappedArrays(dict(zip(entry.names, entry.arrays(), strict=True)))
     except (OSError, ValueError, EOFError, SyntaxError):
         return None
 

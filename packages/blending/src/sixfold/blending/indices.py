@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sixfold.blending.apportioned import ApportionedBlend
-from sixfold.blending.blend_index import BlendIndex, blend_fits, build_blend
+from sixfold.blending.blend_index import BLEND_INDICES, BlendIndex, blend_fits, build_blend
 from sixfold.blending.cache import Arrays, CacheEntry, load_or_build
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import Identifiers, describe, digest
 from sixfold.blending.megatron.documents import EpochPlan
-from sixfold.blending.megatron.greedy import BlendIndices
 from sixfold.blending.megatron.index import INDICES, IndexOrder, build_indices, indices_fit, shapes_fit
 from sixfold.blending.source import Part
-
-_BLEND_INDICES = ("dataset_index", "dataset_sample_index")
 
 
 def index_order(
@@ -76,16 +73,16 @@ def blend_index(
     """
 
     def build() -> Arrays:
-        return dict(zip(_BLEND_INDICES, build_blend(weights, size), strict=True))
+        return dict(zip(BLEND_INDICES, build_blend(weights, size), strict=True))
 
     def fits(arrays: Arrays, full: bool) -> bool:
-        return blend_fits(_pair(arrays), weights, size, full=full)
+        return blend_fits(arrays, weights, size, full=full)
 
     if path_to_cache:
         entry = CacheEntry(
             folder=path_to_cache,
             **_named(identifiers, identifiers["split"]),
-            names=_BLEND_INDICES,
+            names=BLEND_INDICES,
             facts={},  # weights and size are in the description, and they decide alone
             sources=(),
         )
@@ -93,7 +90,7 @@ def blend_index(
         arrays = load_or_build(entry, build, quick=quick, full=full)
     else:
         arrays = build()
-    return BlendIndex(_pair(arrays), len(weights), sequence_length)
+    return BlendIndex(arrays, len(weights), sequence_length)
 
 
 def refuse_too_many_samples(
@@ -111,7 +108,3 @@ def refuse_too_many_samples(
 def _named(identifiers: Identifiers, split: str) -> dict[str, str]:
     description = describe(identifiers)
     return {"description": description, "stem": f"{digest(description)}-{identifiers['class']}-{split}"}
-
-
-def _pair(arrays: Arrays) -> BlendIndices:
-    return arrays["dataset_index"], arrays["dataset_sample_index"]

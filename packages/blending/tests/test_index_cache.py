@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from megatron_peer import Tokenizer, build_peer
 
-from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, indices
+from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split, indices
+from sixfold.blending.source import ListSource
 
 indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
 
@@ -314,6 +315,14 @@ def test_a_part_without_tokens_is_refused_at_once_where_the_peer_loops_for_ever(
     blend = ([prefixes[0], str(tmp_path / "empty")], None if size is None else [1, 1])
     with pytest.raises(BlendingError, match=r"the train part of '.*empty' has 2 sequences and no tokens"):
         build(prefixes, None, size, blend=blend)
+
+
+def test_lengths_that_do_not_fit_their_pointers_raise_before_anything_is_built():
+    source = ListSource([[1] * 9, [2] * 5, [3] * 4])
+    source.sequence_lengths = np.array([9, 4, 5], dtype=np.int32)
+    config = GPTDatasetConfig(random_seed=5, sequence_length=8, order="megatron")
+    with pytest.raises(BlendingError, match=r"sequence 1 has length 4; its pointers .* need 5"):
+        GPTDataset(source, None, range(3), 2, Split.train, config)
 
 
 def test_data_that_changes_while_it_is_open_raises(prefixes):

@@ -157,6 +157,16 @@ class Part:
                 raise self.damage(int(ids[at]), f"sequence {ids[at]} has length {lengths[at]}; its {rule}")
         return lengths
 
+    def every_length(self) -> I64:
+        """``lengths`` of all members, in their order."""
+        if self._contiguous is not None and self._pointers is not None:
+            low, high = self._contiguous
+            lengths = np.asarray(self._lengths[low:high], dtype=np.int64)
+            steps = np.diff(self._pointers[low : high + 1])  # of the source's last sequence there is none
+            if np.array_equal(steps, lengths[: steps.size] * self._itemsize):
+                return lengths
+        return self.lengths(self.ids(np.arange(len(self))))
+
     def damage(self, idx: int, problem: str) -> Exception:
         """The error to raise for a damaged index: the source's own if it finds the damage itself."""
         try:

@@ -98,7 +98,7 @@ def _lengths(part: Part, documents: npt.NDArray[np.int32]) -> I64:
     members = _members(part)
     low, high = (int(members.min()), int(members.max())) if members.size else (0, -1)
     length = np.zeros(high - low + 1, dtype=np.int64)
-    length[members - low] = part.lengths(members)
+    length[members - low] = part.every_length()
     return length[documents - np.int32(low)] if low else length[documents]
 
 

@@ -238,3 +238,16 @@ def test_documents_beyond_int32_are_refused():
     plan = EpochPlan(epochs=1, tokens=5, sequence_length=4, extra=1, samples=1, before_last=None)
     with pytest.raises(BlendingError, match="document 2147483648 is asked"):
         document_index(np.array([5, 2**31]), plan, np.random.RandomState(0))
+
+
+@pytest.mark.filterwarnings("ignore:.*more than once")
+def test_several_validation_sets_are_those_of_the_peer_also_a_prefix_twice(prefixes, tmp_path):
+    fields = {"random_seed": 3, "sequence_length": 16, "multiple_validation_sets": True}
+    fields["blend_per_split"] = [(prefixes[:2], [1, 2]), ([*prefixes[:2], prefixes[0]], None), None]
+    ours = build(fields, [50, 9, 0], path_to_cache=str(tmp_path / "ours"))[1]
+    theirs = build_peer(fields | {"path_to_cache": str(tmp_path / "theirs")}, [50, 9, 0])[1]
+    assert len(ours) == len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        expected = arrays_of(other)
+        assert all(np.array_equal(array, expected[name]) for name, array in arrays_of(mine).items())
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")

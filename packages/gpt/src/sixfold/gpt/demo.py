@@ -188,7 +188,11 @@ def demo(folder: Path, *, minutes: float = 3.0, ranks: int = 2) -> int:
     if resume is None:
         return STOPPED
     after = resume["first"]
-    _say(f"Resumed at step {resume['step']}; loss of step {after['step']}, the first after it: {after['loss']:.4f}")
+    before = next(step["loss"] for step in first.steps if step["step"] == after["step"])
+    _say(
+        f"Resumed at step {resume['step']}; the loss of step {after['step']} was {before:.6f} as a pipeline before the "
+        f"kill and is {after['loss']:.6f} sharded after it"
+    )
     summary = {
         "seconds_to_first_loss": first.steps[0]["time"] - began,
         "layouts": [f"pp{ranks}", f"dp{ranks}"],

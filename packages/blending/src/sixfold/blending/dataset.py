@@ -109,6 +109,9 @@ class Samples(ABC):
 class MegatronDataset(Samples):
     """The samples of one part of one dataset; extend it with ``new_rows`` and ``make_batch``.
 
+    ``build_low_level_dataset`` and ``numel_low_level_dataset`` say where tokens come from, ``_key_config_attributes``
+    what of the config names cached indices; the contract is in docs/guide/blending-own-datasets.md.
+
     Attributes:
         num_samples: the length asked for; None is one epoch.
         lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
@@ -156,7 +159,7 @@ class MegatronDataset(Samples):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: DocumentSource) -> int:
-        """What a split divides: sequences."""
+        """What a split divides: sequences, all of them or the first so many."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +18,15 @@ indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold
 SIZES = [60, 5, 0]
 
 
-@pytest.fixture
-def prefixes(tmp_path):
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory):
+    """Three pairs, written once: no test changes them."""
+    folder = tmp_path_factory.mktemp("pairs")
     for number, name in enumerate(("wiki", "code", "math")):
-        with indexed_data.IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=np.uint16) as builder:
+        with indexed_data.IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16) as builder:
             for sequence in sequences_of([30, 7, 55, 2, 19] * 4, number):
                 builder.add_document(sequence)
-    return [str(tmp_path / name) for name in ("wiki", "code", "math")]
+    return [str(folder / name) for name in ("wiki", "code", "math")]
 
 
 @pytest.fixture
@@ -157,12 +160,14 @@ def test_what_does_not_fit_is_one_line_and_exit_code_1(run, said, change, argume
     assert message in error
 
 
-def test_a_damaged_pair_is_one_line_too(run, said, prefixes):
-    with open(f"{prefixes[0]}.idx", "r+b") as file:
-        file.truncate(20)
-    code, out, error = run(said, "why", "CONFIG", 0)
+def test_a_damaged_pair_is_one_line_too(run, said, prefixes, tmp_path):
+    damaged = tmp_path / "damaged"
+    for end in (".bin", ".idx"):
+        content = Path(prefixes[0] + end).read_bytes()
+        damaged.with_suffix(end).write_bytes(content[:20] if end == ".idx" else content)
+    code, out, error = run(said | {"blend": [[str(damaged)], [1]]}, "why", "CONFIG", 0)
     assert (code, out, error.count("\n")) == (1, "", 1)
-    assert prefixes[0] in error
+    assert str(damaged) in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["why"], ["why", "c.json", "x"], ["paint", "c.json"], ["draw", "c", "-q"]])

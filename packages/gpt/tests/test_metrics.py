@@ -133,17 +133,22 @@ def test_a_file_gets_a_line_now_and_then_and_the_last_step(tmp_path):
 
 
 class Closed(io.StringIO):
+    refused = 0
+
     def write(self, text):
+        self.refused += 1
         raise BrokenPipeError
 
 
 def test_a_reader_that_went_away_does_not_end_the_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    line = ProgressLine(path, 100, stream=Closed())
+    stream = Closed()
+    line = ProgressLine(path, 100, stream=stream)
     with MetricsWriter(path) as writer:
         writer.write("step", **step(1))
     line.poll()
     line.close()
+    assert stream.refused, "the line was to be written, and its reader to be gone"
 
 
 def test_every_kind_has_a_text():

@@ -198,8 +198,11 @@ def test_microbatches_beyond_m_are_refused():
 
 
 def test_gathers_steps_and_reductions_in_their_places_pass():
-    verify(Program.parse("0: 0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0STEP0"))
-    verify(Program.parse("0: 0F0 0I0 0W0 0REDUCE_GRAD 0STEP0 0F1 0RECOMPUTE1 0B1 0REDUCE_GRAD 0STEP1"))
+    for text in (
+        "0: 0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0STEP0",
+        "0: 0F0 0I0 0W0 0REDUCE_GRAD 0STEP0 0F1 0RECOMPUTE1 0B1 0REDUCE_GRAD 0STEP1",
+    ):
+        assert verify(Program.parse(text)).peak_activations == (1,), text
 
 
 def test_a_memory_cap_names_the_first_action_over_it():

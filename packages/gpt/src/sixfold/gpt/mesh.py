@@ -66,7 +66,8 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> R
 def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | None:
     """The group of pipeline ranks ``first`` and ``last`` of this rank's pipeline; None where the rank is neither.
 
-    Made by its two members alone, so the ranks between them need not call.
+    Made by its two members alone, so the ranks between them need not call. torch names such a group by its ranks and
+    by how many groups the process has made: both must have made equally many, as the ranks of one pipeline have.
     """
     if mesh.pipeline is None or first == last or mesh.pp_rank not in (first, last):
         return None

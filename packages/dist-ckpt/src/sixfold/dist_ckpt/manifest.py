@@ -5,12 +5,15 @@ plan + written frames --> manifest.py (this file) <--> metadata.py <--> .metadat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.box import Box
+from sixfold.dist_ckpt.box import Box, Ints
 
 
 class ByteRange(NamedTuple):
@@ -24,11 +27,38 @@ class ByteRange(NamedTuple):
         return f"{self.file}[{self.offset}:{self.offset + self.length}]"
 
 
+class Run(NamedTuple):
+    """Where a box lies in a frame that holds more than it.
+
+    The frame holds a tensor of ``shape``; the box is its row-major run from element ``first`` on.
+    megatron's flattened layout of before 0.15 needs it: one frame, several boxes.
+    """
+
+    shape: Ints
+    first: int
+
+
 class StoredChunk(NamedTuple):
-    """One box of a tensor and the frame that holds it."""
+    """One box of a tensor and the frame that holds it; ``run`` is None if the frame holds nothing else."""
 
     box: Box
     frame: ByteRange
+    run: Run | None = None
+
+    @property
+    def frame_shape(self) -> Ints:
+        """Shape of the tensor in the frame."""
+        return self.box.size if self.run is None else self.run.shape
+
+    @property
+    def first(self) -> int:
+        """Element of the frame at which the box begins."""
+        return 0 if self.run is None else self.run.first
+
+    @property
+    def frame_elements(self) -> int:
+        """Elements of the tensor in the frame."""
+        return prod(self.frame_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +75,16 @@ class Manifest:
     """Tensors by key, objects by stored key; ``save_id`` is None for folders of other libraries.
 
     ``needs_metadata_json`` is true if the writer was not plain DCP: then a folder without
-    metadata.json is a save that never finished.
+    metadata.json is a save that never finished. ``decode_chunk`` is set where chunks and objects are
+    bare files and no frames (zarr): called with the folder and a chunk it gives the chunk's box as a
+    tensor, or None if the file is the box's values in row-major order.
     """
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, ByteRange]
     save_id: str | None = None
     needs_metadata_json: bool = False
+    decode_chunk: Callable[[Path, StoredChunk], torch.Tensor | None] | None = None
 
     def frames(self) -> list[ByteRange]:
         """Every frame, tensors first."""

@@ -3,20 +3,22 @@
     Manifest (manifest.py) <--> metadata.py (this file) <--> bytes of .metadata
 
 Writing uses torch's own classes, since the pickle must name them. Reading imports none of them
-(unpickle.py) and believes nothing: types, shapes, boxes and names are checked.
+(unpickle.py) and believes nothing: types, shapes, boxes and names are checked. megatron's flattened
+layout of before 0.15 becomes ordinary boxes here, so that nothing else knows of it.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+from math import prod
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.box import Box
+from sixfold.dist_ckpt.box import Box, range_boxes
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, Run, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.unpickle import Node, loads
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
@@ -61,7 +63,7 @@ def encode(manifest: Manifest) -> bytes:
     for key, tensor in manifest.tensors.items():
         properties = dcp.TensorProperties(dtype=tensor.dtype)
         chunks = []
-        for box, frame in tensor.chunks:
+        for box, frame, _ in tensor.chunks:
             chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
             places[dcp.MetadataIndex(key, box.offset)] = _StorageInfo(*frame)
         entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
@@ -87,20 +89,20 @@ def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
     Raises:
         CorruptError: it is not what such a file is, or contradicts itself.
         UnsafeError: a foreign global, or a file name that leaves the folder.
-        MismatchError: megatron's flattened tensors of before 0.15 (read in a later version).
     """
     root = loads(data, trusted_bytes=trusted_bytes)
     if not isinstance(root, Node) or root.kind not in ("Metadata", "MCoreMetadata"):
         raise CorruptError(f"the pickle holds {_kind(root)}, not a Metadata")
     entries = _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata")
     places = _places(_typed(root.get("storage_data"), dict, "storage_data"))
+    legacy = root.get("mcore_data")
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, ByteRange] = {}
     for key, entry in entries.items():
         if not isinstance(key, str) or not isinstance(entry, Node):
             raise CorruptError(f"entry {key!r} is {_kind(entry)}")
         if entry.kind == "TensorStorageMetadata":
-            tensors[key] = _tensor(key, entry, places)
+            tensors[key] = _true_shape(key, _tensor(key, entry, places), legacy)
         elif entry.kind == "BytesStorageMetadata":
             objects[key] = _place(places, key, None)
         else:
@@ -109,7 +111,6 @@ def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
     save_id = state.get("sixfold_save_id")
     if save_id is not None and not isinstance(save_id, str):
         raise CorruptError(f"sixfold_save_id is {_kind(save_id)}, not text")
-    _refuse_legacy_shapes(state.get("mcore_data"))
     marked = any(name in state for name in ("sixfold_save_id", "all_local_plans", "mcore_data"))
     return Manifest(tensors, objects, save_id, needs_metadata_json=marked)
 
@@ -162,13 +163,34 @@ def _dtype(key: str, properties: Any) -> torch.dtype:
     return dtype
 
 
-def _refuse_legacy_shapes(mcore_data: Any) -> None:
-    keys = [key for key, value in mcore_data.items() if value] if isinstance(mcore_data, dict) else []
-    if keys:
-        raise MismatchError(
-            f"{len(keys)} tensors ({keys[0]}, ...) lie in megatron's flattened layout of before 0.15, "
-            "which 0.1.0 does not read yet; save the checkpoint again with megatron-core 0.15 or later"
-        )
+def _true_shape(key: str, stored: StoredTensor, mcore_data: Any) -> StoredTensor:
+    """Undo megatron's flattened layout of before 0.15, if ``key`` has it.
+
+    A tensor cut over a grid, each part flattened, lies there with the shape ``grid + (elements of a
+    part,)`` in chunks (1, .., 1, m) at (grid index.., start); ``mcore_data[key]`` names the true
+    shape. Such a chunk is the range [start, start + m) of its part: several boxes in one frame.
+    """
+    entry = mcore_data.get(key) if isinstance(mcore_data, dict) else None
+    if not entry:
+        return stored
+    if not isinstance(entry, dict):
+        raise CorruptError(f"mcore_data of {key} is {_kind(entry)}")
+    shape = _ints(entry.get("nd_reformulated_orig_global_shape"), f"original shape of {key}")
+    grid, elements = stored.shape[:-1], stored.shape[-1:]
+    fits = len(grid) == len(shape) and all(n and length % n == 0 for n, length in zip(grid, shape, strict=True))
+    part = tuple(length // n for n, length in zip(grid, shape, strict=True)) if fits else ()
+    if not fits or elements != (prod(part),):
+        raise CorruptError(f"{key}: the flattened layout {stored.shape} is no cut of the original shape {shape}")
+    chunks: list[StoredChunk] = []
+    for chunk in stored.chunks:
+        if chunk.box.volume != chunk.box.size[-1]:
+            raise CorruptError(f"{key}: the chunk {chunk.box} of the flattened layout {stored.shape} is no run")
+        corner = [at * length for at, length in zip(chunk.box.offset[:-1], part, strict=True)]
+        start, first = chunk.box.offset[-1], 0
+        for box in range_boxes(part, start, start + chunk.box.volume):
+            chunks.append(StoredChunk(box.shifted(corner), chunk.frame, Run(chunk.box.size, first)))
+            first += box.volume
+    return StoredTensor(stored.dtype, shape, tuple(chunks))
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

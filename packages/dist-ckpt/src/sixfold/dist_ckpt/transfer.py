@@ -144,7 +144,7 @@ class Reader:
         if not self._is_plain(layout, step):
             self._copy(step, self._load_whole(step), target)
             return
-        start = chunk.frame.offset + layout.data_start
+        start = chunk.frame.offset + layout.data_start + chunk.first * step.stored_dtype.itemsize
         within_chunk = step.part.shifted([-offset for offset in chunk.box.offset])
         if self._fits_directly(step, target) and is_contiguous(within_chunk, chunk.box.size):
             start += first_element(within_chunk, chunk.box.size) * step.stored_dtype.itemsize
@@ -164,6 +164,9 @@ class Reader:
 
     def _layout(self, frame: ByteRange) -> frames.Layout:
         """The frame's directory, parsed once; a foreign frame's CRC-32 is checked on the way."""
+        bare = self._checkpoint.manifest.decode_chunk is not None
+        if frame not in self._layouts and bare:
+            self._layouts[frame] = frames.Layout(b"", 0, frame.length, 0)
         if frame not in self._layouts:
             view = self._checkpoint.frame(frame)
             layout = frames.parse(view)
@@ -174,27 +177,41 @@ class Reader:
             self._layouts[frame] = layout
         return self._layouts[frame]
 
-    @staticmethod
-    def _is_plain(layout: frames.Layout, step: Read) -> bool:
+    def _is_plain(self, layout: frames.Layout, step: Read) -> bool:
         """Whether the raw bytes are the chunk in row-major order, so that nothing need be unpickled."""
-        box, dtype = step.chunk.box, step.stored_dtype
-        return layout.data_bytes == box.volume * dtype.itemsize and layout.pickle == frames.data_pickle(dtype, box.size)
+        chunk, dtype = step.chunk, step.stored_dtype
+        if self._checkpoint.manifest.decode_chunk is not None:
+            return self._decoded(step) is None
+        whole = layout.data_bytes == chunk.frame_elements * dtype.itemsize
+        return whole and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape)
+
+    def _decoded(self, step: Read) -> torch.Tensor | None:
+        """The chunk of a bare file that is not plain values, decoded once; None if it is."""
+        frame, decode = step.chunk.frame, self._checkpoint.manifest.decode_chunk
+        if frame not in self._fallbacks and decode is not None:
+            tensor = decode(self._checkpoint.folder, step.chunk)
+            if tensor is None:
+                return None
+            self._fallbacks[frame] = tensor
+        return self._fallbacks[frame]
 
     def _load_whole(self, step: Read) -> torch.Tensor:
         """A frame in another form than ours (strides, an older pickle) through torch's weights-only reader."""
-        frame = step.chunk.frame
+        chunk, frame = step.chunk, step.chunk.frame
         if frame not in self._fallbacks:
             value = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
             if not isinstance(value, torch.Tensor):
                 raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
             self._fallbacks[frame] = value
         tensor = self._fallbacks[frame]
-        if tuple(tensor.shape) != step.chunk.box.size or tensor.dtype != step.stored_dtype:
+        if tuple(tensor.shape) != chunk.frame_shape or tensor.dtype != step.stored_dtype:
             raise CorruptError(
                 f"{frame} holds {tensor.dtype} {tuple(tensor.shape)}; .metadata says {step.stored_dtype} "
-                f"{step.chunk.box.size}"
+                f"{chunk.frame_shape}"
             )
-        return tensor
+        if chunk.run is None:
+            return tensor
+        return tensor.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.size)
 
     def _copy(self, step: Read, chunk: torch.Tensor, target: torch.Tensor) -> None:
         source = _region(chunk, step.part, step.chunk.box)

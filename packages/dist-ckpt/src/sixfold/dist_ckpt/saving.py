@@ -1,6 +1,9 @@
 """Saving: the story of ``save``, from a state dict on every rank to one committed folder.
 
-state dicts --> describe --> agree --> write --> commit (this file) --> the checkpoint
+state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
+
+``agree_on`` is the collective half; ``write`` and ``commit`` know no group, so that a background save
+(background.py) runs them in another process.
 """
 
 from __future__ import annotations
@@ -33,16 +36,18 @@ class _Report(NamedTuple):
     common_digest: int
 
 
-class _Ticket(NamedTuple):
+class Ticket(NamedTuple):
     """What the first rank decides: where to write."""
 
     save_id: str
     staging: str
+    target: str
+    if_exists: str
     common_differs: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class Content:
     """What this rank has to save."""
 
     records: list[ShardedTensor]
@@ -90,6 +95,58 @@ def save(
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
+    agreed = agree_on(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        group=group,
+        if_exists=if_exists,
+        timeout_s=timeout_s,
+    )
+    exchange, content, ticket = agreed.exchange, agreed.content, agreed.ticket
+    try:
+        exchange.together(
+            lambda: (None, write(content, ticket, exchange.rank, check_finite)),
+            lambda written: commit(written, content, ticket),
+        )
+    except BaseException:
+        agreed.abandon()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A save that all ranks agree on; its empty staging folder exists, nothing is written."""
+
+    exchange: Exchange
+    content: Content
+    ticket: Ticket
+
+    def abandon(self) -> None:
+        """Remove the staging folder."""
+        if self.exchange.rank == 0:
+            storage.discard(Path(self.ticket.staging))
+
+
+def agree_on(
+    sharded_state_dict: Mapping[Any, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any,
+    common_strategy: Any,
+    preprocess: Callable[[dict[Any, Any]], Any] | None,
+    content_metadata: dict[str, Any] | None,
+    *,
+    group: Group,
+    if_exists: str,
+    timeout_s: float,
+) -> Agreed:
+    """The collective half of a save: what each rank has, whether it fits together, where it goes.
+
+    Args and errors: as ``save``.
+    """
     check_strategies(sharded_strategy, common_strategy)
     if if_exists not in ("replace", "error"):
         raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
@@ -98,26 +155,21 @@ def save(
     staged: list[Path] = []
     try:
         content, ticket = exchange.together(
-            lambda: _describe(
-                sharded_state_dict, content_metadata, exchange.rank, preprocess_common_before_consistancy_check
-            ),
+            lambda: _describe(sharded_state_dict, content_metadata, exchange.rank, preprocess),
             lambda reports: _agree(reports, target, if_exists, staged),
         )
         if ticket.common_differs:
-            _warn_of_differences(exchange, content, preprocess_common_before_consistancy_check)
-        exchange.together(
-            lambda: (None, _write(content, ticket, exchange.rank, check_finite)),
-            lambda written: _commit(written, content, ticket, target, if_exists),
-        )
+            _warn_of_differences(exchange, content, preprocess)
     except BaseException:
         for staging in staged:
             storage.discard(staging)
         raise
+    return Agreed(exchange, content, ticket)
 
 
 def _describe(
     state: Mapping[Any, Any], content_metadata: dict[str, Any] | None, rank: int, preprocess: Callable[..., Any] | None
-) -> tuple[_Content, _Report]:
+) -> tuple[Content, _Report]:
     expanded, _ = factory.expand(tree.checked(state))
     parts = tree.split(expanded)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
@@ -142,7 +194,7 @@ def _describe(
         nbytes,
         crc32(repr(sorted(_leaf_digests(common, preprocess).items())).encode()),
     )
-    return _Content(tensors, writes, stored, common, common_bytes, nbytes), report
+    return Content(tensors, writes, stored, common, common_bytes, nbytes), report
 
 
 def object_report(record: ShardedObject) -> plan.ObjectReport:
@@ -151,7 +203,7 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
     return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
 
 
-def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> _Ticket:
+def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> Ticket:
     tensors, objects = [report.tensors for report in reports], [report.objects for report in reports]
     problems = [
         *validation.tensor_problems(tensors, "saved"),
@@ -167,10 +219,12 @@ def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Pa
     storage.check_space(target.parent, sum(report.nbytes for report in reports))
     save_id = secrets.token_hex(8)
     staged.append(storage.stage(target, save_id))
-    return _Ticket(save_id, str(staged[0]), len({report.common_digest for report in reports}) > 1)
+    differs = len({report.common_digest for report in reports}) > 1
+    return Ticket(save_id, str(staged[0]), str(target), if_exists, differs)
 
 
-def _write(content: _Content, ticket: _Ticket, rank: int, check_finite: bool) -> transfer.Written:
+def write(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
+    """Write this rank's share into the staging folder. No group: any process that sees the data may do it."""
     staging = Path(ticket.staging)
     with storage.full_disk_told(staging, content.nbytes):
         return transfer.write(
@@ -178,16 +232,20 @@ def _write(content: _Content, ticket: _Ticket, rank: int, check_finite: bool) ->
         )
 
 
-def _commit(written: list[transfer.Written], content: _Content, ticket: _Ticket, target: Path, if_exists: str) -> None:
-    """Write the small files, metadata.json last, and move the folder into place."""
-    staging = Path(ticket.staging)
+def commit(written: list[transfer.Written], content: Content, ticket: Ticket) -> None:
+    """Write the small files, metadata.json last, and move the folder into place: what the first rank does.
+
+    Args:
+        written: what each rank wrote, in rank order; content: the first rank's.
+    """
+    staging, target = Path(ticket.staging), Path(ticket.target)
     with storage.full_disk_told(staging, content.nbytes):
         _write_small_files(staging, written, content, ticket)
-    storage.check_target(target, if_exists)  # again: data took a while to write, and nothing foreign may go
+    storage.check_target(target, ticket.if_exists)  # again: data took a while to write, and nothing foreign may go
     storage.commit(staging, target, ticket.save_id)
 
 
-def _write_small_files(staging: Path, written: list[transfer.Written], content: _Content, ticket: _Ticket) -> None:
+def _write_small_files(staging: Path, written: list[transfer.Written], content: Content, ticket: Ticket) -> None:
     files = {name: digest for part in written for name, digest in part.files.items()}
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
@@ -234,7 +292,7 @@ def _leaf_digest(leaf: Any) -> int:
     return crc32(buffer.getvalue())
 
 
-def _warn_of_differences(exchange: Exchange, content: _Content, preprocess: Callable[..., Any] | None) -> None:
+def _warn_of_differences(exchange: Exchange, content: Content, preprocess: Callable[..., Any] | None) -> None:
     def differing(digests: list[dict[str, int]]) -> list[str]:
         paths = {path for found in digests for path in found}
         return sorted(path for path in paths if len({found.get(path) for found in digests}) > 1)
@@ -242,7 +300,7 @@ def _warn_of_differences(exchange: Exchange, content: _Content, preprocess: Call
     _, paths = exchange.together(lambda: (None, _leaf_digests(content.common, preprocess)), differing)
     if exchange.rank == 0:
         shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
-        warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=3)
+        warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=4)
 
 
 def check_strategies(sharded_strategy: Any, common_strategy: Any) -> None:

@@ -9,12 +9,12 @@ from blending_helpers import naive_key, naive_permute
 
 from sixfold.blending import BlendingError
 from sixfold.blending.order import permute
-from sixfold.blending.permute import order_key
+from sixfold.blending.permute import order_key, permute_range
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
 
 
-def test_keys_and_permutations_are_those_of_version_1():
+def test_keys_and_permutations_are_those_of_version_1(level):
     for parts, key in GOLDEN["keys"]:
         assert order_key(*parts) == key
     for key, n, index, image in GOLDEN["permutations"]:
@@ -22,7 +22,7 @@ def test_keys_and_permutations_are_those_of_version_1():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 255, 256, 257, 1000])
-def test_it_is_the_plain_statement_and_a_bijection(n):
+def test_it_is_the_plain_statement_and_a_bijection(n, level):
     key = naive_key("some", n)
     image = permute(key, n, np.arange(n))
     assert image.tolist() == [naive_permute(key, n, index) for index in range(n)]
@@ -30,12 +30,12 @@ def test_it_is_the_plain_statement_and_a_bijection(n):
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**40 + 7, 2**53])
-def test_large_sizes_equal_the_plain_statement(n):
+def test_large_sizes_equal_the_plain_statement(n, level):
     index = np.random.default_rng(n).integers(0, n, 40)
     assert permute(99, n, index).tolist() == [naive_permute(99, n, int(one)) for one in index]
 
 
-def test_keys_and_sizes_may_differ_by_element_and_the_batch_size_does_not_matter():
+def test_keys_and_sizes_may_differ_by_element_and_the_batch_size_does_not_matter(level):
     rng = np.random.default_rng(0)
     keys, sizes = rng.integers(0, 2**63, 500).astype(np.uint64), rng.integers(1, 300, 500)
     index = rng.integers(0, sizes)
@@ -54,13 +54,30 @@ def test_keys_part_by_part_differ():
 
 
 @pytest.mark.parametrize("index", [-1, 10])
-def test_an_index_outside_is_refused(index):
+def test_an_index_outside_is_refused(index, level):
     with pytest.raises(BlendingError, match=r"is not one of 0\.\.9"):
         permute(1, 10, [3, index])
 
 
-def test_numbers_it_cannot_permute_are_refused():
+def test_numbers_it_cannot_permute_are_refused(level):
     with pytest.raises(BlendingError, match="indices are float64"):
         permute(1, 10, [1.7])
     with pytest.raises(BlendingError, match="a permutation has at most 2\\^53 elements"):
         permute(1, 2**53 + 1, [3])
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+@pytest.mark.parametrize(("n", "begin", "count"), [(1, 0, 1), (5, 0, 5), (3000, 0, 3000), (10**9, 77, 2050), (9, 4, 0)])
+def test_a_range_is_its_numbers_one_by_one(n, begin, count, dtype, level):
+    image = np.zeros(count, dtype=dtype)
+    permute_range(31, n, begin, image)
+    assert image.tolist() == [naive_permute(31, n, begin + i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("n", "begin", "dtype"),
+    [(10, 8, np.int64), (10, -1, np.int64), (2**32 + 1, 0, np.uint32), (2**53 + 1, 0, np.int64)],
+)
+def test_a_range_outside_is_refused(n, begin, dtype, level):
+    with pytest.raises(BlendingError, match=f"of a permutation of {n} are asked in"):
+        permute_range(1, n, begin, np.zeros(3, dtype=dtype))

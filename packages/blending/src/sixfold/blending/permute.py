@@ -3,29 +3,31 @@
     names and numbers --> order_key --> permute (this file) --> line.py, grid.py
 
 Pure: no state, no random generator. The order of every dataset rests on these few lines, so they
-are fixed for version 1 of the order: the numbers in tests/golden/order-1.json never change.
+are fixed for version 1 of the order: the numbers in tests/golden/order-1.json never change. The compiled kernel does
+what ``_by_numpy`` does.
 """
 
 from hashlib import blake2b
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.checks import whole_numbers
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.native import I64 as I64  # for the rest of the package
+from sixfold.blending.native import U64, Kernels, kernels
 
 ORDER_VERSION = "sixfold-order-1"
 ROUNDS = 6
 LARGEST = 2**53  # every n - 1 below it is a float64
+_CHUNK = 2**18  # numbers permuted at a time by numpy: a few MiB of temporaries
 _FEW = 12  # elements from which a pass over arrays is faster than one by one (measured: 10 to 15)
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # splitmix64's increment: 2^64 divided by the golden ratio
 
 _ONE = np.uint64(1)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
 _FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
 
 
 def order_key(*parts: str | int) -> int:
@@ -96,20 +98,59 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
         BlendingError: an index outside 0..n-1 or no whole number, or n beyond 2^53.
     """
     shape = np.shape(index)
-    index_I = whole_numbers("indices", index).reshape(-1)
+    index_I = np.ascontiguousarray(whole_numbers("indices", index).reshape(-1))
+    sizes = np.ascontiguousarray(whole_numbers("sizes", n).reshape(-1))
+    keys = np.ascontiguousarray(np.asarray(key, dtype=np.uint64).reshape(-1))
+    native = kernels()
+    result_I = _by_numpy(keys, sizes, index_I) if native is None else _by_kernel(native, keys, sizes, index_I)
+    return result_I.reshape(shape)
+
+
+def permute_range(key: int, n: int, begin: int, out: npt.NDArray[Any]) -> None:
+    """``permute(key, n, i)`` of ``i = begin, begin + 1, ...`` into ``out``, C-contiguous uint32 or int64.
+
+    Raises:
+        BlendingError: the numbers are not all in 0..n-1, or n is beyond 2^53 or what ``out`` holds.
+    """
+    largest = min(LARGEST, 2**32) if out.dtype == np.uint32 else LARGEST
+    if not 0 <= begin <= begin + out.size <= n <= largest:
+        raise BlendingError(
+            f"numbers {begin} to {begin + out.size - 1} of a permutation of {n} are asked in {out.dtype}; "
+            f"they lie in 0..{n - 1}, and n is at most {largest}"
+        )
+    native = kernels()
+    if native is not None:
+        native.permute_range(key, n, begin, out)
+        return
+    for at in range(0, out.size, _CHUNK):
+        some = out[at : at + _CHUNK]
+        some[...] = permute(key, n, np.arange(begin + at, begin + at + some.size))
+
+
+def _by_kernel(native: Kernels, keys: U64, sizes: I64, index_I: I64) -> I64:
+    result_I = np.empty_like(index_I)
+    wrong = native.permute(keys, sizes, index_I, result_I)
+    if wrong < index_I.size:
+        _refuse(int(sizes[wrong if sizes.size > 1 else 0]), int(index_I[wrong]))
+    return result_I
+
+
+def _refuse(n: int, index: int) -> NoReturn:
+    if n > LARGEST:
+        raise BlendingError(f"n is {n}; a permutation has at most 2^53 elements")
+    raise BlendingError(f"index {index} is not one of 0..{n - 1}, the numbers permuted")
+
+
+def _by_numpy(keys: U64, sizes: I64, index_I: I64) -> I64:
     count = index_I.size
-    sizes = whole_numbers("sizes", n).reshape(-1)
-    if sizes.size and sizes.max() > LARGEST:
-        raise BlendingError(f"n is {sizes.max()}; a permutation has at most 2^53 elements")
     n_I = np.broadcast_to(sizes, count)
-    wrong = np.flatnonzero((index_I < 0) | (index_I >= n_I))
+    wrong = np.flatnonzero((n_I > LARGEST) | (index_I < 0) | (index_I >= n_I))
     if wrong.size:
-        raise BlendingError(f"index {index_I[wrong[0]]} is not one of 0..{n_I[wrong[0]] - 1}, the numbers permuted")
+        _refuse(int(n_I[wrong[0]]), int(index_I[wrong[0]]))
     bits_I = np.frexp((n_I - 1).astype(np.float64))[1]  # bit length: exact up to LARGEST
     half_I = np.maximum((bits_I + 1) // 2, 1).astype(np.uint64)
-    key_I = np.asarray(key, dtype=np.uint64).reshape(-1)
     steps_R = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN_RATIO)
-    round_keys = np.broadcast_to(mix(key_I[None, :] + steps_R[:, None]), (ROUNDS, count))
+    round_keys = np.broadcast_to(mix(keys[None, :] + steps_R[:, None]), (ROUNDS, count))
 
     limit_I = n_I.astype(np.uint64)
     result_I = index_I.astype(np.uint64)
@@ -120,4 +161,4 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
         walking = walking[moved >= limit_I[walking]]
     for at in walking.tolist():
         result_I[at] = _walk_one(round_keys[:, at].tolist(), int(half_I[at]), int(n_I[at]), int(result_I[at]))
-    return result_I.astype(np.int64).reshape(shape)
+    return result_I.astype(np.int64)

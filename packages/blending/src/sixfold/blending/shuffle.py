@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.permute import I64, order_key, permute
-
-_CHUNK = 2**18  # positions permuted at a time: a few MiB of temporaries
+from sixfold.blending.permute import I64, order_key, permute, permute_range
 
 
 class Shuffle:
@@ -49,9 +47,7 @@ class Shuffle:
 
     def _make(self) -> npt.NDArray[Any]:
         table = np.empty(self.size, dtype=np.uint32 if self.size < 2**32 else np.int64)
-        for begin in range(0, self.size, _CHUNK):
-            end = min(begin + _CHUNK, self.size)
-            table[begin:end] = self.at(np.arange(begin, end))
+        permute_range(self._key, self.size, 0, table)
         return table
 
 

@@ -1,0 +1,23 @@
+/* The extension module: its table of kernels and nothing else.
+
+       kernels (one C file each) --> module.c (this file) --> sixfold/blending/native.py
+
+   A new kernel is a line in kernels.h, a line here and a method in native.py. */
+
+#include "kernels.h"
+
+#define ENTRY(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    ENTRY(permute),
+    ENTRY(permute_range),
+    ENTRY(level),
+    ENTRY(use_level),
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; see sixfold/blending/native.py.", 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

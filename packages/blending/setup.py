@@ -1,0 +1,28 @@
+"""The one thing that pyproject.toml cannot say: the extension ``sixfold.blending._native`` is built from native/*.c.
+
+    native/*.c, native/*.h --> setup.py (this file) --> sixfold/blending/_native.abi3.so
+
+It is optional: where no compiler is, the installation goes through without it and numpy does the same
+(docs/decisions/2026-11-20-blending-native.md). For work on the sources: ``python setup.py build_ext --inplace``.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path(__file__).parent
+SOURCES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("native/*.c"))
+HEADERS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.glob("native/*.h"))
+
+native = Extension(
+    "sixfold.blending._native",
+    sources=SOURCES,
+    depends=HEADERS,
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],  # 3.11, the first with buffers in it
+    py_limited_api=True,
+    # A fused multiply-add changes the order of megatron-core's blends.
+    extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"],
+    optional=True,
+)
+
+setup(ext_modules=[native], options={"bdist_wheel": {"py_limited_api": "cp311"}})

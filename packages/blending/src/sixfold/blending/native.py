@@ -1,0 +1,106 @@
+"""The compiled kernels, if they are there.
+
+    native/*.c --> _native --> kernels (this file) --> permute.py, quota.py, megatron/*, gather.py, ...
+
+Every kernel does what a few lines of numpy beside its caller do, bit for bit; the caller asks ``kernels()`` and takes
+numpy where that is None (no compiler was there when the package was installed). Nothing else imports ``_native``.
+"""
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.integer[Any]]
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+
+
+class Level(IntEnum):
+    """What computes: numpy, or a kernel with the instructions of x86-64 that it may use."""
+
+    NUMPY = -1
+    PLAIN = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class Kernels(Protocol):
+    """The functions of ``_native``. Arrays are C-contiguous.
+
+    A wrong one raises TypeError, ValueError or BufferError, and nothing is written.
+    """
+
+    def permute(self, key: U64, size: I64, index: I64, out: I64, /) -> int:
+        """``out[i]`` is where the permutation of ``size`` by ``key`` sends ``index[i]``.
+
+        ``key`` and ``size`` have one item or as many as ``index``. Returns the place of the first index outside of
+        its size, or of a size above 2^53, with ``out`` as it was; else how many there are.
+        """
+
+    def permute_range(self, key: int, size: int, begin: int, out: Ints, /) -> object:
+        """``out[i]`` (uint32 or int64) is where ``begin + i`` goes; ``begin + out.size <= size <= 2^53``."""
+
+    def level(self) -> int:
+        """The best ``Level`` of this processor."""
+
+    def use_level(self, level: int, /) -> object:
+        """Use so much of it from now on."""
+
+
+@dataclass
+class _Forced:
+    """What a test has asked for; see ``forced``."""
+
+    numpy: bool = False
+
+
+_forced = _Forced()
+
+
+def kernels() -> Kernels | None:
+    """The compiled kernels, or None where numpy is to do their work."""
+    return None if _forced.numpy else _load()
+
+
+@cache
+def _load() -> Kernels | None:
+    """Import the extension once; the first one who misses it gets the only warning of this process."""
+    try:
+        return cast(Kernels, importlib.import_module("sixfold.blending._native"))
+    except ImportError as error:
+        warnings.warn(
+            f"sixfold.blending runs without its compiled kernels ({error}): the results are the same, made by numpy, "
+            "several times slower. Install a wheel, or a C compiler and the package again",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+def levels() -> list[Level]:
+    """Every level that can be forced here, numpy first."""
+    native = _load()
+    return [level for level in Level if level < 0 or (native is not None and level <= native.level())]
+
+
+@contextmanager
+def forced(level: Level) -> Iterator[None]:
+    """Compute at ``level`` inside this block, in the whole process: for tests and benchmarks."""
+    native = _load()
+    _forced.numpy = level == Level.NUMPY
+    if native is not None and level >= 0:
+        native.use_level(level)
+    try:
+        yield
+    finally:
+        _forced.numpy = False
+        if native is not None:
+            native.use_level(native.level())

@@ -1,0 +1,91 @@
+"""The extension: what it refuses, and what happens where it is not."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sixfold.blending import native
+
+WITHOUT = """
+import sys, warnings
+sys.modules["sixfold.blending._native"] = None
+from sixfold.blending.order import permute
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    images = [permute(7, 1000, [i]).tolist() for i in range(3)]
+print(images, [str(warning.category.__name__) for warning in told])
+"""
+
+
+def test_without_the_extension_numpy_gives_the_same_after_one_warning():
+    from sixfold.blending.order import permute
+
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[permute(7, 1000, [i]).tolist() for i in range(3)]} ['RuntimeWarning']"
+
+
+@pytest.fixture
+def kernels():
+    loaded = native.kernels()
+    if loaded is None:
+        pytest.skip("the extension is not installed")
+    return loaded
+
+
+def arrays(**changed):
+    made = {
+        "key": np.ones(1, dtype=np.uint64),
+        "size": np.full(1, 10),
+        "index": np.arange(10),
+        "out": np.zeros(10, dtype=np.int64),
+    }
+    return list((made | changed).values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "problem"),
+    [
+        ({"key": np.ones(1, dtype=np.int64)}, TypeError, "key has items"),
+        ({"size": np.ones(1, dtype=np.int32)}, TypeError, "size has items"),
+        ({"index": np.arange(10.0)}, TypeError, "index has items"),
+        ({"index": np.arange(10, dtype=">i8")}, TypeError, "index has items '>q'"),
+        ({"index": np.arange(20)[::2]}, ValueError, "contiguous"),
+        ({"index": np.frombuffer(bytes(81), dtype=np.uint8)[1:].view(np.int64)}, ValueError, "not aligned"),
+        ({"index": None}, TypeError, "bytes-like"),
+        ({"out": np.zeros(9, dtype=np.int64)}, ValueError, "out has as many"),
+        ({"size": np.ones(3, dtype=np.int64)}, ValueError, "one item or as many"),
+        ({"out": np.frombuffer(bytes(80), dtype=np.int64)}, ValueError, "read-only"),
+    ],
+    ids=str,
+)
+def test_a_wrong_array_raises_and_nothing_is_written(kernels, changed, error, problem):
+    args = arrays(**changed)
+    with pytest.raises((error, BufferError), match=problem):
+        kernels.permute(*args)
+    assert not np.any(args[3])
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ((1, 10, 0), TypeError),
+        ((-1, 10, 0, np.zeros(1, dtype=np.int64)), OverflowError),
+        ((2**64, 10, 0, np.zeros(1, dtype=np.int64)), OverflowError),
+        ((1, 2**53 + 1, 0, np.zeros(1, dtype=np.int64)), ValueError),
+        ((1, 10, 8, np.zeros(3, dtype=np.int64)), ValueError),
+        ((1, 10, -1, np.zeros(3, dtype=np.int64)), ValueError),
+        ((1, 2**32 + 1, 0, np.zeros(3, dtype=np.uint32)), ValueError),
+        ((1.5, 10, 0, np.zeros(3, dtype=np.int64)), TypeError),
+    ],
+    ids=str,
+)
+def test_wrong_numbers_raise(kernels, args, error):
+    with pytest.raises(error):
+        kernels.permute_range(*args)
+
+
+def test_a_level_that_this_processor_does_not_have_is_refused(kernels):
+    with pytest.raises(ValueError, match="level is"):
+        kernels.use_level(kernels.level() + 1)

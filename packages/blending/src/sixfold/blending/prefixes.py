@@ -8,7 +8,7 @@ from sixfold.blending.source import DocumentSource
 
 
 def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
-    """The dataset at ``prefix``.
+    """The dataset at ``prefix``. Cost: a few system calls per file, whatever its size.
 
     Raises:
         BlendingError: sixfold-indexed-data is not installed, or a file of the pair is missing.
@@ -19,7 +19,12 @@ def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
             f"{prefix}: reading .idx/.bin needs sixfold-indexed-data; pip install 'sixfold-blending[indexed]'"
         )
     indexed_data = import_module("sixfold.indexed_data")
-    if not indexed_data.IndexedDataset.exists(prefix):
-        raise BlendingError(f"{prefix}.idx or {prefix}.bin is missing; a prefix names both files, without extension")
-    dataset: DocumentSource = indexed_data.IndexedDataset(prefix, mmap=mmap)
+    try:
+        dataset: DocumentSource = indexed_data.IndexedDataset(prefix, mmap=mmap)
+    except indexed_data.IndexedDataError:
+        if indexed_data.IndexedDataset.exists(prefix):
+            raise
+        raise BlendingError(
+            f"{prefix}.idx or {prefix}.bin is missing; a prefix names both files, without extension"
+        ) from None
     return dataset

@@ -6,12 +6,17 @@ import sys
 import warnings
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+
+GPT_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
 STAND_INS = {"megatron.core.utils": "log_single_rank", "megatron.core.tokenizers": "MegatronTokenizerBase"}
 
 
@@ -134,3 +139,45 @@ def build_peer(fields, sizes):
         config = gpt.GPTDatasetConfig(tokenizer=Tokenizer(), **flags, **fields)
         builder = peer("blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
         return builder(gpt.GPTDataset, sizes, lambda: True, config).build()
+
+
+def build(fields, sizes, group=None, **more):
+    """Our [train, valid, test] of the same fields."""
+    config = GPTDatasetConfig(tokenizer=Tokenizer(), order="megatron", **fields, **more)
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config, group=group).build()
+
+
+def arrays_of(data):
+    """Every index of a dataset or blend by name; of a blend, its datasets' too."""
+    if data is None:
+        return {}
+    if not hasattr(data, "datasets"):
+        return {name: np.asarray(getattr(data, name)) for name in GPT_ARRAYS}
+    found = {name: np.asarray(getattr(data, name)) for name in BLEND_ARRAYS}
+    for number, dataset in enumerate(data.datasets):
+        found |= {f"{number} {name}": array for name, array in arrays_of(dataset).items()}
+    return found
+
+
+def files_of(folder):
+    """Content of every file that the peer knows, by name."""
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*") if not path.name.endswith("sixfold.json")}
+
+
+def parts_of(built):
+    """The datasets of what a builder returned."""
+    return [part for data in built if data is not None for part in getattr(data, "datasets", [data])]
+
+
+def would_loop_for_ever(problem):
+    """Whether we refuse what megatron-core never ends."""
+    return "no tokens" in problem or "size 0 is 0" in problem
+
+
+def assert_same_indices(ours, theirs):
+    """``arrays_of`` each part of both sides: names, types and numbers."""
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            assert got[name].dtype == array.dtype, name
+            assert np.array_equal(got[name], array), name

@@ -60,5 +60,5 @@ def pytest_terminal_summary(terminalreporter):
             if name in CHUNKS:
                 found.setdefault(name, Counter()).update(outcomes)
     for name, outcomes in found.items():
-        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
         terminalreporter.write_line(f"{CHUNKS[name][0]}: {told}")

@@ -40,6 +40,8 @@ from sixfold.dist_ckpt.mapping import (
     ShardedTensorFactory,
 )
 from sixfold.dist_ckpt.saving import save
+from sixfold.dist_ckpt.strategies import common as _common  # registers itself, as the next does
+from sixfold.dist_ckpt.strategies import torch as _torch
 from sixfold.dist_ckpt.validation import StrictHandling
 
 __all__ = [

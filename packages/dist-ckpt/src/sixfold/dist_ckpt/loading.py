@@ -18,7 +18,8 @@ from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
 from sixfold.dist_ckpt.integrity import Block
 from sixfold.dist_ckpt.manifest import Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.saving import check_strategies, object_report
+from sixfold.dist_ckpt.saving import object_report
+from sixfold.dist_ckpt.strategies.base import load_engine
 from sixfold.dist_ckpt.validation import StrictHandling
 
 
@@ -96,7 +97,8 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
-    check_strategies(sharded_strategy, common_strategy)
+    if load_engine(sharded_strategy, common_strategy) is None:
+        raise CheckpointError(f"the built-in engine does not load with {sharded_strategy}, {common_strategy}")
     transfer.check_policy(dtype_policy)
     mode = validation.parse_strict(strict)
     exchange = Exchange(group, timeout_s)
@@ -288,7 +290,6 @@ def load_content_metadata(
 
 def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    check_strategies(sharded_strategy, None)
     manifest = open_checkpoint(checkpoint_dir).manifest
     return {
         key: ShardedTensor(
@@ -302,7 +303,6 @@ def load_sharded_metadata(
     checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
-    check_strategies(sharded_strategy, common_strategy)
     found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
     for stored_key in open_checkpoint(checkpoint_dir).manifest.objects:
         try:

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from sixfold.dist_ckpt import factory, metadata, plan, storage, transfer, tree, validation, weights_only
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.frame import tensor_bytes
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
 
 
 class _Report(NamedTuple):
@@ -147,7 +148,9 @@ def agree_on(
 
     Args and errors: as ``save``.
     """
-    check_strategies(sharded_strategy, common_strategy)
+    engine = save_engine(sharded_strategy, common_strategy)
+    if engine is None:
+        raise CheckpointError(f"the built-in engine does not save with {sharded_strategy}, {common_strategy}")
     if if_exists not in ("replace", "error"):
         raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
     exchange = Exchange(group, timeout_s)
@@ -155,7 +158,7 @@ def agree_on(
     staged: list[Path] = []
     try:
         content, ticket = exchange.together(
-            lambda: _describe(sharded_state_dict, content_metadata, exchange.rank, preprocess),
+            lambda: _describe(sharded_state_dict, content_metadata, exchange, engine, preprocess),
             lambda reports: _agree(reports, target, if_exists, staged),
         )
         if ticket.common_differs:
@@ -168,12 +171,23 @@ def agree_on(
 
 
 def _describe(
-    state: Mapping[Any, Any], content_metadata: dict[str, Any] | None, rank: int, preprocess: Callable[..., Any] | None
+    state: Mapping[Any, Any],
+    content_metadata: dict[str, Any] | None,
+    exchange: Exchange,
+    engine: SaveEngine,
+    preprocess: Callable[..., Any] | None,
 ) -> tuple[Content, _Report]:
-    expanded, _ = factory.expand(tree.checked(state))
-    parts = tree.split(expanded)
-    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
+    sorted_out: list[tree.Split] = []
+
+    def own_records() -> list[ShardedBase]:
+        expanded, _ = factory.expand(tree.checked(state))
+        sorted_out.append(tree.split(expanded))
+        return [record for _, record in sorted_out[0].records]
+
+    records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
+    parts, rank = sorted_out[0], exchange.rank
+    tensors = [record for record in records if isinstance(record, ShardedTensor)]
+    objects = [record for record in records if isinstance(record, ShardedObject)]
     for record in tensors:
         if record.data is None and is_main_replica(record.replica_id) and any(record.pieces()):
             raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
@@ -203,7 +217,8 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
     return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
 
 
-def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> Ticket:
+def _check_together(reports: list[_Report]) -> None:
+    """ShardingError unless the records of all ranks describe each tensor and each grid once and whole."""
     tensors, objects = [report.tensors for report in reports], [report.objects for report in reports]
     problems = [
         *validation.tensor_problems(tensors, "saved"),
@@ -214,6 +229,10 @@ def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Pa
         ),
     ]
     validation.raise_problems(problems, "saved", ShardingError)
+
+
+def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> Ticket:
+    _check_together(reports)
     storage.check_target(target, if_exists)
     target.parent.mkdir(parents=True, exist_ok=True)
     storage.check_space(target.parent, sum(report.nbytes for report in reports))
@@ -246,18 +265,37 @@ def commit(written: list[transfer.Written], content: Content, ticket: Ticket) ->
 
 
 def _write_small_files(staging: Path, written: list[transfer.Written], content: Content, ticket: Ticket) -> None:
+    _write_index(
+        staging, written, ticket.save_id, {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
+    )
+
+
+def _write_index(staging: Path, written: list[transfer.Written], save_id: str, small: dict[str, bytes]) -> None:
+    """Write ``.metadata``, the ``small`` files in their order, and ``integrity.json`` over all of them."""
     files = {name: digest for part in written for name, digest in part.files.items()}
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
             raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    manifest = _manifest(written, ticket.save_id)
-    for name, data in (
-        ("common.pt", content.common_bytes),
-        (".metadata", metadata.encode(manifest)),
-        ("metadata.json", metadata.encode_config()),
-    ):
+    for name, data in ({".metadata": metadata.encode(_manifest(written, save_id))} | small).items():
         files[name] = storage.write_file(staging, name, data)
-    storage.write_file(staging, FILE_NAME, Integrity(save_id=ticket.save_id, files=files).encode())
+    storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
+
+
+def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:
+    """Write the records of all ranks into an existing folder: all but common data, ``metadata.json`` and the commit.
+
+    For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
+    """
+
+    def check(reports: list[_Report]) -> Ticket:
+        _check_together(reports)
+        return Ticket(save_id, str(folder), str(folder), "replace", False)
+
+    content, ticket = exchange.together(lambda: _describe(state, None, exchange, SaveEngine(), None), check)
+    exchange.together(
+        lambda: (None, write(content, ticket, exchange.rank, False)),
+        lambda written: _write_index(folder, written, ticket.save_id, {}),
+    )
 
 
 def _manifest(written: list[transfer.Written], save_id: str) -> Manifest:
@@ -301,13 +339,3 @@ def _warn_of_differences(exchange: Exchange, content: Content, preprocess: Calla
     if exchange.rank == 0:
         shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
         warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=4)
-
-
-def check_strategies(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Refuse what is not the one built-in pair."""
-    for strategy, known in ((sharded_strategy, ("torch_dist", 1)), (common_strategy, ("torch", 1))):
-        if strategy is None or strategy == known:
-            continue
-        if isinstance(strategy, tuple):
-            raise MismatchError(f"unknown strategy {strategy}; {known} exists, ('zarr', 1) comes after 0.1.0")
-        raise CheckpointError(f"strategy objects ({type(strategy).__name__}) come after 0.1.0; pass None or {known}")

@@ -130,3 +130,14 @@ def get(tree: Any, path: Path) -> Any:
 def put(tree: Any, path: Path, value: Any) -> None:
     """Replace the node at ``path``, which exists."""
     get(tree, path[:-1])[path[-1]] = value
+
+
+def nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
+    """Nested dicts with the values at their paths; positions of lists become integer keys."""
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = value
+    return root

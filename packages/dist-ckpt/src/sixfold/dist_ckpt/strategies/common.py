@@ -1,0 +1,114 @@
+"""The strategies for common data, ``("torch", 1)``: ``common.pt``, and objects as files of their own.
+
+    common dict --> TorchCommonSaveStrategy (this file) --> common.pt, <key>/shard_<at>_<grid>.pt
+
+The torch_dist format keeps objects among its frames; zarr and strategies of users leave them to these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sixfold.dist_ckpt import storage, tree, weights_only
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, UnsafeError
+from sixfold.dist_ckpt.mapping import ShardedObject, is_main_replica
+from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy, StrategyAction, register
+
+COMMON_NAME = "common.pt"
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):
+    """Writes with ``torch.save`` what torch's weights-only rules read back."""
+
+    is_built_in = True
+
+    def __init__(self, backend: str = "torch", version: int = 1) -> None:
+        super().__init__(backend, version)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save_common(self, common_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
+        data = weights_only.dump(common_state_dict, "common data")
+        storage.write_file(Path(checkpoint_dir), COMMON_NAME, data)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
+        for _, record in tree.leaves(sharded_objects_state_dict):
+            if isinstance(record, ShardedObject) and is_main_replica(record.replica_id):
+                path = object_path(Path(checkpoint_dir), record.unique_key)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                storage.write_file(path.parent, path.name, weights_only.dump(record.data, f"the object {record}"))
+
+
+class TorchCommonLoadStrategy(LoadCommonStrategy):
+    """Reads them under torch's weights-only rules."""
+
+    is_built_in = True
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != "torch":
+            raise MismatchError(f"the common backend is {loaded_backend!r}; {self} reads 'torch'")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != 1:
+            raise MismatchError(f"version {loaded_version} of the common backend; {self} reads 1")
+
+    def load_common(self, checkpoint_dir: Path) -> dict[Any, Any]:
+        common = _load(Path(checkpoint_dir) / COMMON_NAME)
+        if not isinstance(common, dict):
+            raise CorruptError(f"{Path(checkpoint_dir) / COMMON_NAME} holds a {type(common).__name__}, not a dict")
+        return common
+
+    def load_sharded_objects(self, sharded_objects_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
+        values = {
+            path: _load(object_path(Path(checkpoint_dir), record.unique_key))
+            for path, record in tree.leaves(sharded_objects_state_dict)
+            if isinstance(record, ShardedObject)
+        }
+        return tree.nest(values)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedObject]:
+        folder = Path(checkpoint_dir)
+        return {name: ShardedObject.empty_from_unique_key(name) for name in object_keys(folder)}
+
+
+def object_path(folder: Path, stored_key: str) -> Path:
+    """The file of an object.
+
+    Raises:
+        UnsafeError: a key that leaves the folder.
+    """
+    if stored_key.startswith("/") or ".." in stored_key.split("/") or "\0" in stored_key:
+        raise UnsafeError(f"the key {stored_key!r} leaves the folder as a file name")
+    return folder / f"{stored_key}.pt"
+
+
+def object_keys(folder: Path) -> list[str]:
+    """Stored keys of all objects that lie as files, sorted; other files are passed over."""
+    keys = []
+    for path in folder.rglob("shard_*.pt"):
+        stored_key = path.relative_to(folder).as_posix().removesuffix(".pt")
+        try:
+            ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:
+            continue
+        keys.append(stored_key)
+    return sorted(keys)
+
+
+def _load(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
+    return weights_only.load(data, str(path), ())
+
+
+register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
+register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())

@@ -1,0 +1,120 @@
+"""The strategies of the torch_dist format: the recommended one, and the default.
+
+    save(..., sharded_strategy) --> TorchDistSaveShardedStrategy (this file) --> engine: saving.py
+    load(..., sharded_strategy) --> TorchDistLoadShardedStrategy (this file) --> engine: loading.py
+
+``save`` and ``load`` of the package hand these strategies to the engine, which does the work. Their own
+``save`` and ``load`` are for strategies of users that wrap them: they write into, and read from, a folder as it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from sixfold.dist_ckpt import loading, saving, tree
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.strategies.base import (
+    LoadEngine,
+    LoadShardedStrategy,
+    SaveEngine,
+    SaveShardedStrategy,
+    StrategyAction,
+    register,
+)
+
+BACKEND, VERSION = "torch_dist", 1
+
+
+class TorchDistSaveShardedStrategy(SaveShardedStrategy):
+    """Saves the folder that torch DCP and megatron-core read.
+
+    Args:
+        backend, version: "torch_dist" and 1.
+        keep_only_main_replica: accepted for the guide's sake; replicas are never written twice.
+        thread_count: threads that write, >= 1.
+        cached_metadata: keep the last plan: a save of records that have not changed exchanges none.
+        group, timeout_s: for a direct call of ``save`` only; ``dist_ckpt.save`` has its own.
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = True,
+        *,
+        group: Group = "world",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if (backend, version) != (BACKEND, VERSION):
+            raise MismatchError(f"this strategy writes {(BACKEND, VERSION)}, not {(backend, version)}")
+        if thread_count < 1:
+            raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
+        super().__init__(backend, version)
+        self.keep_only_main_replica = keep_only_main_replica
+        self._engine = SaveEngine(thread_count=thread_count, memory={} if cached_metadata else None)
+        self._group, self._timeout_s = group, timeout_s
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def engine(self) -> SaveEngine:
+        return self._engine
+
+    def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
+        """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
+        exchange = Exchange(self._group, self._timeout_s)
+        saving.save_records(sharded_state_dict, Path(checkpoint_dir), exchange, secrets.token_hex(8))
+
+
+class TorchDistLoadShardedStrategy(LoadShardedStrategy):
+    """Loads folders of this package, of torch DCP and of megatron-core.
+
+    Args:
+        group, timeout_s: for a direct call of ``load`` only; ``dist_ckpt.load`` has its own.
+    """
+
+    def __init__(self, *, group: Group = "world", timeout_s: float = 600.0) -> None:
+        self._group, self._timeout_s = group, timeout_s
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def engine(self) -> LoadEngine:
+        return LoadEngine()
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != BACKEND:
+            raise MismatchError(f"the sharded backend is {loaded_backend!r}; {self} reads {BACKEND!r}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != VERSION:
+            raise MismatchError(f"version {loaded_version} of {BACKEND!r}; {self} reads {VERSION}")
+
+    def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
+        loaded = loading.load(
+            sharded_state_dict,
+            checkpoint_dir,
+            validate_access_integrity=False,
+            group=self._group,
+            timeout_s=self._timeout_s,
+        )
+        wanted = {path: tree.get(loaded, path) for path, _ in tree.leaves(sharded_state_dict) if path}
+        return tree.nest(wanted)
+
+    def load_tensors_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor]:
+        return loading.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
+        return loading.load_sharded_metadata(checkpoint_dir)
+
+
+register(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, TorchDistSaveShardedStrategy())
+register(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TorchDistLoadShardedStrategy())

@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 NUMPY_ONLY = ("indexed-data", "blending")  # their isolation has no torch, and so no ranktest
+# Further runs of a package's tests where it stands alone: blending as installed where no compiler is.
+ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
 WHEEL_LIMIT_BYTES = {"indexed-data": 50_000}
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
 BUILT: set[tuple[str, Path]] = set()  # wheels that this run of nox has built already, with their folders
@@ -135,8 +138,12 @@ def bench(session: nox.Session, package: str) -> None:
 @nox.session(venv_backend="none")
 @each_package
 def wheels(session: nox.Session, package: str) -> None:
-    """Build one package's wheel into dist/, and check its size."""
-    build_wheel(session, shared_environment(session), package, ROOT / "dist")
+    """Build one package's wheel into dist/, and check its size; one with C sources holds what they compile to."""
+    wheel = build_wheel(session, shared_environment(session), package, ROOT / "dist")
+    if c_sources(ROOT / "packages" / package) and not any(
+        name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist()
+    ):
+        session.error(f"{wheel.name} has no compiled extension: is there a C compiler?")
 
 
 @nox.session(venv_backend="none")
@@ -165,6 +172,8 @@ def isolation(session: nox.Session, package: str) -> None:
         session.run("python", *pip, "ranktest")
     variables = {"OMP_NUM_THREADS": "1"}
     session.run("python", *single_process_tests(package), env=variables, success_codes=[0, NO_TESTS_COLLECTED])
+    for arguments in ALSO_ISOLATED.get(package, []):
+        session.run("python", *single_process_tests(package), *arguments, env=variables)
     shutil.rmtree(session.virtualenv.location)  # it has done its work; with a torch each, six of them fill a disk
 
 
@@ -208,8 +217,10 @@ def install_shared(session: nox.Session) -> None:
 def shared_key() -> str:
     """A digest of everything that the shared venv depends on."""
     digest = hashlib.sha256(f"{ROOT} {sys.version}".encode())
-    for path in [CONSTRAINTS, *(folder / "pyproject.toml" for folder in distribution_folders())]:
-        digest.update(path.read_bytes())
+    for folder in distribution_folders():
+        for path in [folder / "pyproject.toml", *c_sources(folder)]:
+            digest.update(path.read_bytes())
+    digest.update(CONSTRAINTS.read_bytes())
     return digest.hexdigest()
 
 
@@ -234,15 +245,15 @@ def single_process_tests(package: str) -> list[str]:
     return [*pytest_on(folder), f"--ignore={folder / 'ranks'}", f"--ignore={folder / 'gpu'}"]
 
 
-def build_wheel(session: nox.Session, builder: Environment, package: str, folder: Path) -> None:
+def build_wheel(session: nox.Session, builder: Environment, package: str, folder: Path) -> Path:
     """Build one wheel into ``folder``, unless this run of nox has done so, and check its size."""
     source = ROOT / "tools/ranktest" if package == "ranktest" else ROOT / "packages" / package
+    name = "ranktest" if package == "ranktest" else f"sixfold_{package.replace('-', '_')}"
     if (package, folder) in BUILT:
-        return
+        return next(folder.glob(f"{name}-*.whl"))
     # setuptools would pack what an earlier build left here, deleted files included.
     shutil.rmtree(source / "build", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    name = "ranktest" if package == "ranktest" else f"sixfold_{package.replace('-', '_')}"
     for old in folder.glob(f"{name}-*.whl"):
         old.unlink()
     pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-c", str(CONSTRAINTS))
@@ -254,10 +265,16 @@ def build_wheel(session: nox.Session, builder: Environment, package: str, folder
         session.error(f"{wheel.name} has {size_bytes} bytes; its limit is {limit_bytes}")
     session.log(f"{wheel.name}: {size_bytes} bytes")
     BUILT.add((package, folder))
+    return wheel
 
 
 def distribution_folders() -> list[Path]:
     return [ROOT / "tools/ranktest", *(ROOT / "packages" / name for name in PACKAGES)]
+
+
+def c_sources(folder: Path) -> list[Path]:
+    """What a distribution compiles, and how: setup.py and native/, if it has them; an editable is built from it too."""
+    return sorted(path for pattern in ("setup.py", "native/*.[ch]") for path in folder.glob(pattern))
 
 
 def module_of(package: str) -> str:

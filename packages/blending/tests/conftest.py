@@ -13,7 +13,7 @@ import pytest
 OPTION = "--without-extension"
 CHUNKS = {  # option, default, cases in one test
     "vector_chunk": ("--weight-vectors", 200, 100),
-    "history_chunk": ("--histories", 16, 8),
+    "history_chunk": ("--histories", 12, 6),
     "megatron_chunk": ("--megatron-cases", 10, 10),
 }
 

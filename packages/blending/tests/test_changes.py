@@ -1,79 +1,12 @@
-"""Histories of changing weights, datasets and sequence lengths: nothing twice, nothing lost, the past fixed."""
+"""Changes of weights, datasets and sequence lengths, one by one; test_elastic_histories.py has them at random."""
 
 import numpy as np
 import pytest
 from blending_helpers import NaiveLine, blend, config, dataset, naive_quotas, numbered, sequences_of
 
-from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split, grid
+from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split
 from sixfold.blending.order import QuotaTree
 from sixfold.blending.source import ListSource
-
-
-def lines(data, n):
-    """Per dataset the line positions of all tokens of the first n positions, in order of reading."""
-    read = {}
-    for position in range(n):
-        number, sample = (int(array[0]) for array in data.locate([position]))
-        pieces = data.datasets[number].order.pieces(np.array([sample]))
-        read.setdefault(number, []).append([(int(b), int(m)) for b, m in zip(pieces.begin, pieces.length, strict=True)])
-    return read
-
-
-def changed(seed):
-    """A random history of a blend of three datasets, with sequence lengths too."""
-    rng = np.random.default_rng(seed)
-    names = ["a", "b", "c"]
-    changes, at = [], 0
-    for _ in range(4):
-        at += int(rng.integers(1, 60))
-        members = [name for name in names if rng.random() < 0.7] or ["b"]
-        weights = None if rng.random() < 0.2 else (rng.random(len(members)) + 0.05).tolist()
-        new_blend = (members, weights) if rng.random() < 0.8 else None
-        length = int(rng.integers(1, 12)) if rng.random() < 0.7 or new_blend is None else None
-        changes.append(BlendChange(at=at, blend=new_blend, sequence_length=length))
-    named = {name: numbered([*rng.integers(0, 25, 12).tolist(), 7]) for name in names}
-    return named, changes
-
-
-@pytest.mark.parametrize("window", [4, 65_536])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_history_reads_each_line_as_the_plain_statement_does(monkeypatch, seed, window):
-    monkeypatch.setattr(grid, "WINDOW", window)
-    named, changes = changed(seed)
-    data = blend(named, [1, 2, 1], sequence_length=5, changes=changes)
-    oracles = [
-        NaiveLine([len(sequence) for sequence in sequences], 5, name=name, window=window)
-        for name, sequences in named.items()
-    ]
-    length, pending = 5, list(changes)
-    for position in range(240):
-        if pending and pending[0].at == position:
-            change = pending.pop(0)
-            if change.sequence_length not in (None, length):
-                length = change.sequence_length
-                for oracle in oracles:
-                    oracle.change(length)
-        number = int(data.locate([position])[0][0])
-        pieces = oracles[number].take()
-        batch = data.get_batch([position])
-        sequences = list(named.values())[number]
-        ids = [[sequences[s][o] for _, s, o in map(oracles[number].token, [*piece, piece[-1] + 1])] for piece in pieces]
-        assert batch["tokens"][0].tolist() == [token for piece in ids for token in piece[:-1]], f"position {position}"
-        assert batch["labels"][0].tolist() == [token for piece in ids for token in piece[1:]], f"position {position}"
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_history_repeats_or_loses_a_token(monkeypatch, seed):
-    monkeypatch.setattr(grid, "WINDOW", 6)
-    named, changes = changed(seed)
-    data = blend(named, [1, 2, 1], sequence_length=5, changes=changes)
-    for number, samples in lines(data, 700).items():
-        T = data.datasets[number].part.tokens
-        read = [begin + i for pieces in samples for begin, length in pieces for i in range(length)]
-        assert len(read) == len(set(read)), f"dataset {number} repeats"
-        newest_epoch = max(pieces[0][0] for pieces in samples) // T
-        missing = set(range((newest_epoch - 1) * T)) - set(read)
-        assert not missing, f"dataset {number} lost {sorted(missing)[:5]}"
 
 
 def test_each_dataset_goes_on_from_its_own_count_and_the_past_stays():

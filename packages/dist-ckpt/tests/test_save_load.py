@@ -2,7 +2,6 @@
 
 import copy
 import random
-import warnings
 
 import pytest
 import torch
@@ -300,23 +299,6 @@ def test_content_metadata_is_saved_with_the_common_data(tmp_path):
     assert dist_ckpt.load_content_metadata(tmp_path / "c") == {"format": 3}
     common = dist_ckpt.load_common_state_dict(tmp_path / "c")
     assert dist_ckpt.load_content_metadata(preloaded_state_dict=common) == {"format": 3}
-
-
-def test_async_save_says_that_it_saves_before_it_returns(tmp_path):
-    from sixfold.dist_ckpt import background
-
-    background._say_once.cache_clear()
-    state = {"w": one("w", torch.ones(3)), "it": 1}
-    with pytest.warns(UserWarning, match="saves before it returns"):
-        handle = dist_ckpt.async_save(state, tmp_path / "c", group=None)
-    assert handle.done()
-    assert dist_ckpt.load_common_state_dict(handle.checkpoint_dir) == {"it": 1}
-    handle.wait()
-    handle.wait(timeout_s=0.1)
-    assert 0 < handle.blocked_s < 60
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dist_ckpt.async_save(state, tmp_path / "c")
 
 
 @pytest.mark.parametrize("strategy", [("zarr", 2), ("torch_dist", 2), ("tensorstore", 1)])

@@ -1,58 +1,381 @@
-"""Background saves: the handle is final, the worker is not here yet.
+"""Background saves: the trainer stops for a copy of its tensors, a process of its own writes them.
 
-state dict --> async_save (this file) --> AsyncSave
+    state dict --> agree --> copy into the arena --> Job --> worker process
+                             (this file)                       |
+    AsyncSave <-- watching thread <----------- outcome --------+
+
+What is collective (agreeing on the plan, trying the shared folder) happens in the call, on the given group; after it
+no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``control.py``.
+
+[Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
+in flight, each at most its timeout_s: a last ``async_save`` without ``wait`` is a checkpoint. A killed trainer takes
+its worker with it within a second; the save is lost, its staging folder goes, the target stays.
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import secrets
+import subprocess
+import sys
+import threading
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from multiprocessing.connection import Pipe
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from sixfold.dist_ckpt.saving import save
+from sixfold.dist_ckpt import control, saving, storage
+from sixfold.dist_ckpt.arena import Arena, Place
+from sixfold.dist_ckpt.control import Alive, ControlFolder, Job
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
+from sixfold.dist_ckpt.exchange import Group, Outcome
+
+_CLOSE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
 class AsyncSave:
     """Handle of a save that ``async_save`` started.
 
-    In 0.1.0 the save is complete when this handle exists: ``done()`` is always True, ``wait()``
-    returns at once, and ``blocked_s`` is the time of the whole save. Code written against it keeps
-    working when a worker process does the writing, which comes with a later version.
-
     Attributes:
-        checkpoint_dir: the folder, committed.
-        blocked_s: how long the caller was blocked, seconds.
-        worker_pid: process that writes for this rank; None, since there is none yet.
+        checkpoint_dir: the folder; the checkpoint is there when ``wait`` returns.
+        blocked_s: how long the call took, seconds; the wait for an earlier save included.
+        worker_pid: process that writes for this rank.
     """
 
-    checkpoint_dir: Path
-    blocked_s: float
-    worker_pid: int | None = None
+    def __init__(self, checkpoint_dir: Path, blocked_s: float, worker_pid: int, flight: _Flight) -> None:
+        self.checkpoint_dir = checkpoint_dir
+        self.blocked_s = blocked_s
+        self.worker_pid = worker_pid
+        self._flight = flight
 
     def done(self) -> bool:
-        """Whether the checkpoint is committed. Never blocks."""
-        return True
+        """Whether the save has ended, well or not. Never blocks, no collective."""
+        return self._flight.ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the checkpoint is committed: at once in 0.1.0. May be called again."""
+        """Return when the checkpoint is committed. May be called again, also after an error.
+
+        Raises:
+            LostPeerError: not committed ``timeout_s`` seconds from now; it goes on.
+            CheckpointError: what went wrong with the save, the same on every rank.
+        """
+        if not self._flight.ended.wait(timeout_s):
+            raise LostPeerError(
+                f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
+                "it goes on, wait again"
+            )
+        self._flight.raise_error()
+
+    def __repr__(self) -> str:
+        return f"AsyncSave({str(self.checkpoint_dir)!r}, {'done' if self.done() else 'in flight'})"
 
 
-def async_save(sharded_state_dict: Any, checkpoint_dir: str | Path, *args: Any, **options: Any) -> AsyncSave:
-    """``save`` with the same arguments; returns a handle.
+class AsyncSaver:
+    """A worker process and its arena, for one group of ranks; ``async_save`` keeps one per process.
 
-    In 0.1.0 it saves before it returns, and errors are raised here, not by ``wait``. It says so once
-    per process. The values are those at the call, as they will be later.
+    Args:
+        group: as in ``save``; every rank of it makes a saver and calls it together.
+        timeout_s: longest wait for a peer or a worker, seconds.
     """
-    _say_once()
-    start = time.perf_counter()
-    save(sharded_state_dict, checkpoint_dir, *args, **options)
-    return AsyncSave(Path(checkpoint_dir), time.perf_counter() - start)
+
+    def __init__(self, group: Group = "world", *, timeout_s: float = 600.0) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._arena = Arena()
+        self._worker: _Worker | None = None
+        self._flight: _Flight | None = None
+        _open_savers().add(self)
+
+    def save(
+        self,
+        sharded_state_dict: Mapping[Any, Any],
+        checkpoint_dir: str | Path,
+        sharded_strategy: Any = None,
+        common_strategy: Any = None,
+        validate_access_integrity: bool = True,
+        preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
+        content_metadata: dict[str, Any] | None = None,
+        *,
+        if_exists: str = "replace",
+        check_finite: bool = False,
+    ) -> AsyncSave:
+        """``async_save`` on this saver's group."""
+        return self._start(
+            (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy),
+            (preprocess_common_before_consistancy_check, content_metadata),
+            self._group,
+            if_exists,
+            check_finite,
+            self._timeout_s,
+        )
+
+    def close(self) -> None:
+        """Wait for a save in flight, then end the worker and free the arena. Errors stay with the handle."""
+        self._let_go()
+        if self._worker is not None:
+            self._worker.stop()
+        self._worker = None
+        if self._arena is not None:
+            self._arena.close()
+        _open_savers().discard(self)
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(
+        self,
+        what: tuple[Any, ...],
+        extras: tuple[Any, ...],
+        group: Group,
+        if_exists: str,
+        check_finite: bool,
+        timeout_s: float,
+    ) -> AsyncSave:
+        start = time.perf_counter()
+        self._let_go()
+        worker = self._ready_worker()
+        agreed = saving.agree_on(*what, *extras, group=group, if_exists=if_exists, timeout_s=timeout_s)
+        sign: list[Alive] = []
+        try:
+            job = self._hand_over(agreed, check_finite, timeout_s, sign)
+        except BaseException:
+            for alive in sign:
+                alive.close()
+            agreed.abandon()
+            raise
+        self._flight = _Flight(worker, job, sign[0] if sign else None)
+        return AsyncSave(Path(what[1]), time.perf_counter() - start, worker.process.pid, self._flight)
+
+    def _let_go(self) -> None:
+        """Wait until the save in flight, if any, needs arena and worker no more."""
+        if self._flight is None:
+            return
+        self._flight.join()
+        if self._flight.error is not None and not self._flight.told:
+            warnings.warn(f"a background save failed and nobody waited for it: {self._flight.error}", stacklevel=4)
+        self._flight = None
+
+    def _ready_worker(self) -> _Worker:
+        if self._worker is None or not self._worker.is_alive():
+            if self._worker is not None:
+                self._worker.stop()
+            self._worker = _Worker(self._arena.fd)
+        return self._worker
+
+    def _hand_over(self, agreed: saving.Agreed, check_finite: bool, timeout_s: float, sign: list[Alive]) -> Job:
+        """Copy the tensors and try the shared folder, both on every rank or on none."""
+        exchange, ticket = agreed.exchange, agreed.ticket
+        rank, target = exchange.rank, Path(ticket.target)
+
+        def make_folder(_: object) -> bytes:
+            key = secrets.token_bytes(32)
+            if exchange.ranks > 1:
+                folder = ControlFolder(target, ticket.save_id, key)
+                folder.path.mkdir()
+                sign.append(Alive(folder, 0))
+            return key
+
+        def meet() -> tuple[None, bool]:
+            storage.check_shared(Path(ticket.staging))
+            if rank == 0:
+                return None, True
+            folder = ControlFolder(target, ticket.save_id, key)
+            sign.append(Alive(folder, rank))
+            return None, control.is_locked(folder, 0)
+
+        (content, places), key = exchange.together(lambda: (self._copy(agreed.content), None), make_folder)
+        locks_work = exchange.together(meet, all)[1] if exchange.ranks > 1 else True
+        return Job(
+            rank=rank,
+            ranks=exchange.ranks,
+            content=content,
+            ticket=ticket,
+            check_finite=check_finite,
+            places=places,
+            arena_bytes=self._arena.nbytes,
+            key=key,
+            locks_work=locks_work,
+            started=time.monotonic(),
+            timeout_s=timeout_s,
+            stale_s=control.STALE_S,
+        )
+
+    def _copy(self, content: saving.Content) -> tuple[saving.Content, dict[int, Place]]:
+        """The content without tensors, and where their values are now."""
+        needed = sorted({write.record for write in content.writes})
+        tensors = [content.records[index].data for index in needed]
+        places = self._arena.take([tensor for tensor in tensors if tensor is not None])
+        records = [copy.copy(record) for record in content.records]
+        for record in records:
+            record.data = None
+        # Common data is in common_bytes; as objects it could name classes that the worker cannot import.
+        return replace(content, records=records, common={}), dict(zip(needed, places, strict=True))
+
+
+class _Worker:
+    """The process, started and not waited for: it imports torch while the trainer copies."""
+
+    def __init__(self, arena_fd: int) -> None:
+        self.connection, theirs = Pipe()
+        arguments = [theirs.fileno(), arena_fd, os.getpid()]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), arena_fd),
+        )
+        theirs.close()
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """Close the connection, which ends it, and see that it does."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_CLOSE_S)
+        self.kill()
+
+    def kill(self) -> str:
+        """End it at once, if it has not ended; says how it ended."""
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_CLOSE_S)
+        return f"exit code {self.process.poll()}"
+
+
+class _Flight:
+    """One save in flight: a thread hands the job to the worker and waits for what becomes of it."""
+
+    def __init__(self, worker: _Worker, job: Job, sign: Alive | None) -> None:
+        self.ended = threading.Event()
+        self.error: CheckpointError | None = None
+        self.told = False
+        self._worker, self._job, self._sign = worker, job, sign
+        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, which has a deadline of its own."""
+        self._thread.join()
+
+    def raise_error(self) -> None:
+        """What went wrong, if anything did."""
+        self.told = True
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def _watch(self) -> None:
+        try:
+            self.error = self._outcome().error
+        except Exception as error:  # whatever it is, the trainer must hear of it
+            self.error = CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
+        finally:
+            self._acknowledge()
+            self.ended.set()
+
+    def _outcome(self) -> Outcome:
+        connection = self._worker.connection
+        try:
+            # Pickled here, where the trainer does not wait for it.
+            connection.send_bytes(pickle.dumps(self._job, protocol=5))
+            while time.monotonic() < self._job.deadline(control.OWN_WORKER):
+                if self._sign is not None:
+                    self._sign.beat()
+                if connection.poll(control.BEAT_S):
+                    return Outcome.decode(connection.recv_bytes())
+            reason = f"hangs for more than {control.OWN_WORKER * self._job.timeout_s:g} s and was killed"
+        except (OSError, EOFError):
+            reason = "died"
+        ending = self._worker.kill()
+        return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
+
+    def _speak_for_worker(self, reason: str) -> Outcome:
+        """The worker is dead: say so to the other ranks, and find out what became of the save."""
+        job, folder = self._job, control.control_of(self._job)
+        if job.rank == 0:
+            told = folder.get("outcome") if job.ranks > 1 else None
+            if told is not None:
+                return told
+            outcome = control.settle(job, reason)
+            if job.ranks > 1:
+                return control.tell(job, folder, outcome)
+            storage.discard(Path(job.ticket.staging))
+            return outcome
+        if f"rank-{job.rank}" not in (folder.names() or ()):
+            with suppress(OSError):
+                folder.put(f"rank-{job.rank}", control.settle(job, reason))
+        return control.await_outcome(job)
+
+    def _acknowledge(self) -> None:
+        if self._sign is None:
+            return
+        self._sign.close()
+        if self._job.rank == 0:
+            control.remove(self._job, control.control_of(self._job))
+
+
+def async_save(
+    sharded_state_dict: Mapping[Any, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    group: Group = "world",
+    if_exists: str = "replace",
+    check_finite: bool = False,
+    timeout_s: float = 600.0,
+) -> AsyncSave:
+    """``save`` that returns when the values are copied; a worker process writes and commits them.
+
+    Collective over ``group`` like ``save``; afterwards the caller may change its tensors and needs to call nothing.
+    Waits for this process's previous background save to end. The arena of a rank stays allocated, as large as
+    the largest share it has saved.
+
+    Args: as ``save``. timeout_s also bounds the time from the call to the commit.
+    Returns:
+        The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.
+    Raises:
+        CheckpointError: what ``save`` raises before it writes, on every rank.
+    """
+    return _saver_of(os.getpid())._start(
+        (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy),
+        (preprocess_common_before_consistancy_check, content_metadata),
+        group,
+        if_exists,
+        check_finite,
+        timeout_s,
+    )
 
 
 @cache
-def _say_once() -> None:
-    warnings.warn("async_save saves before it returns in sixfold-dist-ckpt 0.1.0", stacklevel=3)
+def _saver_of(pid: int) -> AsyncSaver:
+    """The saver of this process; a forked child must not use its parent's."""
+    return AsyncSaver()
+
+
+@cache
+def _open_savers() -> WeakSet[AsyncSaver]:
+    """The savers that are closed when the interpreter ends, see [Note: the end of the trainer]."""
+    savers: WeakSet[AsyncSaver] = WeakSet()
+    # Of multiprocessing, whose children run no atexit; it takes care of forks, too.
+    Finalize(None, _close_all, (savers,), exitpriority=100)
+    return savers
+
+
+def _close_all(savers: WeakSet[AsyncSaver]) -> None:
+    for saver in list(savers):
+        saver.close()

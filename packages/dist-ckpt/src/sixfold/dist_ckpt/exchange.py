@@ -71,30 +71,30 @@ class Exchange:
             kept.append(mine)
             return message
 
-        own = _Outcome.of(keep_mine, f"rank {self.rank}")
+        own = Outcome.of(keep_mine, f"rank {self.rank}")
         if self.rank:
             self._send(0, own.encode())
-            return _result(kept, _Outcome.decode(self._receive(0)), own)
+            return _result(kept, Outcome.decode(self._receive(0)), own)
         decision = self._decide(own, decide)
         for peer in range(1, self.ranks):
             self._send(peer, decision.encode(), best_effort=decision.error is not None)
         return _result(kept, decision, own)
 
-    def _decide(self, own: _Outcome, decide: Callable[[list[Any]], Any]) -> _Outcome:
+    def _decide(self, own: Outcome, decide: Callable[[list[Any]], Any]) -> Outcome:
         outcomes = [own]
-        lost: _Outcome | None = None
+        lost: Outcome | None = None
         for peer in range(1, self.ranks):
             try:
-                outcomes.append(_Outcome.decode(self._receive(peer)))
+                outcomes.append(Outcome.decode(self._receive(peer)))
             except LostPeerError as error:
                 # The others are still heard, so that they all get this error and none waits in vain.
-                lost = lost or _Outcome(error=error)
+                lost = lost or Outcome(error=error)
         if lost is not None:
             return lost
         failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
         if failed is not None:
             return failed
-        return _Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
+        return Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
 
     def _send(self, peer: int, data: bytes, *, best_effort: bool = False) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -129,14 +129,14 @@ class Exchange:
         )
 
 
-class _Outcome:
+class Outcome:
     """What a rank has to say: a value or an error."""
 
     def __init__(self, value: Any = None, error: CheckpointError | None = None) -> None:
         self.value, self.error = value, error
 
     @classmethod
-    def of(cls, action: Callable[[], Any], who: str) -> _Outcome:
+    def of(cls, action: Callable[[], Any], who: str) -> Outcome:
         try:
             return cls(value=action())
         except CheckpointError as error:
@@ -151,7 +151,7 @@ class _Outcome:
         return pickle.dumps((self.value, error))
 
     @classmethod
-    def decode(cls, data: bytes) -> _Outcome:
+    def decode(cls, data: bytes) -> Outcome:
         value, error = pickle.loads(data)  # from a rank of this job, never from a file
         if error is None:
             return cls(value=value)
@@ -160,7 +160,7 @@ class _Outcome:
         return cls(error=StorageError(text, errno) if kind is StorageError else kind(text))
 
 
-def _result(kept: list[Mine], decision: _Outcome, own: _Outcome) -> tuple[Mine, Any]:
+def _result(kept: list[Mine], decision: Outcome, own: Outcome) -> tuple[Mine, Any]:
     if decision.error is not None:
         raise decision.error from (own.error.__cause__ if own.error is not None else None)
     return kept[0], decision.value

@@ -156,7 +156,7 @@ def commit(staging: Path, target: Path, save_id: str) -> None:
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
     for leftover in (*siblings(target, "tmp"), *siblings(target, "old")):
-        shutil.rmtree(leftover, ignore_errors=True)
+        discard(leftover)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -199,8 +199,32 @@ def sync_folder(folder: Path) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Remove a staging folder, as far as that goes."""
-    shutil.rmtree(staging, ignore_errors=True)
+    """Remove a staging folder, as far as that goes.
+
+    Renamed aside first: another thread or process that is about to move it into place then finds
+    it gone, and can never commit a folder of which half is deleted.
+    """
+    aside = staging.with_name(f"{staging.name}-gone")
+    try:
+        staging.rename(aside)
+    except FileNotFoundError:
+        return
+    except OSError:
+        aside = staging
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_shared(staging: Path) -> None:
+    """StorageError unless this rank sees the folder that the first rank has just made.
+
+    Its name holds a number that was drawn for this save, so that seeing it proves a shared file system.
+    """
+    if not staging.is_dir():
+        raise StorageError(
+            f"{staging} was made by the first rank and is not visible here; a checkpoint needs one file "
+            "system that all ranks share. Save to a path on one, or save one folder per rank with group=None",
+            errno.ENOENT,
+        )
 
 
 def _first(names: Iterable[str]) -> str:

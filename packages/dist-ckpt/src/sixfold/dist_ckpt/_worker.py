@@ -1,0 +1,108 @@
+"""The worker process of a rank: ``python -m sixfold.dist_ckpt._worker``, started by background.py.
+
+    Job + arena --> run (this file) --> files, record, outcome --> the trainer's handle
+
+It joins no process group, knows no device and never sees the user's ``__main__``. It serves one job after the other
+and dies with its parent. (Not by PR_SET_PDEATHSIG: the kernel sends that when the *thread* that started the worker
+ends, and a trainer may save from a thread.)
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from sixfold.dist_ckpt import control, saving, storage
+from sixfold.dist_ckpt.arena import MappedArena
+from sixfold.dist_ckpt.control import Job
+from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.exchange import Outcome
+
+_LOOK_S = 0.5
+
+
+def run(job: Job, arena: MappedArena) -> Outcome:
+    """One rank's half of a background save: write its share; the first rank's worker commits."""
+    share = Outcome.of(lambda: typed(lambda: _write(job, arena)), f"rank {job.rank}")
+    if job.ranks == 1:
+        outcome = share if share.error is not None else control.commit(job, [share.value])
+        if outcome.error is not None:
+            storage.discard(Path(job.ticket.staging))
+        return outcome if outcome.error is not None else Outcome()
+    folder = control.control_of(job)
+    if share.error is not None:
+        # A full disk must have room for the record that says so.
+        for file in Path(job.ticket.staging).glob(f"__{job.rank}_*"):
+            with suppress(OSError):
+                file.unlink()
+    try:
+        folder.put(f"rank-{job.rank}", share)
+    except OSError as error:
+        if job.rank == 0:
+            return control.tell(job, folder, Outcome(error=share.error or CheckpointError(str(error))))
+    return control.decide(job) if job.rank == 0 else control.await_outcome(job)
+
+
+def _write(job: Job, arena: MappedArena) -> object:
+    tensors = arena.tensors(list(job.places.values()), job.arena_bytes)
+    for index, tensor in zip(job.places, tensors, strict=True):
+        job.content.records[index].data = tensor
+    storage.check_shared(Path(job.ticket.staging))
+    try:
+        return saving.write(job.content, job.ticket, job.rank, job.check_finite)
+    finally:
+        for index in job.places:
+            job.content.records[index].data = None
+
+
+class _Parent:
+    """The trainer as the worker sees it: jobs come, and if it ends the worker ends."""
+
+    def __init__(self, connection: Connection, pid: int) -> None:
+        self._connection, self._pid = connection, pid
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.current: Job | None = None
+
+    def listen(self) -> None:
+        """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""
+        with suppress(OSError, EOFError):
+            while os.getppid() == self._pid:
+                # Not only the end of the file: a process that the trainer has forked may hold its end open.
+                if self._connection.poll(_LOOK_S):
+                    self.jobs.put(pickle.loads(self._connection.recv_bytes()))
+        job = self.current
+        if job is not None and job.rank == 0:
+            storage.discard(Path(job.ticket.staging))
+        os._exit(0)
+
+    def report(self, outcome: Outcome) -> None:
+        with suppress(OSError):  # it has ended; listen() ends this process
+            self._connection.send_bytes(outcome.encode())
+
+
+def main() -> None:
+    """Serve jobs until the parent goes."""
+    channel, arena_fd, pid = map(int, sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+    torch.set_num_threads(1)
+    parent = _Parent(Connection(channel), pid)
+    threading.Thread(target=parent.listen, daemon=True).start()
+    arena = MappedArena(arena_fd)
+    while True:
+        parent.current = parent.jobs.get()
+        outcome = run(parent.current, arena)
+        parent.current = None
+        parent.report(outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Control of a background save: how trainers and workers of several hosts agree without a group.
+
+    worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
+
+A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they meet
+in a hidden folder ``.<name>.job-<save_id>`` beside the checkpoint: each rank's worker puts a record there, the first
+rank's worker waits for all, commits, and puts the outcome. Files appear by rename, whole. Each is signed with a key
+that travelled over the group, so that nothing is unpickled that a rank of this very save did not write.
+
+[Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
+writes a counter there each second. A rank whose lock is free is dead. Where locks do not work between the hosts
+(tried before each save) its counter must stand still for ``STALE_S`` besides. A trainer speaks for
+its worker: it puts the record or the outcome that a dead worker cannot put.
+
+[Note: who gives up when] As parts of timeout_s: at 0.8 the first rank's worker stops waiting for records; at 0.9
+a trainer kills its own worker, which hangs; at 1.0 a rank stops waiting for the outcome. In this order the
+first rank's verdict reaches all while they still listen, and nobody decides while one who may commit lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sixfold.dist_ckpt import integrity, saving, storage
+from sixfold.dist_ckpt.arena import Place
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, StorageError, typed
+from sixfold.dist_ckpt.exchange import Outcome
+
+BEAT_S = 1.0
+STALE_S = 8.0
+RECORDS, OWN_WORKER, OUTCOME = 0.8, 0.9, 1.0  # see [Note: who gives up when]
+_ACKNOWLEDGED_S = 2.0
+_SHORTEST_S, _LONGEST_S = 0.001, 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank's share of one save, as its worker gets it.
+
+    ``content`` has records without data; ``places`` says where the data of record i lies in the arena of
+    ``arena_bytes``. ``deadline`` and ``started`` are of this host's monotonic clock.
+    """
+
+    rank: int
+    ranks: int
+    content: saving.Content
+    ticket: saving.Ticket
+    check_finite: bool
+    places: dict[int, Place]
+    arena_bytes: int
+    key: bytes
+    locks_work: bool
+    started: float
+    timeout_s: float
+    stale_s: float
+
+    def deadline(self, part: float) -> float:
+        """See [Note: who gives up when]."""
+        return self.started + part * self.timeout_s
+
+
+class ControlFolder:
+    """The files of one save's control folder.
+
+    Args:
+        target: the checkpoint folder. save_id: of the save. key: signs each file.
+    """
+
+    def __init__(self, target: Path, save_id: str, key: bytes) -> None:
+        self.path = target.with_name(f".{target.name}.job-{save_id}")
+        self._key = key
+
+    def put(self, name: str, outcome: Outcome) -> None:
+        """Make file ``name`` appear, whole and signed."""
+        data = outcome.encode()
+        hidden = self.path / f"{name}.part-{os.getpid()}"
+        hidden.write_bytes(hmac.digest(self._key, data, "sha256") + data)
+        hidden.rename(self.path / name)
+
+    def get(self, name: str) -> Outcome | None:
+        """What was put under ``name``; None if nothing was.
+
+        Raises:
+            CheckpointError: somebody else wrote the file.
+        """
+        try:
+            data = (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        if not hmac.compare_digest(hmac.digest(self._key, data[32:], "sha256"), data[:32]):
+            raise CheckpointError(f"{self.path / name} was not written by this save; nothing of it was read")
+        return Outcome.decode(data[32:])
+
+    def names(self) -> set[str] | None:
+        """The files; None if the folder is gone. Listing asks the server where a look-up may be cached (NFS)."""
+        try:
+            return set(os.listdir(self.path))
+        except FileNotFoundError:
+            return None
+
+
+class Alive:
+    """A trainer's sign of life in a control folder: a lock and a counter, until ``close``."""
+
+    def __init__(self, folder: ControlFolder, rank: int) -> None:
+        self._path = folder.path / f"alive-{rank}"
+        self._file = self._path.open("x+")
+        with suppress(OSError):  # no locks on this file system: the counter will do
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._beats = 0
+
+    def beat(self) -> None:
+        """Count on. The file is never opened a second time by this process: that would free the lock."""
+        self._beats += 1
+        with suppress(OSError):
+            os.pwrite(self._file.fileno(), f"{self._beats:>12}".encode(), 0)
+            os.utime(self._file.fileno())  # sent at once, also where data waits in a client's cache
+
+    def close(self) -> None:
+        """Acknowledge the outcome: the sign goes."""
+        with suppress(OSError):
+            self._path.unlink()
+        self._file.close()
+
+
+def is_locked(folder: ControlFolder, rank: int) -> bool:
+    """Whether another process holds the lock of ``rank``, as far as this host can tell."""
+    try:
+        with (folder.path / f"alive-{rank}").open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@dataclass(slots=True)
+class Watch:
+    """Which ranks are dead, asked again and again; see [Note: who is dead]."""
+
+    folder: ControlFolder
+    job: Job
+    _seen: dict[int, tuple[Any, float]] = field(default_factory=dict)
+
+    def dead(self, ranks: set[int], names: set[str]) -> list[int]:
+        """Those of ``ranks`` that are dead; a rank that has taken its sign away has acknowledged and is not."""
+        return [r for r in sorted(ranks) if f"alive-{r}" in names and self._is_dead(r)]
+
+    def _is_dead(self, rank: int) -> bool:
+        if is_locked(self.folder, rank):
+            return False
+        if self.job.locks_work:
+            return (self.folder.path / f"alive-{rank}").exists()  # else it went between listing and looking
+        try:
+            status = (self.folder.path / f"alive-{rank}").stat()
+        except OSError:
+            return False
+        sign, now = (status.st_mtime_ns, status.st_size), time.monotonic()
+        last, since = self._seen.get(rank, (None, now))
+        if sign != last:
+            self._seen[rank] = sign, now
+            return False
+        return now - since > self.job.stale_s
+
+
+def control_of(job: Job) -> ControlFolder:
+    """The control folder of a job."""
+    return ControlFolder(Path(job.ticket.target), job.ticket.save_id, job.key)
+
+
+def decide(job: Job) -> Outcome:
+    """What the first rank's worker does when its own record is there: wait for all, commit, tell."""
+    folder = control_of(job)
+    gathered = Outcome.of(lambda: typed(lambda: _gather(job, folder)), "the first rank's worker")
+    if gathered.error is not None:
+        outcome = gathered
+    else:
+        outcome = commit(job, gathered.value)
+    return tell(job, folder, outcome)
+
+
+def commit(job: Job, written: list[Any]) -> Outcome:
+    """Move the save into place."""
+    return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
+
+
+def tell(job: Job, folder: ControlFolder, outcome: Outcome) -> Outcome:
+    """Put the outcome for the other ranks; after an error the staging folder goes first, which also frees the disk."""
+    if outcome.error is not None:
+        storage.discard(Path(job.ticket.staging))
+    with suppress(FileNotFoundError):  # the others then look at the target
+        folder.put("outcome", outcome)
+    return outcome
+
+
+def _gather(job: Job, folder: ControlFolder) -> list[Any]:
+    """The shares of all ranks, in rank order."""
+    shares: dict[int, Any] = {}
+    watch, pause_s = Watch(folder, job), _SHORTEST_S
+    while True:
+        names = folder.names()
+        if names is None:
+            raise StorageError(f"{folder.path} is gone; another process has removed it")
+        for rank in set(range(job.ranks)) - set(shares):
+            if f"rank-{rank}" in names and (record := folder.get(f"rank-{rank}")) is not None:
+                if record.error is not None:
+                    raise record.error
+                shares[rank] = record.value
+        missing = set(range(job.ranks)) - set(shares)
+        if not missing:
+            return [shares[rank] for rank in range(job.ranks)]
+        for rank in watch.dead(missing - {0}, names):
+            if f"rank-{rank}" not in (folder.names() or ()):  # its record may have come just before its end
+                raise LostPeerError(f"rank {rank} of {job.ranks} died during a background save; {_ADVICE}")
+        if time.monotonic() > job.deadline(RECORDS):
+            raise LostPeerError(
+                f"ranks {sorted(missing)} of {job.ranks} had not written their share {RECORDS * job.timeout_s:g} s "
+                f"after the call (timeout_s={job.timeout_s:g}): stopped, or on a slow disk; {_ADVICE}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_S, 2 * pause_s)
+
+
+_ADVICE = "the folder holds the older checkpoint, if there was one"
+
+
+def await_outcome(job: Job) -> Outcome:
+    """What ranks other than the first do: wait for the outcome, or find out without it."""
+    folder = control_of(job)
+    watch, pause_s = Watch(folder, job), _SHORTEST_S
+    while True:
+        names = folder.names()
+        over = names is None or bool(watch.dead({0}, names)) or time.monotonic() > job.deadline(OUTCOME)
+        try:
+            outcome = folder.get("outcome")
+        except CheckpointError as error:
+            return Outcome(error=error)
+        if outcome is not None:
+            return outcome
+        if over:
+            return settle(job, "rank 0 died, or gave no outcome in time")
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_S, 2 * pause_s)
+
+
+def settle(job: Job, reason: str) -> Outcome:
+    """The outcome of a save whose first rank can commit no more: what the target says."""
+    if is_committed(job):
+        return Outcome()
+    return Outcome(
+        error=LostPeerError(
+            f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {_ADVICE}. "
+            "The next save starts a fresh worker"
+        )
+    )
+
+
+def is_committed(job: Job) -> bool:
+    """Whether the target is this very save."""
+    path = Path(job.ticket.target) / integrity.FILE_NAME
+    try:
+        return integrity.decode(path, path.read_bytes()).save_id == job.ticket.save_id
+    except (OSError, CheckpointError):
+        return False
+
+
+def remove(job: Job, folder: ControlFolder) -> None:
+    """The first rank's last act: when all have acknowledged, or soon, the folder goes, and those of dead saves."""
+    watch, until = Watch(folder, job), time.monotonic() + _ACKNOWLEDGED_S
+    while names := folder.names():
+        waiting = {rank for rank in range(1, job.ranks) if f"alive-{rank}" in names}
+        if waiting <= set(watch.dead(waiting, names)) or time.monotonic() > until:
+            break
+        time.sleep(_SHORTEST_S)
+    for leftover in (folder.path, *storage.siblings(Path(job.ticket.target), "job")):
+        shutil.rmtree(leftover, ignore_errors=True)

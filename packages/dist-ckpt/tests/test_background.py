@@ -1,0 +1,263 @@
+"""Background saves of one process: values at the call, and what a dead, stopped or full worker leaves."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from dist_ckpt_helpers import one
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError, background, control
+from sixfold.dist_ckpt.exchange import Outcome
+
+
+def state(value, elements=1000):
+    return {"w": one("w", torch.full((elements,), float(value))), "v": one("v", torch.full((9,), value)), "it": value}
+
+
+def loaded_value(path):
+    loaded = dist_ckpt.load(state(0), path, group=None)
+    assert bool((loaded["w"] == loaded["it"]).all())
+    assert bool((loaded["v"] == loaded["it"]).all())
+    return loaded["it"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def shared_saver():
+    """Workers take a second to start, so that most tests use one."""
+    with background.AsyncSaver(group=None, timeout_s=60) as saver:
+        yield saver
+
+
+@pytest.fixture
+def saver(shared_saver, tmp_path):
+    """A saver whose worker is up and whose first save, of value 1, is in ``tmp_path / "c"``."""
+    shared_saver.save(state(1), tmp_path / "c").wait(60)
+    return shared_saver
+
+
+@pytest.fixture
+def stopped(saver, tmp_path):
+    """The pid of the saver's worker, stopped; it goes on after the test if it still lives."""
+    pid = saver.save(state(1), tmp_path / "c").worker_pid
+    saver._let_go()
+    os.kill(pid, signal.SIGSTOP)
+    yield pid
+    if is_running(pid):
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_what_is_saved_are_the_values_at_the_call(saver, stopped, tmp_path):
+    """The worker is stopped during call and change: only a copy made in the call can give the old values."""
+    saved = state(7)
+    saved["t"] = one("t", torch.arange(12.0).view(3, 4).t())
+    handle = saver.save(saved, tmp_path / "c")
+    for record in (saved["w"], saved["v"], saved["t"]):
+        record.data.fill_(8)
+    saved["it"] = 8
+    assert not handle.done()
+    assert loaded_value(tmp_path / "c") == 1
+    os.kill(stopped, signal.SIGCONT)
+    handle.wait(60)
+    assert handle.done()
+    assert loaded_value(tmp_path / "c") == 7
+    assert torch.equal(
+        dist_ckpt.load_plain_tensors(tmp_path / "c")["t"], torch.arange(12.0).view(3, 4).t().contiguous()
+    )
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_second_call_waits_until_the_first_has_let_go(saver, stopped, tmp_path):
+    first = saver.save(state(2), tmp_path / "c")
+    threading.Timer(0.3, os.kill, (stopped, signal.SIGCONT)).start()
+    second = saver.save(state(3), tmp_path / "d")
+    assert first.done()
+    assert second.blocked_s > 0.25
+    second.wait(60)
+    assert (loaded_value(tmp_path / "c"), loaded_value(tmp_path / "d")) == (2, 3)
+    assert first.worker_pid == second.worker_pid
+
+
+def test_wait_with_a_deadline_says_that_the_save_goes_on(saver, stopped, tmp_path):
+    handle = saver.save(state(2), tmp_path / "c")
+    with pytest.raises(LostPeerError, match=r"has not ended within timeout_s=0\.05"):
+        handle.wait(0.05)
+    os.kill(stopped, signal.SIGCONT)
+    handle.wait(60)
+    handle.wait()
+    assert loaded_value(tmp_path / "c") == 2
+
+
+def test_a_killed_worker_raises_within_seconds_and_the_next_call_starts_a_fresh_one(saver, stopped, tmp_path):
+    handle = saver.save(state(2), tmp_path / "c")
+    start = time.monotonic()
+    os.kill(stopped, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(LostPeerError, match=r"the worker of rank 0 died \(exit code -9\)"):
+            handle.wait(60)
+    assert time.monotonic() - start < 10
+    assert handle.done()
+    assert loaded_value(tmp_path / "c") == 1
+    assert names(tmp_path) == ["c"]
+    fresh = saver.save(state(3), tmp_path / "c")
+    fresh.wait(60)
+    assert fresh.worker_pid != stopped
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_a_worker_that_is_killed_between_saves_is_replaced(saver, stopped, tmp_path):
+    os.kill(stopped, signal.SIGKILL)
+    while is_running(stopped):
+        time.sleep(0.001)
+    saver.save(state(3), tmp_path / "c").wait(60)
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_a_stopped_worker_is_told_within_timeout_s_and_killed(saver, stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "_timeout_s", 1.0)
+    handle = saver.save(state(2), tmp_path / "c")
+    with pytest.raises(LostPeerError, match=r"the worker of rank 0 hangs for more than 0\.9 s and was killed"):
+        handle.wait(1.5)
+    assert not is_running(stopped)
+    assert loaded_value(tmp_path / "c") == 1
+    assert names(tmp_path) == ["c"]
+
+
+def test_an_error_that_nobody_waited_for_is_told_by_the_next_call(saver, stopped, tmp_path):
+    saver.save(state(2), tmp_path / "c")
+    os.kill(stopped, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="nobody waited for it: the worker of rank 0 died"):
+        saver.save(state(3), tmp_path / "c").wait(60)
+
+
+def test_a_disk_that_fills_in_the_worker_leaves_the_old_checkpoint(saver, tmp_path):
+    pid = saver.save(state(1), tmp_path / "c").worker_pid
+    saver._let_go()
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    try:
+        handle = saver.save(state(2, 2**20), tmp_path / "c")
+        with pytest.raises(StorageError, match=r"EFBIG: File too large: this rank needs \d+ bytes") as caught:
+            handle.wait(60)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert names(tmp_path) == ["c"]
+    assert loaded_value(tmp_path / "c") == 1
+    saver.save(state(3), tmp_path / "c").wait(60)  # by the same worker
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_infinity_is_told_by_wait(saver, tmp_path):
+    handle = saver.save({"w": one("w", torch.tensor([1.0, torch.inf]))}, tmp_path / "c", check_finite=True)
+    with pytest.raises(ShardingError, match=r"w\[1\] is inf on rank 0"):
+        handle.wait(60)
+    assert loaded_value(tmp_path / "c") == 1
+
+
+def test_a_bad_state_dict_is_told_by_the_call(saver, tmp_path):
+    with pytest.raises(ShardingError, match="w"):
+        saver.save({"w": one("w", torch.ones(3), replica_id=1)}, tmp_path / "c")
+    with pytest.raises(StorageError, match="if_exists is 'error'"):
+        saver.save(state(2), tmp_path / "c", if_exists="error")
+    assert names(tmp_path) == ["c"]
+
+
+def test_empty_scalar_and_bfloat16_tensors_pass_the_arena(saver, tmp_path):
+    tensors = {
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(5, dtype=torch.int16),
+        "bf16": torch.randn(33).bfloat16(),
+        "f8": torch.randn(7, 5).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False, True]),
+        "conj": torch.randn(3, 2, dtype=torch.complex64).conj(),
+    }
+    saver.save({key: one(key, tensor) for key, tensor in tensors.items()}, tmp_path / "d").wait(60)
+    loaded = dist_ckpt.load_plain_tensors(tmp_path / "d")
+    for key, tensor in tensors.items():
+        assert loaded[key].dtype == tensor.dtype
+        assert torch.equal(loaded[key].float(), tensor.float()) if key != "conj" else torch.equal(loaded[key], tensor)
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from sixfold import dist_ckpt
+print("main runs")
+assert __name__ == "__main__"
+w = dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.full((50,), 2.0))
+handle = dist_ckpt.async_save({"w": w, "it": 2}, sys.argv[1])
+print(handle.worker_pid, flush=True)
+"""
+
+
+def script(tmp_path, ending):
+    """Run a trainer without a guard around its code; returns its worker's pid and its exit status."""
+    (tmp_path / "train.py").write_text(SCRIPT + ending)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py", tmp_path / "c"], capture_output=True, text=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "main runs", done.stderr
+    assert len(lines) == 2, "the worker ran the user's main"
+    return int(lines[1]), done.returncode
+
+
+def test_an_interpreter_that_ends_by_an_exception_finishes_its_save(tmp_path):
+    pid, returned = script(tmp_path, "1 / 0")
+    assert returned == 1
+    assert not is_running(pid)
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 50
+
+
+def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
+    dist_ckpt.save({"w": one("w", torch.ones(50)), "it": 1}, tmp_path / "c", group=None)
+    pid, returned = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert returned == -signal.SIGKILL
+    until = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_running(pid)
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c")["it"] in (1, 2)
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].unique().tolist() in ([1.0], [2.0])
+
+
+def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path):
+    pids = set()
+    for value in (1, 2):
+        handle = dist_ckpt.async_save(state(value), tmp_path / "c", group=None)
+        handle.wait(60)
+        pids.add(handle.worker_pid)
+        assert loaded_value(tmp_path / "c") == value
+    assert len(pids) == 1
+    background._saver_of(os.getpid()).close()
+    background._saver_of.cache_clear()
+    assert not is_running(pids.pop())
+
+
+def test_a_control_file_of_somebody_else_is_not_unpickled(tmp_path):
+    ours = control.ControlFolder(tmp_path / "c", "01", b"k" * 32)
+    ours.path.mkdir()
+    ours.put("rank-1", Outcome(value=3))
+    assert ours.get("rank-1").value == 3
+    assert ours.get("rank-2") is None
+    control.ControlFolder(tmp_path / "c", "01", b"x" * 32).put("rank-1", Outcome(value=4))
+    with pytest.raises(CheckpointError, match="not written by this save"):
+        ours.get("rank-1")

@@ -2,20 +2,23 @@
 
     config, sizes --> BlendedMegatronDatasetBuilder (this file) --> [train, valid, test]
 
-With a process group every rank opens for itself and nothing is sent but errors. Indices that are kept in files are
-built once: each rank builds a share of them, then all load them.
+With a process group every rank opens for itself and nothing is sent but errors and notes of files. Indices that are
+kept in files are built once: each rank builds a share of them, then all load them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from os import fspath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sixfold.blending.apportion import apportion
 from sixfold.blending.blended import BlendedDataset
+from sixfold.blending.cache import Note, Record, try_to_write
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.megatron.describe import record_name
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
 from sixfold.blending.plan import build_cost, shares
 from sixfold.blending.shuffle import Shuffle
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
 Built = MegatronDataset | BlendedDataset | list[MegatronDataset] | None
 Task = tuple[str, Split, int | None, Bookends]  # prefix, part, samples, what of the sequences
 _WHOLE = (0.0, 1.0)
+# Positions up to which the table of a shuffle is begun in advance: 64 MiB. A position of any blend is computed in less
+# time than it is read from a table that large; beyond, the table is made when someone asks for it.
+_TABLE_AHEAD = 2**24
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class BlendedMegatronDatasetBuilder:
@@ -65,6 +73,8 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
         self.group = group
         self._opened: dict[str, DocumentSource] = {}
+        self._indexed: dict[Task, MegatronDataset] = {}
+        self._records: dict[Split, Record] = {}
         self._shuffles: dict[Split, Shuffle] = {}
         for split in Split:
             self._refuse_sizes_that_do_not_fit(split)
@@ -95,26 +105,81 @@ class BlendedMegatronDatasetBuilder:
         """
         if self.group is None:
             return self._parts()
-        from sixfold.blending.ranks import share_place, together
+        from sixfold.blending.ranks import gather_together, share_place, together
 
         here = together(self.is_built_on_rank, self.group)
         if self.config.order != "stateless":
             place, places = share_place(here, self.group)
             if here:
                 self._start_shuffles()
-            together(lambda: self._build_share(place, places), self.group)
+            found = gather_together(lambda: self._build_share(place, places), self.group)
+            together(lambda: self._keep(found, place), self.group)
             together(lambda: self._build_blends(place, places), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
 
     def _parts(self) -> list[Built]:
         self._start_shuffles()
-        return [self._part(split) for split in Split]
-
-    def _build_share(self, place: int, places: int) -> None:
-        """Build and cache this rank's share of the datasets; all load them afterwards."""
+        self._open()
+        if self.config.order == "stateless":
+            return [self._part(split) for split in Split]
         tasks = self._tasks()
-        if place >= places or len(tasks) == 0:
+        self._start_records(tasks)
+        self._build(tasks)
+        parts = self._each(self._part, Split)
+        if self.group is None:
+            self._keep([], 0)
+        return parts
+
+    def _each(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """``function`` of every item on the config's threads; the error of the first item that has one."""
+        threads = self.config.num_dataset_builder_threads
+        if threads == 1:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(threads, "sixfold-builder") as pool:
+            try:
+                return list(pool.map(function, items))
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _open(self) -> None:
+        """Open every prefix of every part, once."""
+        prefixes: dict[str, None] = {}
+        for split in Split:
+            blend = self.config.blend_of(split)
+            if blend is not None and self._bookends(split) is not None:
+                stateless = self.config.order == "stateless"
+                needed = self.config.prefixes_of(split) if stateless else [fspath(prefix) for prefix in blend[0]]
+                prefixes |= dict.fromkeys(needed)
+        self._each(self._source, prefixes)
+
+    def _build(self, tasks: Sequence[Task]) -> None:
+        """The datasets of ``tasks``, each with its indices, built or from the cache."""
+        missing = [task for task in tasks if task not in self._indexed]
+        self._indexed |= zip(missing, self._each(self._made, missing), strict=True)
+
+    def _start_records(self, tasks: Sequence[Task]) -> None:
+        """One file per blend of exact counts tells what its index files were built from; see ``cache.py``."""
+        folder = self.config.path_to_cache
+        if self.config.order != "apportioned" or not folder:
             return
+        fields = {name: getattr(self.config, name) for name in self.cls._key_config_attributes()}
+        for split in {task[1] for task in tasks} - self._records.keys():
+            if not self._separate(split):
+                samples = {task[0]: task[2] for task in tasks if task[1] is split}
+                name = record_name(self.cls.__name__, samples, split.name, fields)
+                self._records[split] = Record(f"{folder}/{name}")
+
+    def _build_share(self, place: int, places: int) -> dict[Split, dict[str, Note]]:
+        """Build and cache this rank's share of the datasets; all load them afterwards.
+
+        Returns:
+            notes of the files, for the others.
+        """
+        if place >= places:
+            return {}
+        self._open()
+        tasks = self._tasks()
+        self._start_records(tasks)
         costs = []
         for prefix, _, samples, bookends in tasks:
             part = Part(*self._sequences(prefix, bookends))
@@ -122,10 +187,18 @@ class BlendedMegatronDatasetBuilder:
             # What cannot be kept is built by every rank for itself, at the end.
             cost = build_cost(len(part), part.tokens, samples, self.config.sequence_length) if kept else 0
             costs.append(cost)
-        for number in shares(costs, places)[place]:
-            prefix, split, samples, bookends = tasks[number]
-            if costs[number]:
-                self._dataset(prefix, split, samples, bookends)
+        self._build([tasks[number] for number in shares(costs, places)[place] if costs[number]])
+        return {split: record.notes for split, record in self._records.items()}
+
+    def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], place: int) -> None:
+        """Take the notes of all ranks; the first rank writes them down."""
+        for notes in found:
+            for split, some in notes.items():
+                if split in self._records:
+                    self._records[split].notes |= some
+        if place == 0:
+            for record in self._records.values():
+                try_to_write(record)
 
     def _build_blends(self, place: int, places: int) -> None:
         """The same for blends that have an index of their own in the cache."""
@@ -234,17 +307,32 @@ class BlendedMegatronDatasetBuilder:
             size, there = self.sizes[split.value], self.config.blend_of(split) and self._bookends(split)
             blended = there and not self._separate(split) and self.config.order == "apportioned"
             if size and blended and split not in self._shuffles:
-                self._shuffles[split] = Shuffle(int(self.config.random_seed), size).start()
+                shuffle = Shuffle(int(self.config.random_seed), size)
+                self._shuffles[split] = shuffle.start() if size <= _TABLE_AHEAD else shuffle
+
+    def _source(self, prefix: str) -> DocumentSource:
+        if prefix not in self._opened:
+            self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
+        return self._opened[prefix]
 
     def _sequences(self, prefix: str, bookends: Bookends) -> tuple[DocumentSource, range]:
-        if prefix not in self._opened:
-            self._opened[prefix] = self.cls.build_low_level_dataset(fspath(prefix), self.config)
-        source = self._opened[prefix]
+        source = self._source(prefix)
         return source, part_range(bookends, self.cls.numel_low_level_dataset(source))
 
     def _tokens(self, prefix: str, bookends: Bookends) -> int:
         return Part(*self._sequences(prefix, bookends)).tokens
 
     def _dataset(self, prefix: str, split: Split, size: int | None, bookends: Bookends) -> MegatronDataset:
+        task = (prefix, split, size, bookends)
+        return self._indexed[task] if task in self._indexed else self._made(task)
+
+    def _made(self, task: Task) -> MegatronDataset:
+        prefix, split, samples, bookends = task
+        # Indices are built while a dataset is made, and the arguments of that are megatron-core's.
+        dataset = self.cls.__new__(self.cls)
+        if split in self._records:
+            dataset._record = self._records[split]
         source, sequences = self._sequences(prefix, bookends)
-        return self.cls(source, prefix, sequences, size, split, self.config)
+        self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)
+        vars(dataset).pop("_record", None)
+        return dataset

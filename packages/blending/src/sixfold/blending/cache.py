@@ -10,15 +10,21 @@ is missing or does not match, the arrays are read and checked in full; what does
 [Note: description last] megatron-core takes a cache whose files are all there for whole. So the description is
 removed before anything is replaced, every file is written under another name and renamed, the description
 last. A reader that finds it finds all the others.
+
+[Note: one record per blend] No one else reads the apportioned order, and the names of its files hold all that they are
+made of: two writers of one name write the same bytes. So its datasets have neither description nor side file; one
+``Record`` tells what the side files would. What it does not tell of is read and checked in full.
 """
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +32,16 @@ import numpy.typing as npt
 from sixfold.blending.errors import BlendingError
 
 Arrays = dict[str, npt.NDArray[Any]]
+Stamp = list[int]  # size and time of the last change of a file
+Note = dict[str, Any]
 _NOTE_VERSION = 1
+# What numpy.save writes before integers; any other header is numpy's to read.
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(<[iu][248])', 'fortran_order': False, "
+    rb"'shape': \((\d+),(?: (\d+))?\), \} *\n",
+    re.DOTALL,
+)
+_HEADER_BYTES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +64,104 @@ class CacheEntry:
     facts: Mapping[str, Any]
     sources: Sequence[str] | None
 
-    def path(self, what: str) -> Path:
+    def path(self, what: str) -> str:
         """``what`` is the end of the file's name."""
-        return Path(self.folder, f"{self.stem}-{what}")
+        return f"{self.folder}/{self.stem}-{what}"
 
-    def arrays(self) -> list[Path]:
-        """The files of ``names``."""
-        return [self.path(f"{name}.npy") for name in self.names]
+    @property
+    def paths(self) -> dict[str, str]:
+        """The file of each array."""
+        return {name: self.path(f"{name}.npy") for name in self.names}
+
+    @cached_property
+    def source_stamps(self) -> list[Stamp] | None:
+        """Of ``sources`` when first asked; None if the data is no file, or cannot be looked at as one."""
+        try:
+            return None if self.sources is None else [_stamp(os.stat(path)) for path in self.sources]
+        except OSError:
+            return None
+
+    def note(self, stamps: Mapping[str, Stamp]) -> Note:
+        """What the arrays were built from, and the ``stamps`` of their files."""
+        return {
+            "version": _NOTE_VERSION,
+            "facts": dict(self.facts),
+            "sources": self.source_stamps,
+            "arrays": dict(stamps),
+        }
+
+
+class Record:
+    """Notes of the entries of one blend, or of one entry: the metadata file beside the arrays.
+
+    Attributes:
+        notes: of each entry by its stem: those of the file, of this process, and those it was told by others.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            read = json.loads(Path(path).read_bytes())
+        except (OSError, ValueError):
+            read = None
+        self.notes: dict[str, Note] = read if isinstance(read, dict) else {}
+        self._kept = dict(self.notes)
+
+    def vouches(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> bool:
+        """Whether files of these ``stamps`` were built from what ``entry`` is built from."""
+        return entry.source_stamps is not None and self.notes.get(entry.stem) == entry.note(stamps)
+
+    def add(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> None:
+        """Vouch for the files of ``entry``, which were built or read in full."""
+        self.notes[entry.stem] = entry.note(stamps)
+
+    def write(self) -> None:
+        """Spare the next start the full check. Raises OSError where nothing can be written."""
+        if self.notes != self._kept:
+            _put(self._path, json.dumps(self.notes, sort_keys=True).encode())
+            self._kept = dict(self.notes)
 
 
 class MappedArrays(Arrays):
-    """Arrays mapped from whole files; pickled as their names, so that a worker maps them again and copies nothing."""
+    """Arrays mapped from whole files; pickled as their names, so that a worker maps them again and copies nothing.
 
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        # open_memmap reads .npy alone and no objects: nothing is ever unpickled.
-        super().__init__({name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()})
+    Attributes:
+        stamps: of the files that were mapped.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        super().__init__()
+        self.stamps: dict[str, Stamp] = {}
+        for name, path in paths.items():
+            with open(path, "rb") as file:
+                self.stamps[name] = _stamp(os.fstat(file.fileno()))
+                self[name] = _mapped(file, self.stamps[name][0])
         self._paths = dict(paths)
-        self._stamps = _stamps(list(paths.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mapped_again, (self._paths, self._stamps)
+        return _mapped_again, (self._paths, self.stamps)
 
 
-def _mapped_again(paths: Mapping[str, Path], stamps: list[list[int]]) -> MappedArrays:
+def _mapped(file: BinaryIO, size: int) -> npt.NDArray[Any]:
+    """One .npy, mapped. Nothing is ever unpickled: a file of objects is a ValueError."""
+    found = _HEADER.fullmatch(file.read(_HEADER_BYTES))
+    if found is None:
+        file.seek(0)
+        return np.lib.format.open_memmap(file.name, mode="r")
+    dtype = np.dtype(found[1].decode())
+    shape = tuple(int(number) for number in found.groups()[1:] if number is not None)
+    if _HEADER_BYTES + dtype.itemsize * int(np.prod(shape, dtype=object)) > size:
+        raise ValueError(f"{file.name} is cut")
+    return np.memmap(file, dtype=dtype, mode="r", offset=_HEADER_BYTES, shape=shape)
+
+
+def _mapped_again(paths: Mapping[str, str], stamps: dict[str, Stamp]) -> MappedArrays:
     """Raises BlendingError if a file is not the one that was mapped before."""
     try:
         arrays = MappedArrays(paths)
     except (OSError, ValueError) as error:
         raise BlendingError(f"an index was mapped here and cannot be mapped again: {error}") from error
-    if arrays._stamps != stamps:
+    if arrays.stamps != stamps:
         raise BlendingError(f"the index {next(iter(paths.values()))} has changed since it was mapped; build it again")
     return arrays
 
@@ -88,99 +172,83 @@ def load_or_build(
     *,
     quick: Callable[[Arrays], bool],
     full: Callable[[Arrays], bool],
+    record: Record | None = None,
 ) -> Arrays:
     """The arrays of ``entry``, mapped read-only.
 
     Args:
         build: makes them.
-        quick: whether arrays with a matching side file fit; does not read them.
+        quick: whether arrays with a matching note fit; does not read them.
         full: whether arrays of unknown origin fit.
+        record: of the blend, which the caller writes in the end; None for a description and a side file of
+            this entry's own, as megatron-core reads it.
     Raises:
         BlendingError: the folder cannot be written to.
     """
-    arrays = _read(entry)
+    own = Record(entry.path("sixfold.json")) if record is None else None
+    notes = record or own
+    assert notes is not None, "there is the blend's record or one of its own"
+    arrays = _read(entry, described=own is not None)
     if arrays is not None:
-        if _same_note(entry) and quick(arrays):
+        if notes.vouches(entry, arrays.stamps) and quick(arrays):
+            notes.add(entry, arrays.stamps)
             return arrays
         if full(arrays):
-            _try_note(entry)
+            notes.add(entry, arrays.stamps)
+            if own is not None:
+                try_to_write(own)
             return arrays
     del arrays
     built = build()
     try:
-        _write(entry, built)
+        notes.add(entry, _write(entry, built, own))
     except OSError as error:
         raise BlendingError(
             f"cannot write the index {entry.path('...')}: {error}; set path_to_cache to a folder that can be written"
         ) from error
-    written = _read(entry)
-    return built if written is None else written
+    return _read(entry, described=own is not None) or built
 
 
-def _read(entry: CacheEntry) -> Arrays | None:
-    """Mapped arrays if every file is there, whole and an array of numbers."""
+def try_to_write(record: Record) -> None:
+    """Write it if that is possible: without it the next start reads the arrays in full."""
     try:
-        if entry.path("description.txt").read_bytes() != entry.description.encode():
-            return None
-        return MappedArrays(dict(zip(entry.names, entry.arrays(), strict=True)))
-    except (OSError, ValueError, EOFError, SyntaxError):
-        return None
-
-
-def _stamps(paths: Sequence[Path | str]) -> list[list[int]]:
-    """[size, time of the last change] of each file."""
-    return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, paths)]
-
-
-def _note(entry: CacheEntry) -> str:
-    """What the side file says."""
-    note = {
-        "version": _NOTE_VERSION,
-        "facts": dict(entry.facts),
-        "sources": _source_stamps(entry),
-        "arrays": dict(zip(entry.names, _stamps(entry.arrays()), strict=True)),
-    }
-    return json.dumps(note, indent=1, sort_keys=True)
-
-
-def _source_stamps(entry: CacheEntry) -> list[list[int]] | None:
-    """None if the data is no file, or cannot be looked at as one."""
-    try:
-        return None if entry.sources is None else _stamps(entry.sources)
-    except OSError:
-        return None
-
-
-def _same_note(entry: CacheEntry) -> bool:
-    if _source_stamps(entry) is None:
-        return False
-    try:
-        return entry.path("sixfold.json").read_text() == _note(entry)
-    except (OSError, ValueError):
-        return False
-
-
-def _try_note(entry: CacheEntry) -> None:
-    """Spare the next start the full check; a folder that cannot be written to stays as it is."""
-    try:
-        _put(entry.path("sixfold.json"), _note(entry).encode())
+        record.write()
     except OSError:
         return
 
 
-def _write(entry: CacheEntry, arrays: Arrays) -> None:
-    """See [Note: description last]."""
+def _read(entry: CacheEntry, *, described: bool) -> MappedArrays | None:
+    """Mapped arrays if every file is there, whole and an array of numbers."""
+    try:
+        if described and Path(entry.path("description.txt")).read_bytes() != entry.description.encode():
+            return None
+        return MappedArrays(entry.paths)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _write(entry: CacheEntry, arrays: Arrays, own: Record | None) -> dict[str, Stamp]:
+    """Stamps of the files written. With a record of their own see [Note: description last]."""
     Path(entry.folder).mkdir(parents=True, exist_ok=True)
-    entry.path("description.txt").unlink(missing_ok=True)
-    for name, path in zip(entry.names, entry.arrays(), strict=True):
-        _put(path, arrays[name])
-    _put(entry.path("sixfold.json"), _note(entry).encode())
-    _put(entry.path("description.txt"), entry.description.encode())
+    description = Path(entry.path("description.txt"))
+    if own is not None:
+        description.unlink(missing_ok=True)
+    stamps = {name: _put(path, arrays[name]) for name, path in entry.paths.items()}
+    if own is not None:
+        own.add(entry, stamps)
+        own.write()
+        _put(str(description), entry.description.encode())
+    return stamps
 
 
-def _put(path: Path, content: npt.NDArray[Any] | bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+def _put(path: str, content: npt.NDArray[Any] | bytes) -> Stamp:
+    """Write a file whole or not at all; its stamp is of what was written, whoever else writes there."""
+    folder, _, name = path.rpartition("/")
+    temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with open(temporary, "xb") as file:
             if isinstance(content, bytes):
@@ -189,7 +257,9 @@ def _put(path: Path, content: npt.NDArray[Any] | bytes) -> None:
                 np.save(file, content, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
+            stamp = _stamp(os.fstat(file.fileno()))
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
+    return stamp

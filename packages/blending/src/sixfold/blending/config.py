@@ -59,7 +59,7 @@ class BlendedMegatronDatasetConfig:
     split_matrix: list[Bookends | None] | None = field(init=False, default=None)  # made from split
     multiple_validation_sets: bool | None = None  # the valid entry is a list, one dataset each
     full_validation: bool | None = None  # with multiple sets: each is one epoch, its size is None
-    num_dataset_builder_threads: int = 1
+    num_dataset_builder_threads: int = 1  # threads that open prefixes and build indices
     path_to_cache: str | None = None  # None: PREFIX/cache; the stateless order has no files
     mmap_bin_files: bool = True
     tokenizer: Any = None  # an object with eod and, if it likes, pad, eos, special_tokens_dict
@@ -71,6 +71,7 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self) -> None:
         whole_number("sequence_length", self.sequence_length, 1)
+        whole_number("num_dataset_builder_threads", self.num_dataset_builder_threads, 1)
         if not isinstance(self.random_seed, int | np.integer):
             raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
         self._check_order()

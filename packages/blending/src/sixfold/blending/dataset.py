@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.cache import Record
 from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
@@ -117,6 +118,8 @@ class MegatronDataset(Samples):
         lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
         indices: numbers of the part's sequences, a range or an array.
     """
+
+    _record: Record | None = None  # of the blend that a builder makes this for, while it is made
 
     def __init__(
         self,
@@ -265,6 +268,7 @@ class MegatronDataset(Samples):
             identifiers=self.unique_identifiers,
             facts=self.index_facts,
             path_to_cache=config.path_to_cache,
+            record=self._record,
         )
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import Any
 
 from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BLEND_INDICES, BlendIndex, blend_fits, build_blend
-from sixfold.blending.cache import Arrays, CacheEntry, load_or_build
+from sixfold.blending.cache import Arrays, CacheEntry, Record, load_or_build
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import Identifiers, describe, digest
 from sixfold.blending.megatron.documents import EpochPlan
@@ -24,6 +24,7 @@ def index_order(
     identifiers: Identifiers,
     facts: Mapping[str, Any],
     path_to_cache: str | None,
+    record: Record | None = None,
 ) -> IndexOrder:
     """The three indices of one part.
 
@@ -33,6 +34,7 @@ def index_order(
         identifiers: name the files.
         facts: what ``identifiers`` do not say of what the indices depend on.
         path_to_cache: None for ``PREFIX/cache/CLASS_indices``; data without a prefix then has no files.
+        record: of the blend that this is part of, if that keeps one.
     Raises:
         BlendingError: a part without tokens of which samples are asked, or a folder that cannot be written to.
     """
@@ -54,6 +56,7 @@ def index_order(
         lambda: build_indices(part, plan, seed),
         quick=lambda arrays: shapes_fit(arrays, part, plan),
         full=lambda arrays: indices_fit(arrays, part, plan),
+        record=record,
     )
     return IndexOrder(part, plan, arrays)
 

@@ -39,6 +39,15 @@ def together(step: Callable[[], T], group: "ProcessGroup") -> T:
     return taken
 
 
+def gather_together(step: Callable[[], T], group: "ProcessGroup") -> list[T]:
+    """What ``step`` returns on every rank of ``group``, by rank; an error of one is raised on all."""
+    from torch.distributed import all_gather_object, get_world_size
+
+    taken: list[Any] = [None] * get_world_size(group)
+    all_gather_object(taken, together(step, group), group=group)
+    return taken
+
+
 def share_place(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
     """(number of this rank among those that take part, how many do); a rank that does not is behind the last."""
     from torch.distributed import all_gather_object, get_rank, get_world_size

@@ -31,6 +31,14 @@ def blend_identifiers(
     return {"class": cls, "datasets": list(datasets), "split": split, "weights": list(weights), "size": size}
 
 
+def record_name(cls: str, samples: Mapping[str, int | None], split: str, key_fields: Mapping[str, Any]) -> str:
+    """The file that tells of all index files of one part of an apportioned blend: ``samples`` of each prefix."""
+    identifiers = dataset_identifiers(
+        cls, None, None, split, {**key_fields, "order": "apportioned", "samples": samples}
+    )
+    return f"{digest(describe(identifiers))}-BlendedDataset-{split}-sixfold.json"
+
+
 def _as_peer(name: str, value: Any) -> Any:
     if name == "split_matrix" and value is not None:
         matrix: list[Bookends | None] = value

@@ -16,7 +16,21 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b
+from sixfold.pipeline.schedules import (
+    dualpipe_v,
+    eager_one_f_one_b,
+    gpipe,
+    hanayo,
+    interleaved,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
@@ -37,13 +51,22 @@ __all__ = [
     "StepResult",
     "Timeline",
     "draw",
+    "dualpipe_v",
+    "eager_one_f_one_b",
     "gpipe",
+    "hanayo",
     "interleaved",
+    "looped_bfs",
     "naive",
     "one_f_one_b",
     "passes",
+    "pipedream",
+    "pipedream_2bw",
     "simulate",
     "verify",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
 
 _NEED_TORCH = {"PipelineRunner": "run", "StepResult": "run", "Stage": "stage"}

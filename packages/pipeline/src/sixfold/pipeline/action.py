@@ -66,6 +66,14 @@ class Action:
     microbatch: int | None = None
     parts: tuple[Action, ...] = ()
 
+    # Programs have hundreds of thousands of actions: the __init__ that dataclass writes for a frozen class takes twice
+    # as long, since it looks up each field by name.
+    def __init__(self, stage: int, kind: Kind, microbatch: int | None = None, parts: tuple[Action, ...] = ()) -> None:
+        _set_stage(self, stage)
+        _set_kind(self, kind)
+        _set_microbatch(self, microbatch)
+        _set_parts(self, parts)
+
     @classmethod
     def overlap(cls, *parts: Action) -> Action:
         """The OVERLAP_F_B of ``parts``, which are compute actions in execution order."""
@@ -104,3 +112,8 @@ class Action:
     def peer_stage(self) -> int:
         """Stage at the other end of a message: of 1SEND_F3 it is 2, of 1RECV_F3 it is 0."""
         return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+
+
+_set_stage, _set_kind, _set_microbatch, _set_parts = (
+    getattr(Action, name).__set__ for name in ("stage", "kind", "microbatch", "parts")
+)

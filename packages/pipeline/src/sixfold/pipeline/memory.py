@@ -79,10 +79,27 @@ def peak_activations(
 def weight_versions(program: Program) -> tuple[int, ...]:
     """Largest number of weight versions of one stage that each rank needs at once.
 
-    One for a program without STEP. With it, a microbatch needs the version of its
-    forward until its last backward, and the newest version is always there.
+    One for a program of one STEP or none. [Note: weight versions] Of several batches, each with its STEP, batch t runs
+    on all ranks with W(max(t - 1, 0)) and its STEP makes W(t + 1): two versions (PipeDream-2BW). If a rank begins a
+    batch before it has that version, or a batch is one microbatch (PipeDream), a microbatch keeps the version that its
+    stage had at its forward until its last backward, and the newest one is always there.
     """
+    steps = max((a.microbatch or 0) + 1 if a.kind is Kind.STEP else 0 for _, _, a in program.entries())
+    batch = program.microbatches // max(1, steps)
+    if steps > 1 and batch > 1 and all(_begins_with_the_version_before(row, batch) for row in program.ranks):
+        return (2,) * len(program.ranks)
     return tuple(_versions_of_rank(actions) for actions in program.ranks)
+
+
+def _begins_with_the_version_before(actions: tuple[Action, ...], batch: int) -> bool:
+    """Whether STEP t - 2 of each stage comes before the forwards of batch t."""
+    made: dict[int, int] = {}
+    for action in (part for entry in actions for part in entry.each()):
+        if action.kind is Kind.STEP:
+            made[action.stage] = made.get(action.stage, 0) + 1
+        elif action.kind is Kind.F and (action.microbatch or 0) // batch - 1 > made.get(action.stage, 0):
+            return False
+    return True
 
 
 def _versions_of_rank(actions: tuple[Action, ...]) -> int:

@@ -1,131 +1,264 @@
 """Passes: from a program to a program.
 
-    schedules/*, text, CSV --> lower, reduce_grad, strip (this file) --> verify, simulate, run
+    schedules/*, text, CSV --> lower, split_backward, recompute, unshard, ... (this file) --> verify, simulate, run
 
-Torch-free, and none changes its argument.
+Torch-free, and none changes its argument. Each takes a compute-only program or a lowered one,
+except ``lower`` itself, and looks at every action once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
+from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.lowering import lower
+from sixfold.pipeline.placement import at_least_one
 from sixfold.pipeline.program import Program
 
-__all__ = ["lower", "reduce_grad", "strip"]
+__all__ = [
+    "lower",
+    "merge_backward",
+    "optimizer_step",
+    "recompute",
+    "reduce_grad",
+    "split_backward",
+    "strip",
+    "unshard",
+]
 
-_GRADIENT_MADE = (Kind.B, Kind.I)
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+_NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 
 
-def lower(program: Program) -> Program:
-    """Add the messages between ranks, and a REDUCE_GRAD per stage when there is none.
+def reduce_grad(program: Program) -> Program:
+    """Add a REDUCE_GRAD after the last B or W of each stage that has none, once per STEP where there are STEPs.
 
-    A SEND stands directly after the action that made its tensor. The RECV goes into
-    its rank's list at the moment at which the peer sends, so both ends of an edge
-    name their messages in one order; its place is where the receive is *posted*,
-    and its consumer waits for it. The result equals torch 2.13's lowering.
-
-    Raises:
-        ScheduleError: the program has messages already, or its order does not let every rank get through.
-    Cost: O(actions + ranks * time steps).
+    It stands behind the SEND of that backward, which a neighbour waits for.
     """
+    there = {action.stage for _, _, action in program.entries() if action.kind is Kind.REDUCE_GRAD}
+    return _per_rank(program, lambda actions: _with_reductions(actions, there))
+
+
+def _with_reductions(actions: tuple[Action, ...], there: Collection[int]) -> list[Action]:
+    row: list[Action] = []  # from the end
+    reduced = set(there)  # stages whose last backward (seen from the end) has been passed
+    held: list[Action] = []  # SENDs directly behind the entry to come: they stay next to it
+    for entry in reversed(actions):
+        if entry.kind is Kind.STEP and entry.stage not in there:
+            reduced.discard(entry.stage)
+        if entry.kind in _SENDS:
+            held.append(entry)
+            continue
+        for part in reversed(tuple(entry.each())):
+            if part.kind in BACKWARD_ENDS and part.stage not in reduced:
+                reduced.add(part.stage)
+                row.append(Action(part.stage, Kind.REDUCE_GRAD))
+        row += held
+        held = []
+        row.append(entry)
+    return list(reversed(row + held))
+
+
+def strip(program: Program) -> Program:
+    """Remove RECOMPUTE and STEP, which PyTorch's CSV has no word for, and every REDUCE_GRAD but a stage's last.
+
+    Without STEPs the whole program is one flush, whose gradients are reduced once.
+    """
+
+    def stripped(actions: tuple[Action, ...]) -> list[Action]:
+        row: list[Action] = []  # from the end
+        reduced: set[int] = set()
+        for action in reversed(actions):
+            if action.kind is Kind.RECOMPUTE or action.kind is Kind.STEP:
+                continue
+            if action.kind is Kind.REDUCE_GRAD:
+                if action.stage in reduced:
+                    continue
+                reduced.add(action.stage)
+            row.append(action)
+        return list(reversed(row))
+
+    return _per_rank(program, stripped)
+
+
+def split_backward(program: Program) -> Program:
+    """Write every B as I and W: ``3B0`` becomes ``3I0 3W0``, with the SEND of the gradient between them."""
+
+    def split(actions: tuple[Action, ...]) -> list[Action]:
+        row: list[Action] = []
+        for position, entry in enumerate(actions):
+            if entry.kind is Kind.OVERLAP_F_B:
+                row.append(Action.overlap(*(half for part in entry.parts for half in _halves(part))))
+            elif _sends_gradient_of(entry, actions[position - 1]):
+                row.insert(-1, entry)  # behind I and before W
+            else:
+                row += _halves(entry)
+        return row
+
+    return _per_rank(program, split)
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.B:
+        return (action,)
+    return replace(action, kind=Kind.I), replace(action, kind=Kind.W)
+
+
+def _sends_gradient_of(entry: Action, before: Action) -> bool:
+    """Whether ``entry`` is the SEND_B of the B ``before`` it."""
+    own = (entry.stage, entry.microbatch) == (before.stage, before.microbatch)
+    return own and entry.kind is Kind.SEND_B and before.kind is Kind.B
+
+
+def merge_backward(program: Program) -> Program:
+    """Write a W that directly follows its I as one B, which costs less to run; a SEND_B between them goes behind."""
+
+    def merged(actions: tuple[Action, ...]) -> list[Action]:
+        row: list[Action] = []
+        for entry in actions:
+            at = -2 if len(row) > 1 and row[-1].kind is Kind.SEND_B else -1
+            before = row[at] if row else entry
+            own = (before.stage, before.microbatch) == (entry.stage, entry.microbatch)
+            if entry.kind is Kind.W and before.kind is Kind.I and own:
+                row[at] = replace(before, kind=Kind.B)
+            else:
+                row.append(entry)
+        return row
+
+    return _per_rank(program, merged)
+
+
+def unshard(program: Program, max_active: int = 3) -> Program:
+    """Add UNSHARD and RESHARD, so that each stage's weights are there when it computes.
+
+    Before an action its rank has gathered the stages of the next ``max_active`` different stages that it computes, and
+    has let go of all others. The result equals what PyTorch's runtime adds to a compute-only file.
+
+    Args:
+        max_active: stages of a rank that are gathered at once, >= 1; an overlap takes as many as it needs.
+    Raises:
+        ScheduleError: ``max_active`` is below one, or the program has such slots already.
+    Cost: O(actions * stages of a rank).
+    """
+    at_least_one(max_active=max_active)
+    _refuse(program, (Kind.UNSHARD, Kind.RESHARD), "unshard")
+    return _per_rank(program, lambda actions: _with_gathers(actions, max_active))
+
+
+def _with_gathers(actions: tuple[Action, ...], max_active: int) -> list[Action]:
+    upcoming: list[int] = []  # stages in the order of their next use
+    wanted: list[tuple[int, ...]] = []  # of each compute action, from the end
+    for entry in reversed(actions):
+        if entry.kind in _NEEDS_WEIGHTS:
+            own = list(dict.fromkeys(part.stage for part in entry.each()))
+            upcoming = own + [stage for stage in upcoming if stage not in own]
+            wanted.append(tuple(upcoming[: max(max_active, len(own))]))
+    row: list[Action] = []
+    active: list[int] = []
+    for entry in actions:
+        if entry.kind in _NEEDS_WEIGHTS:
+            stages = wanted.pop()
+            row += (Action(stage, Kind.RESHARD) for stage in sorted(active) if stage not in stages)
+            row += (Action(stage, Kind.UNSHARD) for stage in stages if stage not in active)
+            active = list(stages)
+        row.append(entry)
+    return row + [Action(stage, Kind.RESHARD) for stage in sorted(active)]
+
+
+def recompute(program: Program, *, microbatches: int | Iterable[int] | None = None) -> Program:
+    """Run the forward of some microbatches again, directly before their backward, instead of holding its activations.
+
+    Args:
+        microbatches: how many of the m, spread evenly, so that a rank with few in flight gains in proportion; or
+            which; None means all.
+    Raises:
+        ScheduleError: there is no such microbatch or number of them, or the program recomputes already.
+    """
+    m = program.microbatches
+    _refuse(program, (Kind.RECOMPUTE,), "recompute")
+    if microbatches is None or isinstance(microbatches, int):
+        count = m if microbatches is None else microbatches
+        if not 0 <= count <= m:
+            raise ScheduleError(f"recompute of {count} microbatches; the program has {m}")
+        chosen = {k for k in range(m) if (k + 1) * count // m > k * count // m}
+    else:
+        chosen = set(microbatches)
+        if beyond := sorted(k for k in chosen if not 0 <= k < m):
+            raise ScheduleError(f"recompute of microbatch {beyond[0]}; microbatches are 0..{m - 1}")
+
+    def with_recomputes(actions: tuple[Action, ...]) -> list[Action]:
+        row: list[Action] = []
+        for entry in actions:
+            for part in entry.each():
+                if part.kind in (Kind.B, Kind.I) and part.microbatch in chosen:
+                    row.append(replace(part, kind=Kind.RECOMPUTE))
+            row.append(entry)
+        return row
+
+    return _per_rank(program, with_recomputes)
+
+
+def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> Program:
+    """Add the optimizer's STEPs to each stage.
+
+    Args:
+        when: "flush", at the end of each rank's list, for an optimizer that waits for all gradients (their norm) and so
+            for all ranks; "post_validated", as soon as the stage's own gradients are complete, for an optimizer that
+            checks the norm afterwards and takes a step back if it must (arXiv 2401.10241, section 4); "version", behind
+            the last backward of each batch of ``microbatches / steps``, which makes a weight version per batch
+            (arXiv 2006.09503).
+        steps: batches in the program; more than one with "version" only.
+    Raises:
+        ScheduleError: ``when`` is unknown, ``steps`` does not divide the microbatches or does not go with ``when``, or
+            the program has STEPs already.
+    """
+    if when not in ("flush", "post_validated", "version"):
+        raise ScheduleError(f"when is {when!r}; it is 'flush', 'post_validated' or 'version'")
+    at_least_one(steps=steps)
+    if program.microbatches % steps:
+        raise ScheduleError(f"steps is {steps}; it divides the program's {program.microbatches} microbatches")
+    if steps > 1 and when != "version":
+        raise ScheduleError(f"steps is {steps}; with when={when!r} there is one")
+    _refuse(program, (Kind.STEP,), "optimizer_step")
+    if when == "flush":
+        rows = (
+            (*actions, *(Action(stage, Kind.STEP, 0) for stage in program.stages_of(rank)))
+            for rank, actions in enumerate(program.ranks)
+        )
+        return replace(program, ranks=tuple(rows))
+    return _per_rank(program, lambda actions: _with_steps(actions, program.microbatches // steps))
+
+
+def _with_steps(actions: tuple[Action, ...], batch: int) -> list[Action]:
+    """A STEP behind every ``batch``-th end of a stage's backwards, and the SENDs and REDUCE_GRAD that follow it."""
+    ends: dict[int, int] = {}
+    row: list[Action] = []
+    due: list[Action] = []
+    for entry in actions:
+        if due and entry.kind not in (*_SENDS, Kind.REDUCE_GRAD):
+            row += due
+            due = []
+        row.append(entry)
+        for part in entry.each():
+            if part.kind in BACKWARD_ENDS:
+                ends[part.stage] = count = ends.get(part.stage, 0) + 1
+                if count % batch == 0:
+                    due.append(Action(part.stage, Kind.STEP, count // batch - 1))
+    return row + due
+
+
+def _refuse(program: Program, kinds: Collection[Kind], name: str) -> None:
     for rank, position, action in program.entries():
-        if action.kind in MESSAGES:
+        if action.kind in kinds:
             raise ScheduleError(
-                f"rank {rank} [{position}] {action}: the program has messages; lower takes compute actions only",
+                f"rank {rank} [{position}] {action}: the program has {action.kind}s already; {name} adds its own",
                 rank=rank,
                 position=position,
                 action=action,
             )
-    rows: list[list[Action]] = [[] for _ in program.ranks]
-    # What has been made or announced for a rank: its own F and B, and the RECVs that peers put into its list.
-    there: set[tuple[Kind, int, int | None]] = set()
-    cursor = [0] * len(program.ranks)
-    left = [rank for rank, actions in enumerate(program.ranks) if actions]
-    while left:
-        moved = False
-        for rank in left:  # one action per rank and sweep, as torch does, so that RECVs land in the same places
-            entry = program.ranks[rank][cursor[rank]]
-            if not all(_input_is_there(part, program, there) for part in entry.each()):
-                continue
-            cursor[rank] += 1
-            moved = True
-            rows[rank].append(entry)
-            for part in entry.each():
-                there.add((part.kind, part.stage, part.microbatch))
-                for send, receive in _messages(part, program):
-                    rows[rank].append(send)
-                    rows[program.placement[receive.stage]].append(receive)
-                    there.add((receive.kind, receive.stage, receive.microbatch))
-        if not moved:
-            rank = left[0]
-            entry = program.ranks[rank][cursor[rank]]
-            raise ScheduleError(
-                f"rank {rank} [{cursor[rank]}] {entry}: its input is never made; verify(program) shows why",
-                rank=rank,
-                position=cursor[rank],
-                action=entry,
-            )
-        left = [rank for rank in left if cursor[rank] < len(program.ranks[rank])]
-    lowered = replace(program, ranks=tuple(map(tuple, rows)))
-    if any(action.kind is Kind.REDUCE_GRAD for _, _, action in program.entries()):
-        return lowered
-    return reduce_grad(lowered)
 
 
-def _input_is_there(action: Action, program: Program, there: set[tuple[Kind, int, int | None]]) -> bool:
-    """Whether what ``action`` takes was received or, by a stage of its own rank, made."""
-    stage, k = action.stage, action.microbatch
-    if action.kind is Kind.F:
-        return stage == 0 or (Kind.RECV_F, stage, k) in there or (Kind.F, stage - 1, k) in there
-    if action.kind in _GRADIENT_MADE and stage < program.stages - 1:
-        return (Kind.RECV_B, stage, k) in there or any((kind, stage + 1, k) in there for kind in _GRADIENT_MADE)
-    return True
-
-
-def _messages(action: Action, program: Program) -> Iterator[tuple[Action, Action]]:
-    """The (SEND, RECV) that a compute action calls for: none or one pair."""
-    stage, k = action.stage, action.microbatch
-    if action.kind is Kind.F:
-        peer, send, receive = stage + 1, Kind.SEND_F, Kind.RECV_F
-    elif action.kind in _GRADIENT_MADE:
-        peer, send, receive = stage - 1, Kind.SEND_B, Kind.RECV_B
-    else:
-        return
-    if 0 <= peer < program.stages and program.placement[peer] != program.placement[stage]:
-        yield Action(stage, send, k), Action(peer, receive, k)
-
-
-def reduce_grad(program: Program) -> Program:
-    """Add a REDUCE_GRAD after each stage's last B or W, once per STEP where there are STEPs.
-
-    It stands behind the SEND of that backward, which a neighbour waits for.
-    """
-    rows = []
-    for actions in program.ranks:
-        row: list[Action] = []
-        reduced: set[int] = set()  # stages whose last backward (seen from the end) has been passed
-        held: list[Action] = []  # SENDs directly behind the entry to come: they stay next to it
-        for entry in reversed(actions):
-            if entry.kind is Kind.STEP:
-                reduced.discard(entry.stage)
-            if entry.kind in (Kind.SEND_F, Kind.SEND_B):
-                held.append(entry)
-                continue
-            for part in reversed(tuple(entry.each())):
-                if part.kind in BACKWARD_ENDS and part.stage not in reduced:
-                    reduced.add(part.stage)
-                    row.append(Action(part.stage, Kind.REDUCE_GRAD))
-            row += held
-            held = []
-            row.append(entry)
-        rows.append(tuple(reversed(row + held)))
-    return replace(program, ranks=tuple(rows))
-
-
-def strip(program: Program) -> Program:
-    """Remove RECOMPUTE and STEP, which PyTorch's CSV has no word for."""
-    ours = (Kind.RECOMPUTE, Kind.STEP)
-    return replace(program, ranks=tuple(tuple(a for a in actions if a.kind not in ours) for actions in program.ranks))
+def _per_rank(program: Program, change: Callable[[tuple[Action, ...]], Iterable[Action]]) -> Program:
+    return replace(program, ranks=tuple(tuple(change(actions)) for actions in program.ranks))

@@ -3,14 +3,14 @@
     ranks, chunks --> stage -> rank (this file) --> schedules/*
 
 Torch-free. A placement is a tuple: entry s is the rank of stage s. Programs take
-any total map; these are the two that the schedules use.
+any total map; these are the ones that the schedules use.
 """
 
 from __future__ import annotations
 
 from sixfold.pipeline.errors import ScheduleError
 
-__all__ = ["at_least_one", "looped", "wave"]
+__all__ = ["at_least_one", "linear", "looped", "vee", "wave"]
 
 
 def at_least_one(**arguments: int) -> None:
@@ -24,12 +24,24 @@ def at_least_one(**arguments: int) -> None:
             raise ScheduleError(f"{name} is {value}; it is >= 1")
 
 
-def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stage s on rank ``s % ranks``: one line of stages (``chunks`` 1) or several loops."""
+def linear(ranks: int) -> tuple[int, ...]:
+    """Stage r on rank r: 0 1 2 3."""
+    return looped(ranks, 1)
+
+
+def looped(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stage s on rank ``s % ranks``: 0 1 2 3 0 1 2 3. The way from the last rank to the first is traffic."""
+    at_least_one(ranks=ranks, chunks=chunks)
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
-def wave(ranks: int, chunks: int = 2) -> tuple[int, ...]:
-    """Down the ranks and up again: a V for two chunks, a wave for more (arXiv 2308.15762)."""
+def vee(ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again: 0 1 2 3 3 2 1 0. The turn stays within the last rank."""
+    return wave(ranks, 2)
+
+
+def wave(ranks: int, chunks: int) -> tuple[int, ...]:
+    """A V for two chunks, a wave for more (arXiv 2308.15762): 0 1 2 3 3 2 1 0 0 1 2 3 ... Every turn is local."""
+    at_least_one(ranks=ranks, chunks=chunks)
     down = tuple(range(ranks))
     return tuple(rank for row in range(chunks) for rank in (down if row % 2 == 0 else down[::-1]))

@@ -2,13 +2,18 @@
 
     ranks, microbatches --> Program (this file) --> passes.lower
 
+Two ranks, three microbatches:
+
+    0: 0F0 0F1 0F2 0B0 0B1 0B2
+    1: 1F0 1F1 1F2 1B0 1B1 1B2
+
 bubble_over_ideal is (p - 1) / m; every rank holds m microbatches.
 """
 
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.placement import at_least_one, linear
 from sixfold.pipeline.program import Program
 
 __all__ = ["gpipe"]
@@ -27,6 +32,6 @@ def gpipe(ranks: int, microbatches: int) -> Program:
             for rank in range(ranks)
         ),
         microbatches,
-        looped(ranks),
+        linear(ranks),
         "gpipe",
     )

@@ -2,6 +2,11 @@
 
     ranks, microbatches, chunks --> Program (this file) --> passes.lower
 
+Two ranks of two chunks, four microbatches:
+
+    0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
 Megatron's table: microbatches in groups, each group through chunk 0, then
 chunk 1, ...; backward through the chunks in reverse. bubble_over_ideal is
 (p - 1) / (v m) for every m >= p. It is paid with memory (p + (p - 1) / v

@@ -2,6 +2,11 @@
 
     ranks, microbatches --> Program (this file) --> passes.lower
 
+Two ranks, three microbatches:
+
+    0: 0F0 0B0 0F1 0B1 0F2 0B2
+    1: 1F0 1B0 1F1 1B1 1F2 1B2
+
 The order of the plain loop. bubble_over_ideal is p - 1 whatever m is (the notes
 that derive GPipe's formula for it are wrong); at most one microbatch is held.
 """
@@ -9,7 +14,7 @@ that derive GPipe's formula for it are wrong); at most one microbatch is held.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.placement import at_least_one, linear
 from sixfold.pipeline.program import Program
 
 __all__ = ["naive"]
@@ -28,6 +33,6 @@ def naive(ranks: int, microbatches: int) -> Program:
             for rank in range(ranks)
         ),
         microbatches,
-        looped(ranks),
+        linear(ranks),
         "naive",
     )

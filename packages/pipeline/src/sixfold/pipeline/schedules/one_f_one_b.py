@@ -2,6 +2,11 @@
 
     ranks, microbatches --> Program (this file) --> passes.lower
 
+Two ranks, three microbatches:
+
+    0: 0F0 0F1 0B0 0F2 0B1 0B2
+    1: 1F0 1B0 1F1 1B1 1F2 1B2
+
 bubble_over_ideal is GPipe's (p - 1) / m, but rank r holds only min(m, p - r)
 microbatches: rank 0 the most.
 """
@@ -9,7 +14,7 @@ microbatches: rank 0 the most.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, looped
+from sixfold.pipeline.placement import at_least_one, linear
 from sixfold.pipeline.program import Program
 
 __all__ = ["alternate", "one_f_one_b"]
@@ -41,6 +46,6 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
             for rank in range(ranks)
         ),
         microbatches,
-        looped(ranks),
+        linear(ranks),
         "one_f_one_b",
     )

@@ -1,0 +1,143 @@
+"""The table of bubbles, memory, weight versions and messages, through ``simulate``, for p <= 8 and many m."""
+
+from __future__ import annotations
+
+import pytest
+
+from sixfold.pipeline import (
+    Costs,
+    Program,
+    Timeline,
+    dualpipe_v,
+    eager_one_f_one_b,
+    gpipe,
+    hanayo,
+    interleaved,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    simulate,
+    verify,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+
+EVERY_M = (1, 2, 3, 4, 5, 7, 8, 11, 16, 23)
+ranks = pytest.mark.parametrize("p", range(1, 9))
+
+
+def timed(program: Program, **costs: float) -> Timeline:
+    """The timeline of equal ranks; F = I = W = 1 unless said otherwise."""
+    return simulate(program, Costs.per_rank(program, **costs))
+
+
+def from_(start: int) -> list[int]:
+    """Several m from ``start`` on."""
+    return [start, start + 1, start + 3, 2 * start + 1, 3 * start]
+
+
+@ranks
+def test_schedules_of_one_chunk_have_the_closed_forms(p):
+    for m in EVERY_M:
+        for costs in ({}, {"forward": 2.0, "backward_input": 1.5, "backward_weight": 0.5}):
+            assert timed(naive(p, m), **costs).bubble_over_ideal == pytest.approx(p - 1)
+            for make in (gpipe, one_f_one_b, eager_one_f_one_b, pipedream):
+                assert timed(make(p, m), **costs).bubble_over_ideal == pytest.approx((p - 1) / m), make.__name__
+        assert timed(naive(p, m)).peak_activations == (1,) * p
+        assert timed(gpipe(p, m)).peak_activations == (m,) * p
+        assert timed(one_f_one_b(p, m)).peak_activations == tuple(min(m, p - r) for r in range(p))
+        assert timed(pipedream(p, m)).peak_activations == tuple(min(m, p - r) for r in range(p))
+        assert timed(eager_one_f_one_b(p, m)).peak_activations == tuple(min(m, 2 * (p - r) - 1) for r in range(p))
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@ranks
+def test_loops_divide_the_bubble_by_their_chunks_for_every_m_from_p_on(p, chunks):
+    for m in range(p, 4 * p + 1, 1 if p < 5 else 3):
+        program = interleaved(p, m, chunks)
+        assert timed(program).bubble_over_ideal == pytest.approx((p - 1) / (chunks * m)), f"m={m}"
+        if m % p == 0 and m >= 2 * p:
+            assert max(timed(program).peak_activations) == pytest.approx(p + (p - 1) / chunks)
+        breadth_first = timed(looped_bfs(p, m, chunks))
+        assert breadth_first.bubble_over_ideal == pytest.approx((p - 1) / (chunks * m)), f"m={m}"
+        assert breadth_first.peak_activations == pytest.approx((m,) * p)
+
+
+@ranks
+def test_zb_h1_has_a_third_of_the_bubble_within_the_memory_of_1f1b(p):
+    for m in from_(p):
+        assert timed(zb_h1(p, m)).bubble_over_ideal == pytest.approx((p - 1) / (3 * m)), f"m={m}"
+    for m in EVERY_M:
+        assert max(timed(zb_h1(p, m)).peak_activations) <= min(m, p), f"m={m}"
+
+
+@ranks
+def test_zb_h2_has_no_idle_span_and_ends_p_minus_one_forwards_late(p):
+    for m in from_(2 * p - 1):
+        timeline = timed(zb_h2(p, m))
+        assert timeline.span_over_ideal == pytest.approx(0), f"m={m}"
+        assert timeline.makespan - timeline.ideal == pytest.approx(p - 1), f"m={m}"
+    for m in EVERY_M:
+        assert max(timed(zb_h2(p, m)).peak_activations) <= 2 * p - 1, f"m={m}"
+
+
+@ranks
+def test_zb_v_has_no_idle_span_within_the_memory_of_1f1b(p):
+    for m in from_(2 * p - 1):
+        timeline = timed(zb_v(p, m))
+        assert timeline.span_over_ideal == pytest.approx(0), f"m={m}"
+        assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (6 * m)), f"m={m}"
+    for m in EVERY_M:
+        assert max(timed(zb_v(p, m)).peak_activations) <= p, f"m={m}"
+
+
+@ranks
+def test_dualpipe_v_reaches_zb_vs_bubble_although_it_pairs_actions(p):
+    for m in from_(2 * p):
+        assert timed(dualpipe_v(p, m)).bubble_over_ideal <= (p - 1) / (6 * m) + 1e-12, f"m={m}"
+    for m in EVERY_M:
+        assert max(timed(dualpipe_v(p, m)).peak_activations) <= p + 0.5, f"m={m}"
+
+
+@pytest.mark.parametrize("p", range(1, 5))
+def test_one_wave_has_hanayos_bubble_from_two_p_on(p):
+    for m in from_(2 * p):
+        assert timed(hanayo(p, m)).bubble_over_ideal == pytest.approx((p - 1) / (2 * m)), f"m={m}"
+
+
+def test_hanayo_where_the_paper_is_too_good_and_where_two_waves_reach_it():
+    assert timed(hanayo(4, 4)).bubble_over_ideal == pytest.approx(0.5)  # the proven optimum, not 0.375
+    eight = timed(hanayo(4, 8))
+    assert eight.bubble_over_ideal == pytest.approx(0.1875)
+    assert max(eight.peak_activations) == 8
+    assert timed(hanayo(4, 8, waves=2)).bubble_over_ideal == pytest.approx(3 / (2 * 2 * 8))
+
+
+@ranks
+def test_pipedream_keeps_a_version_per_microbatch_in_flight_and_2bw_keeps_two(p):
+    stashed = pipedream(p, 3 * p)
+    assert verify(stashed).weight_versions == timed(stashed).weight_versions == tuple(p - r for r in range(p))
+    for m in (max(1, p - 1), p, 2 * p + 1):
+        for steps in (1, 2, 3):
+            program = pipedream_2bw(p, m, steps)
+            timeline = timed(program)
+            assert program.microbatches == steps * m
+            assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (steps * m)), f"m={m} steps={steps}"
+            assert timeline.peak_activations == tuple(min(steps * m, p - r) for r in range(p))
+            if m > 1:
+                assert timeline.weight_versions == (2 if steps > 1 else 1,) * p
+
+
+def test_the_memory_and_the_messages_that_interleaving_costs():
+    assert max(timed(interleaved(4, 8)).peak_activations) == 5.5
+    assert verify(interleaved(4, 8)).messages / verify(one_f_one_b(4, 8)).messages == pytest.approx(7 / 3)
+    assert verify(zb_v(4, 8)).messages == 2 * verify(one_f_one_b(4, 8)).messages
+    assert verify(hanayo(4, 8, waves=2)).messages == 4 * verify(one_f_one_b(4, 8)).messages
+
+
+def test_eager_1f1b_is_the_cheap_answer_to_slow_links():
+    plain, eager = (timed(make(4, 8), hop=0.3) for make in (one_f_one_b, eager_one_f_one_b))
+    assert (plain.bubble_over_ideal, eager.bubble_over_ideal) == (pytest.approx(0.575), pytest.approx(0.45))

@@ -192,7 +192,7 @@ def test_its_cache_files_have_other_names_than_the_peers_and_name_the_data(tmp_p
     [
         (10, (["a", "a"], [1, 1]), "'a' more than once; give it one entry with the sum"),
         (10, (["a", "empty"], [1, 1]), "the train part of 'empty' has 2 sequences and no tokens"),
-        (None, (["c", "c2"], None), "all 2 weights are 0"),
+        (None, (["c", "c2"], None), "one epoch of 2 datasets gives no sample"),
         (10, (["a"] , [float("nan")]), "weight 0 is nan"),
     ],
     ids=range(4),

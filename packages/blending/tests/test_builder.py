@@ -182,7 +182,7 @@ def test_samples_of_a_part_without_tokens_are_refused(size):
     assert len(valid) == 0, "an empty part among others, and no samples are asked"
     with pytest.raises(BlendingError, match="the valid part of 'data/c' has 0 sequences and no tokens"):
         build([5, 1, 0], blend=(["data/a", "data/c"], [1, 1]), split="98,2")
-    with pytest.raises(BlendingError, match=r"the 2 counts are all 0.*the datasets, from 0: data/c, data/d"):
+    with pytest.raises(BlendingError, match=r"2 datasets gives no sample.*the datasets, from 0: data/c, data/d"):
         build([None, 0, 0], blend=(["data/c", "data/d"], None), split="1", sequence_length=500)
 
 

@@ -13,7 +13,7 @@ from os import fspath
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.apportion import Weights, apportion, exact_weights
+from sixfold.blending.apportion import Weights, apportion
 from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BlendIndex
 from sixfold.blending.checks import first_repeated, whole_number
@@ -122,7 +122,7 @@ class BlendedDataset(Samples):
             refuse_too_many_datasets(len(self.datasets))
             if self.size is None:
                 counts_D = np.array([len(dataset) for dataset in self.datasets], dtype=np.int64)
-                exact_weights(counts_D.tolist())  # not all are 0
+                _refuse_no_samples(counts_D.tolist(), self.config)
             else:
                 given = [dataset.part.tokens for dataset in self.datasets] if self.weights is None else self.weights
                 counts_D = apportion(given, self.size)
@@ -251,12 +251,21 @@ def _schedule(
     try:
         if size is None:
             counts = [dataset.samples_per_epoch for dataset in datasets]
+            _refuse_no_samples(counts, config)
             return Schedule.one_epoch(counts, config.sequence_length)
         first = tokens if weights is None else weights
         changes = config.changes_of(datasets[0].index_split)
         return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes))
     except BlendingError as error:
         raise BlendingError(f"{error} (the datasets, from 0: {_some(paths)})") from None
+
+
+def _refuse_no_samples(counts: Sequence[int], config: BlendedMegatronDatasetConfig) -> None:
+    if not any(counts):
+        raise BlendingError(
+            f"one epoch of {len(counts)} datasets gives no sample: each has fewer tokens than sequence_length "
+            f"{config.sequence_length} needs; give a shorter sequence_length or a size"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

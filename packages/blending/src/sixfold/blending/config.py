@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sixfold.blending.apportion import exact_weights
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.greedy import refuse_weights
+from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
 Prefix = str | PathLike[str]
@@ -109,6 +109,8 @@ class BlendedMegatronDatasetConfig:
 
     def _check_blend(self, what: str, blend: Blend) -> None:
         check_blend(what, blend, as_peer=self.order == "megatron")
+        if self.order != "stateless":
+            refuse_too_many_datasets(len(blend[0]))
 
     def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
         if self.split is not None:

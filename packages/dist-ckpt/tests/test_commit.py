@@ -12,7 +12,8 @@ from dist_ckpt_helpers import one
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, StorageError, storage, transfer
+from sixfold.dist_ckpt import MismatchError, StorageError, storage
+from sixfold.dist_ckpt.reader import Reader
 
 
 def state(value):
@@ -86,11 +87,11 @@ def test_a_replacement_that_cannot_be_moved_in_leaves_the_old_one_in_place(tmp_p
 def test_a_load_that_is_overtaken_by_a_save_is_an_error_and_no_mixture(tmp_path, monkeypatch):
     dist_ckpt.save(state(1), tmp_path / "c")
 
-    def run(reader, records, plan, plain=transfer.Reader.run):
-        dist_ckpt.save(state(2), tmp_path / "c", group=None)  # after the digests were checked
-        return plain(reader, records, plan)
+    def run(reader, *arguments, plain=Reader.run):
+        dist_ckpt.save(state(2), tmp_path / "c", group=None)  # after the small files were read
+        return plain(reader, *arguments)
 
-    monkeypatch.setattr(transfer.Reader, "run", run)
+    monkeypatch.setattr(Reader, "run", run)
     with pytest.raises(StorageError, match="replaced while it was read"):
         loaded_value(tmp_path / "c")
     monkeypatch.undo()

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from sixfold.dist_ckpt import CorruptError
+from sixfold.dist_ckpt.crc import join_pieces
 from sixfold.dist_ckpt.integrity import (
     BLOCK_BYTES,
-    Block,
     BlockHasher,
     FileDigest,
     Integrity,
+    Span,
     decode,
     hash_pieces,
-    join_pieces,
 )
 from sixfold.dist_ckpt.manifest import ByteRange
 
@@ -83,10 +83,12 @@ def test_sha256_of_another_writer_is_checked_too(tmp_path):
         read.check_blocks(tmp_path, read.all_blocks())
 
 
-def test_blocks_of_a_byte_range():
+def test_blocks_of_byte_ranges_as_few_spans():
     made = Integrity(save_id="x", files={}, block_bytes=10)
-    assert made.blocks_of([ByteRange("f", 9, 2), ByteRange("f", 30, 10), ByteRange("g", 5, 0)]) == {
-        Block("f", 0),
-        Block("f", 1),
-        Block("f", 3),
-    }
+    ranges = [ByteRange("f", 30, 10), ByteRange("f", 9, 2), ByteRange("g", 5, 0), ByteRange("f", 15, 6)]
+    assert made.spans_of(ranges) == [Span("f", 0, 4)]
+    assert made.spans_of([ByteRange("g", 0, 1), ByteRange("f", 0, 10), ByteRange("f", 20, 11)]) == [
+        Span("f", 0, 1),
+        Span("f", 2, 4),
+        Span("g", 0, 1),
+    ]

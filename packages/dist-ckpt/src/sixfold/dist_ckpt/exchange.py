@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, LostPeerError, StorageError, typed
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, StorageError, typed
 from sixfold.dist_ckpt.frame import tensor_bytes
 
 Mine = TypeVar("Mine")
@@ -91,9 +91,10 @@ class Exchange:
                 lost = lost or Outcome(error=error)
         if lost is not None:
             return lost
-        failed = next((outcome for outcome in outcomes if outcome.error is not None), None)
-        if failed is not None:
-            return failed
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        if failed:
+            # Damage that one rank has found explains what others ran into.
+            return min(failed, key=lambda outcome: not isinstance(outcome.error, CorruptError))
         return Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
 
     def _send(self, peer: int, data: bytes, *, best_effort: bool = False) -> None:

@@ -7,6 +7,7 @@ Opening reads the small files and the sizes of the others, no tensor.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class Checkpoint:
     verify: str
     identity: tuple[int, ...]
     _maps: dict[str, mmap.mmap] = field(default_factory=dict)
+    _addresses: dict[str, int] = field(default_factory=dict)
 
     def map(self, name: str) -> mmap.mmap:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
@@ -53,6 +55,12 @@ class Checkpoint:
             with (self.folder / name).open("rb") as file:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
+
+    def address(self, name: str) -> int:
+        """Where the mapping of a file begins in memory. The mapping lives as long as this checkpoint."""
+        if name not in self._addresses:
+            self._addresses[name] = ctypes.addressof(ctypes.c_char.from_buffer(self.map(name)))
+        return self._addresses[name]
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened.

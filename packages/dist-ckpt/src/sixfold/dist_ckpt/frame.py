@@ -18,6 +18,7 @@ import struct
 import sys
 from collections import OrderedDict
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -80,6 +81,39 @@ def data_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
     _StoragePickler(buffer, protocol=2).dump(model)
     return buffer.getvalue()
+
+
+class Template(NamedTuple):
+    """A frame whose CRC-32 is not known yet: it stands between the two parts of head and of tail."""
+
+    head: tuple[bytes, bytes]
+    tail: tuple[bytes, bytes]
+    head_bytes: int
+    nbytes: int  # of the whole frame
+
+    def fill(self, data_crc32: int) -> Frame:
+        """The frame around raw bytes with this CRC-32."""
+        crc = data_crc32.to_bytes(4, "little")
+        return Frame(crc.join(self.head), crc.join(self.tail))
+
+
+def template(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Template:
+    """The frame of a contiguous tensor that starts at byte ``at`` of its file, made once for equal ones."""
+    data_bytes = prod(shape) * dtype.itemsize
+    return _template(dtype, shape, at % (LARGE_ALIGNMENT if data_bytes >= LARGE_BYTES else SMALL_ALIGNMENT))
+
+
+@lru_cache(maxsize=4096)
+def _template(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Template:
+    data_bytes = prod(shape) * dtype.itemsize
+    head, tail = build(data_pickle(dtype, shape), data_bytes, 0, at)
+    in_head, in_tail = head.rindex(_LOCAL) + 14, tail.rindex(_CENTRAL) + 16  # where the zip format has the CRC-32
+    return Template(
+        (head[:in_head], head[in_head + 4 :]),
+        (tail[:in_tail], tail[in_tail + 4 :]),
+        len(head),
+        len(head) + data_bytes + len(tail),
+    )
 
 
 def build(pickled: bytes, data_bytes: int, data_crc32: int, at: int, *, limit: int = _LIMIT32) -> Frame:

@@ -9,23 +9,22 @@ load silently there (pytorch#126952, torchtitan#4011).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
+from sixfold.dist_ckpt.crc import Piece, crc32, crc32_at, shift
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.manifest import ByteRange
 
 FILE_NAME = "integrity.json"
 BLOCK_BYTES = 4 * 2**20
 _ALGORITHMS = ("crc32", "sha256")
-_POLYNOMIAL = 0xEDB88320  # of zlib and zip
 
 
 class FileDigest(NamedTuple):
@@ -40,6 +39,18 @@ class Block(NamedTuple):
 
     file: str
     number: int
+
+
+class Span(NamedTuple):
+    """Blocks ``first`` to ``stop - 1`` of a file."""
+
+    file: str
+    first: int
+    stop: int
+
+    def blocks(self) -> Iterator[Block]:
+        """One by one."""
+        return (Block(self.file, number) for number in range(self.first, self.stop))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,19 +72,23 @@ class Integrity:
         }
         return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
 
-    def blocks_of(self, ranges: Iterable[ByteRange]) -> set[Block]:
-        """The blocks that hold any byte of ``ranges``."""
-        size = self.block_bytes
-        return {
-            Block(r.file, index)
-            for r in ranges
-            if r.length
-            for index in range(r.offset // size, (r.offset + r.length - 1) // size + 1)
-        }
+    def spans_of(self, ranges: Iterable[ByteRange]) -> list[Span]:
+        """The blocks that hold any byte of ``ranges``, as few sorted spans."""
+        size, spans = self.block_bytes, list[Span]()
+        for file, offset, length in sorted(r for r in ranges if r.length):
+            first, stop = offset // size, -(-(offset + length) // size)
+            if spans and spans[-1].file == file and spans[-1].stop >= first:
+                first, stop = spans[-1].first, max(stop, spans.pop().stop)
+            spans.append(Span(file, first, stop))
+        return spans
+
+    def all_spans(self) -> list[Span]:
+        """Every block of every file."""
+        return [Span(name, 0, len(file.digests)) for name, file in sorted(self.files.items())]
 
     def all_blocks(self) -> set[Block]:
         """Every block of every file."""
-        return {Block(name, index) for name, file in self.files.items() for index in range(len(file.digests))}
+        return {block for span in self.all_spans() for block in span.blocks()}
 
     def check_sizes(self, folder: Path) -> None:
         """CorruptError for the first file that is missing, short or long."""
@@ -111,13 +126,20 @@ class Integrity:
                 handle.close()
         return total
 
-    def _compare(self, path: Path, index: int, data: bytes | memoryview) -> None:
-        expected = self.files[path.name].digests if path.name in self.files else ()
-        if index >= len(expected) or digest(self.algorithm, data) != expected[index]:
+    def hasher(self) -> Hasher:
+        """For one block."""
+        return Hasher(self.algorithm)
+
+    def compare(self, path: Path, index: int, found: str) -> None:
+        """CorruptError unless ``found`` is the digest of block ``index``."""
+        file = self.files.get(path.name, FileDigest(0, ()))
+        if index >= len(file.digests) or found != file.digests[index]:
             start = index * self.block_bytes
-            raise CorruptError(
-                f"{path}: bytes {start}:{start + len(data)} are not those that were saved ({self.algorithm} differs)"
-            )
+            stop = min(start + self.block_bytes, max(file.size, start))
+            raise CorruptError(f"{path}: bytes {start}:{stop} are not those that were saved ({self.algorithm} differs)")
+
+    def _compare(self, path: Path, index: int, data: bytes | memoryview) -> None:
+        self.compare(path, index, digest(self.algorithm, data))
 
 
 def _read_full(file: RawIOBase, buffer: memoryview) -> int:
@@ -126,13 +148,6 @@ def _read_full(file: RawIOBase, buffer: memoryview) -> int:
     while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
         filled += count
     return filled
-
-
-class Piece(NamedTuple):
-    """A run of bytes inside one block: its CRC-32 and its length."""
-
-    crc: int
-    length: int
 
 
 def hash_pieces(data: memoryview, start: int) -> list[Piece]:
@@ -148,38 +163,23 @@ def hash_pieces(data: memoryview, start: int) -> list[Piece]:
     return pieces
 
 
-def join_pieces(pieces: Iterable[Piece]) -> int:
-    """CRC-32 of the pieces end to end."""
-    crc = 0
-    for piece in pieces:
-        crc = _shift(crc, piece.length) ^ piece.crc
-    return crc
+class Hasher:
+    """The digest of one block, taken piece by piece."""
 
+    def __init__(self, algorithm: str) -> None:
+        self._crc = 0
+        self._sha = hashlib.sha256() if algorithm == "sha256" else None
 
-def _shift(crc: int, nbytes: int) -> int:
-    """``crc`` times x to the ``8 * nbytes`` modulo the polynomial: what zlib's crc32_combine does."""
-    return _multiply(_power(nbytes), crc) if crc else 0
+    def update_at(self, address: int, nbytes: int) -> None:
+        """Add the next bytes, which lie in memory."""
+        if self._sha is None:
+            self._crc = crc32_at(address, nbytes, self._crc)
+        else:
+            self._sha.update((ctypes.c_char * nbytes).from_address(address))
 
-
-@lru_cache(maxsize=1024)
-def _power(nbytes: int) -> int:
-    """x to the ``8 * nbytes`` by repeated squaring, bits reflected: 1 is 1 << 31."""
-    result, square = 1 << 31, 1 << 23  # x ** 0, x ** 8
-    while nbytes:
-        if nbytes & 1:
-            result = _multiply(square, result)
-        square, nbytes = _multiply(square, square), nbytes >> 1
-    return result
-
-
-def _multiply(a: int, b: int) -> int:
-    """Product of two polynomials over GF(2) modulo CRC-32's, bits reflected."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+    def hexdigest(self) -> str:
+        """As it stands in ``integrity.json``."""
+        return f"{self._crc:08x}" if self._sha is None else self._sha.hexdigest()
 
 
 class BlockHasher:
@@ -201,7 +201,7 @@ class BlockHasher:
     def add(self, pieces: Iterable[Piece]) -> None:
         """Add bytes that ``hash_pieces`` has hashed for this place of the file."""
         for piece in pieces:
-            self._close_block_after(_shift(self._crc, piece.length) ^ piece.crc, piece.length)
+            self._close_block_after(shift(self._crc, piece.length) ^ piece.crc, piece.length)
 
     def _close_block_after(self, crc: int, nbytes: int) -> None:
         self._crc = crc

@@ -5,19 +5,23 @@ state dicts + folder --> request --> agree --> verify and read --> assemble (thi
 
 from __future__ import annotations
 
+import os
+import socket
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sixfold.dist_ckpt import factory, plan, transfer, tree, validation, weights_only
+from sixfold.dist_ckpt import factory, plan, tree, validation, weights_only
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
-from sixfold.dist_ckpt.integrity import Block
+from sixfold.dist_ckpt.integrity import Span
 from sixfold.dist_ckpt.manifest import Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.reader import Reader, check_policy
 from sixfold.dist_ckpt.saving import object_report
 from sixfold.dist_ckpt.strategies.base import load_engine
 from sixfold.dist_ckpt.validation import StrictHandling
@@ -31,17 +35,19 @@ class _Report(NamedTuple):
     asked: set[str]
     unexpected: set[str]
     mismatches: list[str]
-    blocks: set[Block]
+    touched: list[Span]
+    cpus: tuple[str, int]
     stored: frozenset[str]
     save_id: str | None
 
 
 class _Decision(NamedTuple):
-    """What the first rank decides: the key sets, and which blocks each rank hashes."""
+    """What the first rank decides: the key sets, which blocks each rank hashes, and with how many threads."""
 
     missing: set[str]
     unexpected: set[str]
-    blocks: list[list[Any]]
+    shares: list[list[Span]]
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +105,22 @@ def load(
     """
     if load_engine(sharded_strategy, common_strategy) is None:
         raise CheckpointError(f"the built-in engine does not load with {sharded_strategy}, {common_strategy}")
-    transfer.check_policy(dtype_policy)
+    check_policy(dtype_policy)
     mode = validation.parse_strict(strict)
     exchange = Exchange(group, timeout_s)
     request, decision = exchange.together(
         lambda: _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals),
-        lambda reports: _agree(reports, mode, validate_access_integrity, exchange.ranks),
+        lambda reports: _agree(reports, mode, validate_access_integrity),
     )
     values, casts = exchange.together(
-        lambda: _read_one_save(request, decision.blocks[exchange.rank], dtype_policy, safe_globals), _union
+        lambda: _read_one_save(request, decision, exchange.rank, dtype_policy, safe_globals), _union
     )
     if casts and dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     result = _assemble(request, values)
     missing = decision.missing if mode.minds_missing else set()
     if mode.logs and (missing or decision.unexpected):
-        _log(missing, decision.unexpected)
+        warn_of_keys(missing, decision.unexpected)
     return (result, missing, decision.unexpected) if mode.returns else result
 
 
@@ -142,6 +148,7 @@ def _request(
         unexpected,
         [*reads.mismatches, *mismatches],
         _touched(checkpoint, reads, objects),
+        (socket.gethostname(), len(os.sched_getaffinity(0))),
         frozenset([*manifest.tensors, *manifest.objects]),
         manifest.save_id,
     )
@@ -172,18 +179,18 @@ def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> 
     return lines, unknown
 
 
-def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[ShardedObject]) -> set[Block]:
+def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[ShardedObject]) -> list[Span]:
     integrity = checkpoint.integrity
     if integrity is None or checkpoint.verify == "off":
-        return set()
+        return []
     if checkpoint.verify == "full":
-        return integrity.all_blocks()
+        return integrity.all_spans()
     stored = checkpoint.manifest.objects
     frames = reads.frames() | {stored[record.unique_key] for record in objects if record.unique_key in stored}
-    return integrity.blocks_of(frames)
+    return integrity.spans_of(frames)
 
 
-def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, ranks: int) -> _Decision:
+def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool) -> _Decision:
     first = reports[0]
     if any((report.save_id, report.stored) != (first.save_id, first.stored) for report in reports):
         raise CorruptError(
@@ -200,26 +207,32 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
         problems = validation.tensor_problems([report.tensors for report in reports], "asked for")
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
-    blocks = sorted(set().union(*(report.blocks for report in reports)))
-    return _Decision(missing, unexpected, plan.assign(blocks, ranks))
+    return _Decision(
+        missing, unexpected, plan.assign([report.touched for report in reports]), _threads([r.cpus for r in reports])
+    )
+
+
+def _threads(cpus: Sequence[tuple[str, int]]) -> int:
+    """Threads for each rank: the cores of the fullest node shared among its ranks, at most 4."""
+    ranks = Counter(host for host, _ in cpus)
+    return min(4, *(max(1, count // ranks[host]) for host, count in cpus))
 
 
 def _read_one_save(
-    request: _Request, blocks: Sequence[Any], dtype_policy: str, safe_globals: Sequence[Any]
+    request: _Request, decision: _Decision, rank: int, dtype_policy: str, safe_globals: Sequence[Any]
 ) -> tuple[dict[tree.Path, Any], set[str]]:
     """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
     try:
-        return _read(request, blocks, dtype_policy, safe_globals)
+        reader = Reader(request.checkpoint, dtype_policy, decision.threads)
+        return _read(request, reader, decision.shares[rank], safe_globals), reader.cast_keys
     finally:
         request.checkpoint.check_unchanged()
 
 
 def _read(
-    request: _Request, blocks: Sequence[Any], dtype_policy: str, safe_globals: Sequence[Any]
-) -> tuple[dict[tree.Path, Any], set[str]]:
+    request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
+) -> dict[tree.Path, Any]:
     checkpoint = request.checkpoint
-    if checkpoint.integrity is not None:
-        checkpoint.integrity.check_blocks(checkpoint.folder, (Block(*block) for block in blocks))
     tensors, allocated = [], {}
     for path, record in request.parts.records:
         if isinstance(record, ShardedTensor):
@@ -228,8 +241,7 @@ def _read(
                 record.init_data("cpu")
             tensors.append(record)
             allocated[path] = record
-    reader = transfer.Reader(checkpoint, dtype_policy)
-    reader.run(tensors, request.reads)
+    reader.run(tensors, request.reads, (block for span in share for block in span.blocks()))
     values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in request.parts.local}
     for path, record in request.parts.records:
         if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
@@ -239,7 +251,7 @@ def _read(
         elif isinstance(record, ShardedObject) and record.unique_key in checkpoint.manifest.objects:
             frame = checkpoint.manifest.objects[record.unique_key]
             values[path] = reader.read_object(record.unique_key, frame, safe_globals)
-    return values, reader.cast_keys
+    return values
 
 
 def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]:
@@ -249,7 +261,8 @@ def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]
     return {} if result is tree.GONE else result
 
 
-def _log(missing: set[str], unexpected: set[str]) -> None:
+def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
+    """One warning for each kind of keys."""
     for keys, text in ((unexpected, "asked for, not in the checkpoint"), (missing, "in the checkpoint, not asked for")):
         if keys:
             warnings.warn(f"{len(keys)} keys are {text}: {', '.join(sorted(keys))}", stacklevel=3)

@@ -8,15 +8,16 @@ Pure: no files, no ranks, no tensor data. Each step prints as one line.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.box import Box, describe, intersect, whole
 from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.integrity import Span
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.mapping import Piece, ShardedTensor, is_main_replica
 
@@ -161,10 +162,46 @@ def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype,
     return None
 
 
-def assign(blocks: Sequence[tuple[str, int]], ranks: int) -> list[list[tuple[str, int]]]:
-    """Share sorted blocks among ranks in contiguous runs of nearly equal length, so that each reads a run."""
-    bounds = [len(blocks) * rank // ranks for rank in range(ranks + 1)]
-    return [list(blocks[low:high]) for low, high in pairwise(bounds)]
+def assign(touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    """Share the blocks that ranks touch: each to one rank that reads it anyway, evenly.
+
+    Args:
+        touched: spans of blocks by rank, sorted.
+    Returns:
+        Spans by rank, disjoint, in the order of files and blocks; together all that is touched.
+    """
+    events: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, spans in enumerate(touched):
+        for span in spans:
+            events[span.file] += [(span.first, 1, rank), (span.stop, 0, rank)]
+    shares: list[list[Span]] = [[] for _ in touched]
+    load = [0] * len(touched)
+    for file in sorted(events):
+        active: dict[int, None] = {}
+        at = 0
+        for place, begins, rank in sorted(events[file]):
+            if active and place > at:
+                _deal(Span(file, at, place), list(active), load, shares)
+            at = place
+            if begins:
+                active[rank] = None
+            else:
+                del active[rank]
+    return shares
+
+
+def _deal(span: Span, ranks: list[int], load: list[int], shares: list[list[Span]]) -> None:
+    """Cut a span that all of ``ranks`` read into runs, each for the one of them with the least so far."""
+    step = max(4, (span.stop - span.first) // (4 * len(ranks))) if len(ranks) > 1 else span.stop - span.first
+    for turn, first in enumerate(range(span.first, span.stop, step)):
+        candidates = [ranks[(turn + i) % len(ranks)] for i in range(min(16, len(ranks)))]
+        rank = min(candidates, key=load.__getitem__)
+        part = Span(span.file, first, min(first + step, span.stop))
+        load[rank] += part.stop - part.first
+        own = shares[rank]
+        if own and own[-1].file == part.file and own[-1].stop == part.first:
+            part = Span(part.file, own.pop().first, part.stop)
+        own.append(part)
 
 
 def total_bytes(writes: Sequence[Write]) -> int:

@@ -15,14 +15,15 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 
+from sixfold.dist_ckpt.crc import Piece
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, Piece, digest_of
+from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, digest_of
 
 _OWN_FILES = frozenset(["metadata.json", "common.pt", ".metadata", ".metadata.tmp", "integrity.json"])
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -81,14 +82,17 @@ def write_file(folder: Path, name: str, data: bytes) -> FileDigest:
     return digest_of(data)
 
 
-def check_target(target: Path, if_exists: str) -> None:
-    """Refuse a target that this save must not touch; see ``commit`` for what is left."""
+def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] | None = None) -> None:
+    """Refuse a target that this save must not touch; see ``commit`` for what is left.
+
+    ``owns_file`` says of a relative path whether another format's checkpoint may hold it.
+    """
     if target.exists() and not target.is_dir():
         raise StorageError(f"{target} is a file; a checkpoint is a folder", errno.ENOTDIR)
-    names = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    names = sorted(_files(target)) if target.exists() else []
     if names and if_exists == "error":
         raise StorageError(f"{target} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
-    foreign = [name for name in names if not (is_checkpoint_file(name) and (target / name).is_file())]
+    foreign = [name for name in names if not (is_checkpoint_file(name) or (owns_file is not None and owns_file(name)))]
     if foreign:
         raise StorageError(
             f"{target} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
@@ -99,7 +103,18 @@ def check_target(target: Path, if_exists: str) -> None:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name may lie in a checkpoint of the torch_dist format."""
-    return name in _OWN_FILES or name.endswith(".distcp")
+    return name in _OWN_FILES or (name.endswith(".distcp") and "/" not in name)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Relative paths of all files below, and of what is no file, such as an empty folder, with a ``/`` behind."""
+    for path in folder.iterdir():
+        if path.is_file() and not path.is_symlink():
+            yield path.name
+        elif path.is_dir() and not path.is_symlink() and any(path.iterdir()):
+            yield from (f"{path.name}/{name}" for name in _files(path))
+        else:
+            yield f"{path.name}/"
 
 
 @contextmanager

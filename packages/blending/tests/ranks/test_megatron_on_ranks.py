@@ -75,4 +75,4 @@ def test_indices_built_by_two_ranks_are_the_peers_on_both_with_its_files(megatro
     both = zip(*ranktest.run_ranks(build_on_rank, 2, cases), strict=True)
     found = [outcome(*arrays, *case, ours) for arrays, case, ours in zip(both, cases, folders, strict=True)]
     record_property("megatron_chunk", Counter(found))
-    assert 2 * found.count("identical on 2 ranks") >= len(found), found
+    assert 4 * found.count("identical on 2 ranks") >= len(found), found

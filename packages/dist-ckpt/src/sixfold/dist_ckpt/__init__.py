@@ -9,7 +9,7 @@
 The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
 import line changed. How it works, in the order of the data: box, mapping, tree, factory, manifest,
 unpickle, metadata, frame, integrity, plan, validation, exchange, storage, folder, transfer, saving,
-loading.
+loading, strategies, foreign, serialization.
 """
 
 from sixfold.dist_ckpt import retention
@@ -24,24 +24,21 @@ from sixfold.dist_ckpt.errors import (
     StorageError,
     UnsafeError,
 )
-from sixfold.dist_ckpt.loading import (
-    check_is_distributed_checkpoint,
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-)
+from sixfold.dist_ckpt.loading import check_is_distributed_checkpoint, load_content_metadata
 from sixfold.dist_ckpt.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
-from sixfold.dist_ckpt.saving import save
-from sixfold.dist_ckpt.strategies import common as _common  # registers itself, as the next does
-from sixfold.dist_ckpt.strategies import torch as _torch
+from sixfold.dist_ckpt.serialization import (
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    save,
+)
 from sixfold.dist_ckpt.validation import StrictHandling
 
 __all__ = [

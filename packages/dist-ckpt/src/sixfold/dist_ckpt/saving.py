@@ -25,7 +25,7 @@ from sixfold.dist_ckpt.frame import tensor_bytes
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
+from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file, save_engine
 
 
 class _Report(NamedTuple):
@@ -233,7 +233,7 @@ def _check_together(reports: list[_Report]) -> None:
 
 def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> Ticket:
     _check_together(reports)
-    storage.check_target(target, if_exists)
+    storage.check_target(target, if_exists, owns_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     storage.check_space(target.parent, sum(report.nbytes for report in reports))
     save_id = secrets.token_hex(8)
@@ -260,7 +260,8 @@ def commit(written: list[transfer.Written], content: Content, ticket: Ticket) ->
     staging, target = Path(ticket.staging), Path(ticket.target)
     with storage.full_disk_told(staging, content.nbytes):
         _write_small_files(staging, written, content, ticket)
-    storage.check_target(target, ticket.if_exists)  # again: data took a while to write, and nothing foreign may go
+    # Again: data took a while to write, and nothing foreign may go.
+    storage.check_target(target, ticket.if_exists, owns_file)
     storage.commit(staging, target, ticket.save_id)
 
 

@@ -74,7 +74,7 @@ class LoadEngine:
     memory: dict[str, Any] | None = field(default=None)
 
 
-class SaveStrategyBase(ABC):
+class SaveStrategyBase(ABC):  # noqa: B024
     """A strategy that writes ``backend`` in ``version``."""
 
     def __init__(self, backend: str, version: int) -> None:
@@ -126,7 +126,7 @@ class SaveShardedStrategy(SaveStrategyBase):
         """
 
     def owns_file(self, name: str) -> bool:
-        """Whether a file of this name (relative, with ``/``) is part of such a checkpoint, so that a save may replace it.
+        """Whether a file of this name (relative, with ``/``) is part of such a checkpoint: a save may replace it.
 
         ``common.pt`` and ``metadata.json`` need no mention.
         """
@@ -235,7 +235,7 @@ def get(action: StrategyAction | str, backend: str, version: int) -> Any:
     except KeyError:
         known = sorted((name, number) for what, name, number in _registered if what is kind)
         raise MismatchError(
-            f"unknown strategy {(backend, version)} for {kind.value}; there are {known}, and strategies.register adds more"
+            f"unknown strategy {(backend, version)} for {kind.value}; there are {known}, strategies.register adds more"
         ) from None
 
 
@@ -256,6 +256,15 @@ def find(action: StrategyAction, strategy: Any, default: tuple[str, int]) -> Any
             f"{_KINDS[action].__name__}"
         )
     return strategy
+
+
+def owns_file(name: str) -> bool:
+    """Whether a checkpoint of any registered format may hold a file of this relative path."""
+    if name.rpartition("/")[2].startswith("shard_") and name.endswith(".pt"):
+        return True  # objects of the common strategy
+    return any(
+        strategy.owns_file(name) for (what, *_), strategy in _registered.items() if what is StrategyAction.SAVE_SHARDED
+    )
 
 
 def save_engine(sharded_strategy: Any, common_strategy: Any) -> SaveEngine | None:

@@ -13,7 +13,7 @@ from typing import Any
 from sixfold.dist_ckpt import storage, tree, weights_only
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.mapping import ShardedObject, is_main_replica
-from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy, StrategyAction, register
+from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 
 COMMON_NAME = "common.pt"
 
@@ -108,7 +108,3 @@ def _load(path: Path) -> Any:
     except FileNotFoundError:
         raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
     return weights_only.load(data, str(path), ())
-
-
-register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
-register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())

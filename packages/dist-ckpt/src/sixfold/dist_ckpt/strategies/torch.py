@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import loading, saving, tree
+from sixfold.dist_ckpt import loading, saving, storage, tree
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -22,8 +22,6 @@ from sixfold.dist_ckpt.strategies.base import (
     LoadShardedStrategy,
     SaveEngine,
     SaveShardedStrategy,
-    StrategyAction,
-    register,
 )
 
 BACKEND, VERSION = "torch_dist", 1
@@ -63,6 +61,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
+
+    def owns_file(self, name: str) -> bool:
+        return storage.is_checkpoint_file(name)
 
     def engine(self) -> SaveEngine:
         return self._engine
@@ -114,7 +115,3 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
         return loading.load_sharded_metadata(checkpoint_dir)
-
-
-register(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, TorchDistSaveShardedStrategy())
-register(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TorchDistLoadShardedStrategy())

@@ -1,0 +1,233 @@
+"""The entry points: strategies are looked up, then the built-in engine or the strategy itself does the work.
+
+    save, load --> strategies --> saving.py, loading.py: the built-in engine
+    (this file)               --> foreign.py: strategies of users
+
+Every other file of the package is below this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sixfold.dist_ckpt import foreign, loading, saving
+from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.exchange import Group
+from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.strategies import base
+from sixfold.dist_ckpt.strategies.base import StrategyAction, register
+from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from sixfold.dist_ckpt.validation import StrictHandling, parse_strict
+
+register(StrategyAction.SAVE_SHARDED, "torch_dist", 1, TorchDistSaveShardedStrategy())
+register(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy())
+register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
+register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
+
+
+def save(
+    sharded_state_dict: Mapping[Any, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    group: Group = "world",
+    if_exists: str = "replace",
+    check_finite: bool = False,
+    timeout_s: float = 600.0,
+) -> None:
+    """Save a state dict, every rank of ``group`` its shards, as one checkpoint folder.
+
+    Collective over ``group``. The folder appears complete or not at all, and replaces an older
+    checkpoint in one step. The state dict is not changed.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of records; everything else is common data,
+            written by the first rank of the group.
+        checkpoint_dir: the folder; parents are made.
+        sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
+        common_strategy: None, ``("torch", 1)`` or a strategy.
+        validate_access_integrity: accepted for the guide's sake; a save is always validated.
+        preprocess_common_before_consistancy_check: applied to the common data before it is
+            compared between ranks.
+        content_metadata: saved with the common data under ``content_metadata``.
+        group: a process group, None for this process alone, or "world".
+        if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
+        check_finite: NaN or infinity in a tensor is an error.
+        timeout_s: longest wait for one peer, seconds.
+    Raises:
+        ShardingError: holes, overlaps, unlike shapes or dtypes, data that would not be read back.
+        MismatchError: a tuple that no strategy is registered for.
+        StorageError: full disk, a target that holds other files, any error of the system.
+        LostPeerError: a rank is dead or late. Any error is raised on every rank.
+    """
+    if base.save_engine(sharded_strategy, common_strategy) is not None:
+        saving.save(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            validate_access_integrity,
+            preprocess_common_before_consistancy_check,
+            content_metadata,
+            group=group,
+            if_exists=if_exists,
+            check_finite=check_finite,
+            timeout_s=timeout_s,
+        )
+        return
+    foreign.save(
+        sharded_state_dict,
+        checkpoint_dir,
+        base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1)),
+        base.find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1)),
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        group=group,
+        if_exists=if_exists,
+        check_finite=check_finite,
+        timeout_s=timeout_s,
+    )
+
+
+def load(
+    sharded_state_dict: Mapping[Any, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    group: Group = "world",
+    dtype_policy: str = "exact",
+    verify: str = "touched",
+    safe_globals: Sequence[Any] = (),
+    timeout_s: float = 600.0,
+) -> Any:
+    """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
+
+    Collective over ``group``. Data goes into the tensors of the records, and those (detached, same
+    storage) are what the result holds; after an error their content is undefined.
+
+    Args:
+        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed.
+        checkpoint_dir: a folder of this package, of torch DCP, of megatron-core, or of a format whose
+            strategy is given or registered.
+        sharded_strategy, common_strategy: None for what the folder's metadata.json names, a tuple or a strategy.
+        validate_access_integrity: all ranks together ask for each element once; False allows
+            parts of tensors and overlapping parts.
+        strict: ``StrictHandling`` or its string.
+        group: a process group, None for this process alone, or "world".
+        dtype_policy: where the asked dtype is not the stored: "exact" converts and each value must
+            survive the way there and back, "cast" converts and warns once, "strict" refuses.
+        verify: "touched" checks the digests of what is read, each block on one rank of the group;
+            "full" of everything; "off" only sizes and structure.
+        safe_globals: classes that common data and objects may name besides torch's own list.
+        timeout_s: longest wait for one peer, seconds.
+    Returns:
+        The state dict with plain tensors and the saved common data; for ``return_*`` modes the
+        tuple (state dict, missing keys, unexpected keys).
+    Raises:
+        MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
+            errors.py; raised on every rank, and before the result is returned.
+    """
+    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+    if strategies is not None:
+        return foreign.load(
+            sharded_state_dict,
+            checkpoint_dir,
+            strategies[0],
+            strategies[1],
+            validate_access_integrity,
+            parse_strict(strict),
+            group=group,
+            dtype_policy=dtype_policy,
+            timeout_s=timeout_s,
+        )
+    return loading.load(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        validate_access_integrity,
+        strict,
+        group=group,
+        dtype_policy=dtype_policy,
+        verify=verify,
+        safe_globals=safe_globals,
+        timeout_s=timeout_s,
+    )
+
+
+def _foreign_strategies(
+    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any
+) -> tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None:
+    """The two loading strategies if one of them reads by itself; None if the built-in engine does.
+
+    A folder that names no registered backend is left to the engine, whose error says what is wrong.
+    """
+    config = foreign.read_config(checkpoint_dir)
+    pairs = config or (("torch_dist", 1), ("torch", 1))
+    try:
+        sharded = base.find(StrategyAction.LOAD_SHARDED, sharded_strategy, pairs[0])
+        common = base.find(StrategyAction.LOAD_COMMON, common_strategy, pairs[1])
+    except CheckpointError:
+        if sharded_strategy is None and common_strategy is None:
+            return None
+        raise
+    return None if sharded.engine() is not None and common.is_built_in else (sharded, common)
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+    """The common data alone: what decides on config and version before any tensor is read.
+
+    Raises: as ``load``. {} for a plain DCP folder.
+    """
+    strategies = _foreign_strategies(checkpoint_dir, None, None)
+    if strategies is not None:
+        return strategies[1].load_common(Path(checkpoint_dir))
+    return loading.load_common_state_dict(checkpoint_dir, safe_globals=safe_globals)
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
+    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, None)
+    if strategies is not None:
+        return strategies[0].load_tensors_metadata(Path(checkpoint_dir))
+    return loading.load_tensors_metadata(checkpoint_dir)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
+    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+    if strategies is not None:
+        return foreign.listing(Path(checkpoint_dir), *strategies)
+    return loading.load_sharded_metadata(checkpoint_dir)
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
+    tensors = load_tensors_metadata(checkpoint_dir)
+    loaded = load(tensors, checkpoint_dir, group=None)
+    return {key: loaded[key] for key in tensors}
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:
+    """The strategy that ``(backend, version)`` stands for at save."""
+    strategy: base.SaveShardedStrategy = base.get(StrategyAction.SAVE_SHARDED, backend, version)
+    return strategy
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> base.LoadShardedStrategy:
+    """The strategy that a folder's metadata.json stands for at load."""
+    config = foreign.read_config(checkpoint_dir)
+    strategy: base.LoadShardedStrategy = base.get(StrategyAction.LOAD_SHARDED, *(config or (("torch_dist", 1),))[0])
+    return strategy

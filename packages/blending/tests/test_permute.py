@@ -9,7 +9,7 @@ from blending_helpers import naive_key, naive_permute
 
 from sixfold.blending import BlendingError
 from sixfold.blending.order import permute
-from sixfold.blending.permute import order_key, permute_range
+from sixfold.blending.permute import order_key, permute_back, permute_range
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
 
@@ -33,6 +33,15 @@ def test_it_is_the_plain_statement_and_a_bijection(n, level):
 def test_large_sizes_equal_the_plain_statement(n, level):
     index = np.random.default_rng(n).integers(0, n, 40)
     assert permute(99, n, index).tolist() == [naive_permute(99, n, int(one)) for one in index]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 256, 1000, 2**31 - 1, 2**53])
+def test_the_way_back_leads_to_every_index(n):
+    key = naive_key("some", n)
+    for index in {0, n - 1, *np.random.default_rng(n).integers(0, n, 40).tolist()}:
+        assert permute_back(key, n, naive_permute(key, n, index)) == index
+    with pytest.raises(BlendingError, match=f"index {n} is not one of 0..{n - 1}"):
+        permute_back(key, n, n)
 
 
 def test_keys_and_sizes_may_differ_by_element_and_the_batch_size_does_not_matter(level):

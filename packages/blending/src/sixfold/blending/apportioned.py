@@ -3,8 +3,9 @@
     apportion --> counts, Shuffle --> ApportionedBlend (this file): position <--> (dataset, sample) --> blended.py
 
 Sample i of the unshuffled blend ("repeat, plus running numbers") is found among the running sums of the counts;
-position p is sample ``shuffle(p)`` of it. So a position is computed alone; the arrays are made when asked for.
-Source: the reference note on fast dataset building. D counts datasets, N positions.
+position p is sample ``shuffle(p)`` of it, and the permutation runs backwards too. So a position and its inverse are
+computed alone; only the arrays wait for the table. Source: the reference note on fast dataset building. D counts
+datasets, N positions.
 """
 
 from functools import cached_property
@@ -16,6 +17,8 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import BlendIndices
 from sixfold.blending.permute import I64
 from sixfold.blending.shuffle import Shuffle
+
+_CHUNK = 2**18  # positions at a time: a few MiB of temporaries
 
 
 class ApportionedBlend:
@@ -49,11 +52,15 @@ class ApportionedBlend:
     @cached_property
     def indices(self) -> BlendIndices:
         """Dataset (N,) int16 and sample (N,) int64 of each position; waits for the shuffle."""
-        dataset_N, sample_N = self._split(self._shuffle.table.astype(np.int64))
-        return dataset_N.astype(np.int16), sample_N
+        dataset_N, sample_N = np.empty(self.end, dtype=np.int16), np.empty(self.end, dtype=np.int64)
+        table = self._shuffle.table
+        for begin in range(0, self.end, _CHUNK):
+            some = slice(begin, begin + _CHUNK)
+            dataset_N[some], sample_N[some] = self._split(table[some].astype(np.int64))
+        return dataset_N, sample_N
 
     def find(self, dataset: int, sample: int) -> int:
-        """The position of a dataset's sample; waits for the shuffle.
+        """The position of a dataset's sample.
 
         Raises:
             BlendingError: no whole number >= 0, or no position gives it.
@@ -62,10 +69,14 @@ class ApportionedBlend:
         if sample >= self._counts_D[dataset]:
             raise BlendingError(f"sample {sample} of dataset {dataset} comes at no position of this blend")
         number = int(self._ends_D[dataset] - self._counts_D[dataset]) + sample
-        return int(np.flatnonzero(self._shuffle.table == number)[0])
+        return self._shuffle.back(number)
 
     def counts(self, n: int) -> I64:
-        """Samples of each dataset among the first ``n`` positions, (D,) int64."""
+        """Samples of each dataset among the first ``n`` positions, (D,) int64. Cost: O(n), but for all of them."""
         if n == self.end:
             return self._counts_D.copy()
-        return np.bincount(self.locate(np.arange(n))[0], minlength=self._counts_D.size).astype(np.int64)
+        counts_D = np.zeros_like(self._counts_D)
+        for begin in range(0, n, _CHUNK):
+            dataset_P, _ = self.locate(np.arange(begin, min(begin + _CHUNK, n)))
+            counts_D += np.bincount(dataset_P, minlength=counts_D.size)
+        return counts_D

@@ -24,7 +24,7 @@ from sixfold.blending.grid import Pieces, SampleOrder
 from sixfold.blending.indices import index_order
 from sixfold.blending.line import Line, no_tokens
 from sixfold.blending.megatron.describe import Identifiers, dataset_identifiers
-from sixfold.blending.megatron.documents import plan_epochs
+from sixfold.blending.megatron.documents import plan_epochs, refuse_document
 from sixfold.blending.megatron.index import IndexOrder
 from sixfold.blending.permute import I64
 from sixfold.blending.prefixes import open_prefix
@@ -254,6 +254,7 @@ class MegatronDataset(Samples):
         config = self.config
         if self.part.tokens == 0 and self.num_samples != 0:
             raise no_tokens(self.part, self.name, self.index_split.name)
+        refuse_document(self.part.last)  # before anything as long as the documents is made
         plan = plan_epochs(
             self.part.tokens,
             self.num_samples,

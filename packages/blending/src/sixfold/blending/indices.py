@@ -36,7 +36,7 @@ def index_order(
         path_to_cache: None for ``PREFIX/cache/CLASS_indices``; data without a prefix then has no files.
         record: of the blend that this is part of, if that keeps one.
     Raises:
-        BlendingError: a part without tokens of which samples are asked, or a folder that cannot be written to.
+        BlendingError: a folder that cannot be written to.
     """
     prefix = getattr(part.source, "path_prefix", None)
     folder = path_to_cache

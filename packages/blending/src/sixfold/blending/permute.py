@@ -36,8 +36,12 @@ def order_key(*parts: str | int) -> int:
     The first 8 bytes, little-endian, of BLAKE2b-64 of the parts in decimal or UTF-8, joined by
     the unit separator 0x1f, behind the order's version. Source: RFC 7693.
     """
-    text = "\x1f".join((ORDER_VERSION, *map(str, parts)))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(key_text(*parts), digest_size=8).digest(), "little")
+
+
+def key_text(*parts: str | int) -> bytes:
+    """What ``order_key`` hashes."""
+    return "\x1f".join((ORDER_VERSION, *map(str, parts))).encode()
 
 
 def mix(x: U64) -> U64:
@@ -62,20 +66,25 @@ def _feistel(round_keys: U64, half: U64, x: U64) -> U64:
     return (left << half) | right
 
 
+def _mix_one(y: int) -> int:
+    """``mix`` of one Python integer below 2^64."""
+    word = 2**64 - 1
+    y = ((y ^ (y >> 30)) * 0xBF58476D1CE4E5B9) & word
+    y = ((y ^ (y >> 27)) * 0x94D049BB133111EB) & word
+    return y ^ (y >> 31)
+
+
 def _walk_one(round_keys: list[int], half: int, n: int, x: int) -> int:
     """``_feistel`` for one Python integer, until it lies in 0..n-1.
 
     A pass over numpy arrays costs the same for one element as for fifty, so the last few are
     walked here.
     """
-    mask, word = (1 << half) - 1, 2**64 - 1
+    mask = (1 << half) - 1
     while True:
         left, right = x >> half, x & mask
         for round_key in round_keys:
-            y = right ^ round_key
-            y = ((y ^ (y >> 30)) * 0xBF58476D1CE4E5B9) & word
-            y = ((y ^ (y >> 27)) * 0x94D049BB133111EB) & word
-            left, right = right, left ^ ((y ^ (y >> 31)) & mask)
+            left, right = right, left ^ (_mix_one(right ^ round_key) & mask)
         x = (left << half) | right
         if x < n:
             return x
@@ -104,6 +113,27 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
     native = kernels()
     result_I = _by_numpy(keys, sizes, index_I) if native is None else _by_kernel(native, keys, sizes, index_I)
     return result_I.reshape(shape)
+
+
+def permute_back(key: int, n: int, image: int) -> int:
+    """The one ``index`` that ``permute(key, n, index)`` sends to ``image``.
+
+    The rounds from the last to the first, walked again while the result lies outside 0..n-1: a walk backwards along
+    the way by which ``image`` was reached.
+    """
+    if not 0 <= image < n <= LARGEST:
+        _refuse(n, image)
+    half = max(((n - 1).bit_length() + 1) // 2, 1)
+    mask = (1 << half) - 1
+    steps = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN_RATIO)
+    round_keys: list[int] = mix(np.uint64(key) + steps).tolist()
+    while True:
+        left, right = image >> half, image & mask
+        for round_key in reversed(round_keys):
+            left, right = right ^ (_mix_one(left ^ round_key) & mask), left
+        image = (left << half) | right
+        if image < n:
+            return image
 
 
 def permute_range(key: int, n: int, begin: int, out: npt.NDArray[Any]) -> None:

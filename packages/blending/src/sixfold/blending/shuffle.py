@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.permute import I64, order_key, permute, permute_range
+from sixfold.blending.permute import I64, order_key, permute, permute_back, permute_range
 
 
 class Shuffle:
@@ -39,6 +39,10 @@ class Shuffle:
     def at(self, positions: I64) -> I64:
         """Where each position is sent, computed alone."""
         return permute(self._key, self.size, positions) if positions.size else positions
+
+    def back(self, image: int) -> int:
+        """The position that is sent to ``image``."""
+        return permute_back(self._key, self.size, image)
 
     @cached_property
     def table(self) -> npt.NDArray[Any]:

@@ -78,10 +78,10 @@ class Part:
         self._itemsize: int = np.dtype(source.dtype).itemsize
         self.indices: range | I64 = _as_range(indices)
         held = len(self._lengths)
-        if len(self.indices) and not 0 <= min(self._ends()) <= max(self._ends()) < held:
-            raise BlendingError(
-                f"{self.label}: sequences {min(self._ends())}..{max(self._ends())} are asked of the {held} it has"
-            )
+        if len(self.indices):
+            first, last = self._ends()
+            if not 0 <= first <= last < held:
+                raise BlendingError(f"{self.label}: sequences {first}..{last} are asked of the {held} it has")
         if self._contiguous is not None:
             low, high = self._contiguous
             self.tokens: int = (self._pointer(high) - self._pointer(low)) // self._itemsize if high > low else 0
@@ -92,6 +92,11 @@ class Part:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def last(self) -> int:
+        """The largest number in the source; -1 if the part is empty."""
+        return self._ends()[1] if len(self.indices) else -1
 
     def _ends(self) -> tuple[int, int]:
         if isinstance(self.indices, range):

@@ -82,17 +82,22 @@ def document_index(ids: npt.NDArray[np.int64], plan: EpochPlan, random: np.rando
     Raises:
         BlendingError: a document's number does not fit int32.
     """
-    if ids.size and int(ids.max()) > _LARGEST_DOCUMENT:
-        raise BlendingError(
-            f"document {ids.max()} is asked; orders with an index number documents up to {_LARGEST_DOCUMENT}: "
-            'use order="stateless", or cut the dataset'
-        )
+    refuse_document(int(ids.max(initial=0)))
     index = np.tile(ids.astype(np.int32), plan.epochs)
     last = index.size - ids.size if plan.before_last is not None else index.size
     random.shuffle(index[:last])
     if plan.before_last is not None:
         random.shuffle(index[last:])
     return index
+
+
+def refuse_document(largest: int) -> None:
+    """BlendingError for documents whose numbers a document index cannot hold."""
+    if largest > _LARGEST_DOCUMENT:
+        raise BlendingError(
+            f"document {largest} is asked; orders with an index number documents up to {_LARGEST_DOCUMENT}: "
+            'use order="stateless", or cut the dataset'
+        )
 
 
 def shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> npt.NDArray[Any]:

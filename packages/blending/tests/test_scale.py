@@ -1,0 +1,111 @@
+"""Sizes that no array of this machine would hold: what is computed, and what is refused before memory is asked for."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from blending_helpers import config, naive_key, naive_permute
+
+from sixfold.blending import (
+    BlendedMegatronDatasetBuilder,
+    BlendingError,
+    GPTDataset,
+    builder,
+    shuffle,
+)
+from sixfold.blending.apportion import apportion
+from sixfold.blending.apportioned import ApportionedBlend
+from sixfold.blending.shuffle import Shuffle
+
+LENGTHS = np.array([3, 40, 0, 21])  # of four documents, and again of the next four
+
+
+class Computed:
+    """An array that is a function of the index."""
+
+    def __init__(self, size, dtype, function):
+        self.size, self.dtype, self._function = size, np.dtype(dtype), function
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, key):
+        if isinstance(key, slice):
+            key = np.arange(*key.indices(self.size))
+        return np.asarray(self._function(np.asarray(key, dtype=np.int64))).astype(self.dtype)[()]
+
+
+class Endless:
+    """So many documents of ``LENGTHS`` tokens in turn, none of them stored."""
+
+    dtype = np.dtype(np.uint16)
+    tokens = None
+
+    def __init__(self, documents):
+        before = np.cumsum(LENGTHS) - LENGTHS
+        total = int(LENGTHS.sum())
+        self.sequence_lengths = Computed(documents, np.int32, lambda i: LENGTHS[i % 4])
+        self.sequence_pointers = Computed(documents, np.int64, lambda i: 2 * (i // 4 * total + before[i % 4]))
+
+    def get(self, idx, offset=0, length=None):
+        count = int(self.sequence_lengths[idx]) - offset if length is None else length
+        return ((idx + offset + np.arange(count)) % 251).astype(np.uint16)
+
+
+class EndlessDataset(GPTDataset):
+    documents = 2**31 + 8
+
+    @classmethod
+    def build_low_level_dataset(cls, dataset_path, config):
+        return Endless(EndlessDataset.documents)
+
+
+def build(size, **fields):
+    made = config(**({"blend": (["a", "b"], [3, 1]), "split": "1"} | fields))
+    return BlendedMegatronDatasetBuilder(EndlessDataset, [size, 0, 0], lambda: True, made).build()[0]
+
+
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_more_documents_than_int32_numbers_are_refused_before_memory_is_asked_for(order):
+    tracemalloc.start()
+    with pytest.raises(
+        BlendingError, match=r"document 2147483655 is asked; .* up to 2147483647: use order=\"stateless\""
+    ):
+        build(10, order=order)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+
+
+@pytest.fixture
+def no_table(monkeypatch):
+    def fail(self):
+        raise AssertionError("the table of the shuffle was made")
+
+    monkeypatch.setattr(shuffle.Shuffle, "_make", fail)
+
+
+def test_two_billion_apportioned_samples_of_a_thousand_datasets_are_located_and_found_without_a_table(no_table):
+    size, weights = 2_000_000_000, np.random.default_rng(0).random(1000).tolist()
+    counts_D = apportion(weights, size)
+    blend = ApportionedBlend(counts_D, Shuffle(7, size), 8)
+    ends_D, key = np.cumsum(counts_D), naive_key("apportioned", 7, size)
+    for position in [0, 1, 123_456_789, size - 1]:
+        number = naive_permute(key, size, position)
+        dataset, sample = (int(array[0]) for array in blend.locate(np.array([position])))
+        assert 0 <= sample < counts_D[dataset]
+        assert ends_D[dataset] - counts_D[dataset] + sample == number
+        assert blend.find(dataset, sample) == position
+    assert blend.counts(size).tolist() == counts_D.tolist()
+
+
+@pytest.mark.parametrize(("ahead", "begun"), [(60, True), (59, False)])
+def test_only_a_table_that_costs_little_is_begun_in_advance(ahead, begun, monkeypatch):
+    started = []
+    monkeypatch.setattr(builder, "_TABLE_AHEAD", ahead)
+    monkeypatch.setattr(shuffle.Shuffle, "start", lambda self: started.append(self.size) or self)
+    monkeypatch.setattr(EndlessDataset, "documents", 40)
+    data = build(60, order="apportioned")
+    assert started == [60] * begun
+    assert sorted(zip(*(array.tolist() for array in data.locate(range(60))), strict=True)) == sorted(
+        zip(data.dataset_index.tolist(), data.dataset_sample_index.tolist(), strict=True)
+    )

@@ -1,0 +1,264 @@
+"""Planning: the best schedule that a few seconds find for measured costs under a memory cap, and how far it can be off.
+
+    Costs, ranks, m, cap --> placements --> many orders --> the best few improved (this file) --> Plan
+
+Torch-free. [Note: search] Three makers of orders (known schedules, random repeated patterns, random list
+scheduling) share the first part of the time; the best ones then run a knock-out of tabu searches: half of the
+time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
+patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from sixfold.pipeline import placement as placements
+from sixfold.pipeline import schedules
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.plan.bound import least_memory, lower_bound
+from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
+from sixfold.pipeline.plan.patterns import pattern_order
+from sixfold.pipeline.plan.shop import Order, Shop
+from sixfold.pipeline.plan.tabu import improved
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.simulate import Timeline, simulate
+
+__all__ = ["Plan", "plan", "plan_over"]
+
+_MAKING = 0.4  # part of the time in which orders are made
+_PLAYERS = 4  # of the knock-out
+_SEED = 20240515
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, its simulation, and what no schedule can beat.
+
+    Attributes:
+        program: placement and number of microbatches are in it.
+        timeline: ``simulate(program, costs)``.
+        lower_bound: no schedule of any placement that was searched has a smaller makespan.
+        gap: makespan / lower_bound - 1; 0 is a proof that the plan is optimal.
+    """
+
+    program: Program
+    timeline: Timeline
+    lower_bound: float
+    gap: float
+
+
+def plan(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory_cap: float | None = None,
+    placement: Sequence[int] | None = None,
+    time_limit_s: float = 5.0,
+) -> Plan:
+    """Search a schedule for ``costs``: order, placement, and where weight gradients go.
+
+    Args:
+        costs: per stage; the number of stages is ranks times the chunks of a rank.
+        memory_cap: most activations on any rank, in units of ``costs.activation``; None means no cap.
+        placement: rank of each stage; None searches looped and wave.
+        time_limit_s: of wall time. More time never gives a worse plan on a machine of the same speed.
+    Raises:
+        ScheduleError: stages that the ranks do not divide, or a cap that no schedule can keep; it says the least
+            that one can.
+    """
+    placements.at_least_one(ranks=ranks, microbatches=microbatches)
+    return plan_over(
+        [(microbatches, costs)], ranks=ranks, memory_cap=memory_cap, placement=placement, time_limit_s=time_limit_s
+    )
+
+
+def plan_over(
+    ways: Sequence[tuple[int, Costs]],
+    *,
+    ranks: int,
+    memory_cap: float | None = None,
+    placement: Sequence[int] | None = None,
+    time_limit_s: float = 5.0,
+) -> Plan:
+    """Plan one batch that can be cut in several ways: into more or fewer microbatches, and stages.
+
+    Args:
+        ways: (microbatches, costs of one microbatch per stage) for each way; all are the same batch and model, so
+            that their makespans compare. More stages than ranks are virtual stages.
+        placement, memory_cap, time_limit_s: as in ``plan``; ``placement`` needs ways with as many stages as it has.
+    Raises:
+        ScheduleError: as ``plan``; a way that does not fit the cap is left out unless none fits.
+    """
+    if not (math.isfinite(time_limit_s) and time_limit_s > 0):
+        raise ScheduleError(f"time_limit_s is {time_limit_s}; it is finite and > 0")
+    cap = math.inf if memory_cap is None else memory_cap
+    if not cap > 0:
+        raise ScheduleError(f"memory_cap is {memory_cap}; it is > 0")
+    shops = _shops(ways, ranks, cap, placement)
+    deadline = time.perf_counter() + time_limit_s
+    shop, order, costs = _best(shops, deadline, time_limit_s, Random(_SEED))
+    times = shop.play(order)
+    assert times is not None, "the best order runs"
+    program = shop.program(order, times)
+    timeline = simulate(program, costs)
+    bound = min(entry.bound for entry in shops)
+    return Plan(program, timeline, bound, timeline.makespan / bound - 1.0 if bound else 0.0)
+
+
+# ---- what is searched
+
+
+class _Entry(NamedTuple):
+    shop: Shop
+    costs: Costs
+    bound: float
+
+
+class _Player(NamedTuple):
+    makespan: float
+    entry: _Entry
+    order: Order
+
+
+def _shops(ways: Sequence[tuple[int, Costs]], ranks: int, cap: float, placement: Sequence[int] | None) -> list[_Entry]:
+    """Every way with every placement that fits the cap, the most promising first."""
+    fitting, least = [], math.inf
+    for microbatches, costs in ways:
+        placements.at_least_one(ranks=ranks, microbatches=microbatches)
+        for place in _placements(len(costs.forward), ranks, placement):
+            shop = Shop(costs, place, microbatches, cap)
+            needed = least_memory(shop.activation, place)
+            least = min(least, needed)
+            if needed <= shop.memory_cap:
+                fitting.append(_Entry(shop, costs, lower_bound(costs, place, microbatches)))
+    if not fitting:
+        raise ScheduleError(f"memory_cap is {cap:g}; the least that any schedule needs is {least:g} of activations")
+    return sorted(fitting, key=lambda entry: entry.bound)
+
+
+def _placements(stages: int, ranks: int, placement: Sequence[int] | None) -> list[tuple[int, ...]]:
+    if placement is not None:
+        if len(placement) != stages or set(placement) != set(range(ranks)):
+            raise ScheduleError(
+                f"placement has {len(placement)} stages on ranks {sorted(set(placement))}; "
+                f"the costs have {stages} stages and ranks are 0..{ranks - 1}, each with one at least"
+            )
+        return [tuple(placement)]
+    if stages % ranks:
+        raise ScheduleError(f"{stages} stages on {ranks} ranks: give costs for a multiple of {ranks}, or a placement")
+    chunks = stages // ranks
+    return list(dict.fromkeys([placements.wave(ranks, chunks), placements.looped(ranks, chunks)]))
+
+
+# ---- the search
+
+
+def _best(entries: list[_Entry], deadline: float, time_limit_s: float, random: Random) -> tuple[Shop, Order, Costs]:
+    players = _made(entries, deadline - (1.0 - _MAKING) * time_limit_s, random)
+    enough = min(entry.bound for entry in entries)
+    while players[0].makespan > enough * (1 + 1e-12):
+        # A start whose placement provably ends later than the best so far is out.
+        players = [p for p in players if p is players[0] or p.entry.bound < players[0].makespan * (1 - 1e-12)]
+        share = (deadline - time.perf_counter()) / (2 if len(players) > 1 else 1) / len(players)
+        if share <= 0:
+            break
+        better = []
+        for player in players:
+            entry = player.entry
+            go_on = _until(time.perf_counter() + share)
+            makespan, order = improved(entry.shop, player.order, entry.bound, random, go_on)
+            better.append(_Player(makespan, entry, order))
+        alone = len(players) == 1
+        players = sorted(better, key=lambda player: player.makespan)[: max(1, len(players) // 2)]
+        if alone:
+            break
+    best = players[0]
+    return best.entry.shop, best.order, best.entry.costs
+
+
+def _until(stop: float) -> Callable[[], bool]:
+    return lambda: time.perf_counter() < stop
+
+
+def _made(entries: list[_Entry], deadline: float, random: Random) -> list[_Player]:
+    """The best starts with different makespans, ascending."""
+    found: dict[tuple[int, float], _Player] = {}
+    best = math.inf
+    makers = [(at, entry, _orders(entry.shop, random)) for at, entry in enumerate(entries)]
+    enough = min(entry.bound for entry in entries)
+    while makers and best > enough * (1 + 1e-12) and (not found or time.perf_counter() < deadline):
+        for maker in list(makers):
+            at, entry, orders = maker
+            if entry.bound >= best:
+                makers.remove(maker)
+                continue
+            order = next(orders)
+            if order is None or not entry.shop.fits(order) or (times := entry.shop.play(order)) is None:
+                continue
+            best = min(best, times.makespan)
+            found.setdefault((at, round(times.makespan, 9)), _Player(times.makespan, entry, order))
+    return sorted(found.values(), key=lambda player: player.makespan)[:_PLAYERS]
+
+
+def _orders(shop: Shop, random: Random) -> Iterator[Order | None]:
+    """Orders without end: one that fits every cap, the known schedules, then patterns and list schedules in turn.
+
+    None where a maker failed, so that the caller can look at its clock.
+    """
+    yield _one_microbatch_at_a_time(shop)
+    for program in _known(shop):
+        order = _order_of(program, shop)
+        yield order
+        yield left_shifted(shop, order)
+    makers: tuple[Callable[[Shop, Random], Order | None], ...] = (pattern_order, pattern_order, greedy_order)
+    while True:
+        for maker in makers:
+            made = maker(shop, random)
+            yield made
+            if made is not None and maker is pattern_order:
+                yield left_shifted(shop, made)
+
+
+def _one_microbatch_at_a_time(shop: Shop) -> Order:
+    rows: Order = [[] for _ in range(shop.ranks)]
+    for microbatch in range(shop.microbatches):
+        for line in (
+            *range(shop.stages),
+            *(line for s in reversed(range(shop.stages)) for line in (shop.stages + s, 2 * shop.stages + s)),
+        ):
+            rows[shop.placement[line % shop.stages]].append(line * shop.microbatches + microbatch)
+    return rows
+
+
+def _known(shop: Shop) -> Iterator[Program]:
+    """The schedules of this package that have the shop's placement."""
+    ranks, microbatches, chunks = shop.ranks, shop.microbatches, shop.stages // shop.ranks
+    makers: list[Callable[[], Program]] = [
+        lambda: schedules.one_f_one_b(ranks, microbatches),
+        lambda: schedules.interleaved(ranks, microbatches, chunks),
+        lambda: schedules.gpipe(ranks, microbatches),
+    ]
+    for make in makers:
+        program = make()
+        if program.placement == shop.placement:
+            yield program
+
+
+def _order_of(program: Program, shop: Shop) -> Order:
+    """A compute-only program as an order; B becomes I and W."""
+
+    def operations(action: Action) -> Iterator[int]:
+        assert action.microbatch is not None, "compute actions have a microbatch"
+        kinds = {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}[action.kind]
+        for kind in kinds:
+            yield (kind * shop.stages + action.stage) * shop.microbatches + action.microbatch
+
+    return [[o for entry in row for action in entry.each() for o in operations(action)] for row in program.ranks]

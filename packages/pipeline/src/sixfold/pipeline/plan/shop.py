@@ -1,0 +1,150 @@
+"""A pipeline step as a job shop: ranks are machines, F, I and W are operations.
+
+    Costs, placement --> Shop (this file) --> patterns, dispatch, tabu --> Program
+
+Torch-free. Operation ``(kind * stages + stage) * m + microbatch`` with kind 0, 1, 2 for F, I, W: small
+integers, so that a search can look at thousands of orders in a second of plain Python. An order is one
+list of operations per rank; it is *right* if every stage takes its F's, I's and W's in ascending microbatch order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.program import Program
+
+__all__ = ["FORWARD", "ROUNDING", "Order", "Shop", "Times"]
+
+Order = list[list[int]]
+FORWARD, INPUT, WEIGHT = 0, 1, 2
+ROUNDING = 1e-9  # of sums of times and of activations
+
+
+class Times(NamedTuple):
+    """When the operations of an order run, and one order of all of them in which inputs come first."""
+
+    makespan: float
+    start: list[float]
+    end: list[float]
+    sequence: list[int]
+
+
+class Shop:
+    """Durations, inputs and memory of every operation of one step.
+
+    Attributes, each a list over operations unless another length is given:
+        duration, rank: of the operation.
+        source: the operation whose tensor it takes, -1 for none; ``lag``: time of that message.
+        user: the operation that takes its tensor, -1 for none.
+        memory: what running it adds to its rank's activations.
+        work (per rank): sum of durations.
+        stages_of (per rank), activation (per stage), placement (per stage).
+    """
+
+    def __init__(self, costs: Costs, placement: Sequence[int], microbatches: int, memory_cap: float) -> None:
+        stages = len(placement)
+        self.placement, self.stages, self.microbatches = tuple(placement), stages, microbatches
+        self.ranks = max(placement) + 1
+        self.memory_cap = memory_cap + ROUNDING * max(1.0, memory_cap if memory_cap < float("inf") else 1.0)
+        self.stages_of = [[s for s in range(stages) if placement[s] == rank] for rank in range(self.ranks)]
+        activation = costs.activation
+        self.activation = (
+            [float(size) for size in activation]
+            if activation is not None
+            else [1.0 / len(self.stages_of[rank]) for rank in placement]
+        )
+        durations = (costs.forward, costs.backward_input, costs.backward_weight)
+        freed = (-1.0, costs.input_share, 1.0 - costs.input_share)
+        self.size = 3 * stages * microbatches
+        self.duration = [float(row[s]) for row in durations for s in range(stages) for _ in range(microbatches)]
+        self.rank = [placement[s] for _ in durations for s in range(stages) for _ in range(microbatches)]
+        self.memory = [-share * size for share in freed for size in self.activation for _ in range(microbatches)]
+        self.source, self.user, self.lag = [-1] * self.size, [-1] * self.size, [0.0] * self.size
+        for operation in range(2 * stages * microbatches):
+            kind, stage, microbatch = self.name(operation)
+            if kind == FORWARD and stage > 0:
+                source = operation - microbatches
+            elif kind == INPUT:
+                last = stage == stages - 1
+                source = stage * microbatches + microbatch if last else operation + microbatches
+            else:
+                continue
+            self.source[operation], self.user[source] = source, operation
+            self.lag[operation] = costs.hop if self.rank[source] != self.rank[operation] else 0.0
+        self.work = [sum(row[s] for row in durations for s in own) * microbatches for own in self.stages_of]
+
+    def name(self, operation: int) -> tuple[int, int, int]:
+        """(kind, stage, microbatch) of an operation."""
+        line, microbatch = divmod(operation, self.microbatches)
+        kind, stage = divmod(line, self.stages)
+        return kind, stage, microbatch
+
+    def bound_together(self, first: int, second: int) -> bool:
+        """Whether ``first``, which runs before ``second`` on the same rank, must stay before it."""
+        line, microbatch = divmod(first, self.microbatches)
+        other_line, other = divmod(second, self.microbatches)
+        return (other_line - line) % self.stages == 0 and other_line >= line and other >= microbatch
+
+    def fits(self, order: Order) -> bool:
+        """Whether no rank holds more than the cap."""
+        for row in order:
+            held = 0.0
+            for operation in row:
+                held += self.memory[operation]
+                if held > self.memory_cap:
+                    return False
+        return True
+
+    def play(self, order: Order) -> Times | None:
+        """Run every rank's list in order; None if the lists wait for each other."""
+        source, lag, duration = self.source, self.lag, self.duration
+        start, end = [-1.0] * self.size, [-1.0] * self.size
+        free, at = [0.0] * self.ranks, [0] * self.ranks
+        sequence: list[int] = []
+        sleeper: dict[int, int] = {}  # operation -> the rank that waits for its tensor
+        ready = list(range(self.ranks))
+        while ready:
+            rank = ready.pop()
+            row, now, position = order[rank], free[rank], at[rank]
+            for operation in row[position:]:
+                needed = source[operation]
+                if needed >= 0:
+                    arrival = end[needed]
+                    if arrival < 0:
+                        sleeper[needed] = rank
+                        break
+                    arrival += lag[operation]
+                    if arrival > now:
+                        now = arrival
+                start[operation] = now
+                now += duration[operation]
+                end[operation] = now
+                sequence.append(operation)
+                position += 1
+                if operation in sleeper:
+                    ready.append(sleeper.pop(operation))
+            free[rank], at[rank] = now, position
+        return Times(max(free), start, end, sequence) if len(sequence) == self.size else None
+
+    def program(self, order: Order, times: Times) -> Program:
+        """``order`` as a program, with I and W written as B wherever that delays nobody."""
+        ranks = []
+        for row in order:
+            actions: list[Action] = []
+            for operation in row:
+                kind, stage, microbatch = self.name(operation)
+                fused = Action(stage, Kind.I, microbatch)
+                if kind == WEIGHT and actions and actions[-1] == fused and self._nobody_waits(operation, times):
+                    actions[-1] = Action(stage, Kind.B, microbatch)
+                else:
+                    actions.append(Action(stage, (Kind.F, Kind.I, Kind.W)[kind], microbatch))
+            ranks.append(tuple(actions))
+        return Program(tuple(ranks), self.microbatches, self.placement, "planned")
+
+    def _nobody_waits(self, weight: int, times: Times) -> bool:
+        """Whether the input gradient may leave only when ``weight``, which follows it, has run."""
+        user = self.user[weight - self.stages * self.microbatches]
+        return user < 0 or times.end[weight] + self.lag[user] <= times.start[user] + ROUNDING

@@ -1,0 +1,222 @@
+"""The planner: its schedules are right, its bound holds, and small searches find what exhaustive search proves."""
+
+import math
+import random
+
+import pytest
+
+from sixfold.pipeline import Costs, ScheduleError, simulate, verify
+from sixfold.pipeline.placement import looped, wave
+from sixfold.pipeline.plan import plan, plan_over
+from sixfold.pipeline.plan.bound import least_memory, lower_bound
+from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
+from sixfold.pipeline.plan.patterns import pattern_order
+from sixfold.pipeline.plan.shop import Shop
+from sixfold.pipeline.plan.tabu import improved
+
+
+def random_costs(rng, stages):
+    row = lambda: [rng.choice((0.5, 1.0, 1.0, 1.6, 2.0)) for _ in range(stages)]  # noqa: E731
+    return Costs(
+        row(), row(), row(), hop=rng.choice((0.0, 0.1, 0.5)), activation=[rng.choice((0.5, 1.0)) for _ in range(stages)]
+    )
+
+
+def exhaustive(costs, placement, microbatches, cap):
+    """The shortest makespan over every order, by depth-first search with the rank's remaining work as bound.
+
+    Actions of a rank start as early as they can; that loses no optimum, since only makespan counts.
+    """
+    stages, ranks = len(placement), max(placement) + 1
+    duration = (costs.forward, costs.backward_input, costs.backward_weight)
+    best = [math.inf]
+    seen: dict[tuple, list[tuple[float, ...]]] = {}
+
+    def search(done, free, held, ends):
+        left = [
+            sum(
+                duration[k][s] * (microbatches - done[k][s])
+                for k in range(3)
+                for s in range(stages)
+                if placement[s] == r
+            )
+            for r in range(ranks)
+        ]
+        if max(f + w for f, w in zip(free, left, strict=True)) >= best[0] - 1e-12:
+            return
+        if not any(left) and all(row == (microbatches,) * stages for row in done):
+            best[0] = max(free)
+            return
+        pending = tuple(sorted(ends.items()))
+        others = seen.setdefault(done, [])
+        point = (*free, *(end for _, end in pending))
+        if any(all(a <= b for a, b in zip(other, point, strict=True)) for other in others):
+            return
+        others.append(point)
+        for kind in range(3):
+            for stage in range(stages):
+                number, rank = done[kind][stage], placement[stage]
+                if number == microbatches or (kind and done[kind - 1][stage] <= number):
+                    continue
+                if kind == 0:
+                    if held[rank] + costs.activation[stage] > cap + 1e-9:
+                        continue
+                    source = (0, stage - 1, number) if stage else None
+                elif kind == 1:
+                    source = (1, stage + 1, number) if stage < stages - 1 else None
+                else:
+                    source = None
+                if source is not None and source not in ends:
+                    continue
+                start = free[rank]
+                if source is not None:
+                    start = max(start, ends[source] + (costs.hop if placement[source[1]] != rank else 0.0))
+                end = start + duration[kind][stage]
+                rows = [list(row) for row in done]
+                rows[kind][stage] += 1
+                change = (costs.activation[stage], 0.0, -costs.activation[stage])[kind]
+                search(
+                    tuple(map(tuple, rows)),
+                    tuple(end if r == rank else f for r, f in enumerate(free)),
+                    tuple(h + change if r == rank else h for r, h in enumerate(held)),
+                    {**ends, (kind, stage, number): end} if kind < 2 else ends,
+                )
+
+    search(((0,) * stages,) * 3, (0.0,) * ranks, (0.0,) * ranks, {})
+    return best[0]
+
+
+SMALL = [(wave(2, 1), 2), (wave(2, 1), 3), (wave(3, 1), 2), (wave(2, 2), 1), (looped(2, 2), 1), (wave(2, 2), 2)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("placement", "microbatches"), SMALL)
+def test_no_schedule_beats_the_bound_and_the_plan_is_the_exhaustive_optimum(placement, microbatches, seed):
+    rng = random.Random(seed)
+    costs = random_costs(rng, len(placement))
+    least = least_memory(costs.activation, placement)
+    cap = rng.choice((least, least + 0.5, least + 1.0, 100.0))
+    optimum = exhaustive(costs, placement, microbatches, cap)
+    assert lower_bound(costs, placement, microbatches) <= optimum + 1e-9
+
+    # Moves are counted, not seconds: the result does not depend on the machine.
+    shop, numbers = Shop(costs, placement, microbatches, cap), random.Random(7)
+    orders = [order for _ in range(20) for make in (greedy_order, pattern_order) if (order := make(shop, numbers))]
+    starts = sorted((shop.play(order).makespan, order) for order in orders if shop.fits(order) and shop.play(order))
+    found = math.inf
+    for _, start in starts[:3]:
+        moves = iter(range(300))
+        found = min(
+            found, improved(shop, start, optimum, numbers, lambda moves=moves: next(moves, None) is not None)[0]
+        )
+    assert found == pytest.approx(optimum)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_is_a_valid_program_within_the_cap_with_microbatches_in_order(seed):
+    rng = random.Random(seed)
+    ranks, microbatches = rng.randint(1, 4), rng.randint(1, 6)
+    costs = random_costs(rng, ranks * rng.choice((1, 2)))
+    cap = rng.choice((2.0, 3.0, None)) or None
+    found = plan(costs, ranks=ranks, microbatches=microbatches, memory_cap=cap, time_limit_s=0.05)
+    report = verify(found.program, memory_cap=cap, costs=costs)
+    assert max(report.peak_activations) <= (cap or math.inf) + 1e-9
+    timeline = simulate(found.program, costs)
+    assert timeline.makespan == found.timeline.makespan >= found.lower_bound - 1e-9
+    assert found.gap == pytest.approx(found.timeline.makespan / found.lower_bound - 1)
+    for row in found.program.ranks:
+        for stage in found.program.stages_of(found.program.ranks.index(row)):
+            for kinds in ("F", "IB", "WB"):
+                numbers = [a.microbatch for a in row if a.stage == stage and a.kind.value in kinds]
+                assert numbers == list(range(microbatches)), (stage, kinds)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_plays_orders_as_simulate_does(seed):
+    rng = random.Random(seed)
+    placement = rng.choice((wave(3, 2), looped(3, 2), looped(3, 1), (0, 1, 1, 0, 2)))
+    costs = random_costs(rng, len(placement))
+    shop = Shop(costs, placement, 4, 6.0)
+    for make in (greedy_order, pattern_order, lambda shop, rng: left_shifted(shop, greedy_order(shop, rng))):
+        order = make(shop, rng)
+        if order is None:
+            continue
+        times = shop.play(order)
+        assert simulate(shop.program(order, times), costs).makespan == pytest.approx(times.makespan)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_greedy_orders_exist_under_the_least_cap(seed):
+    rng = random.Random(seed)
+    costs = random_costs(rng, 8)
+    placement = rng.choice((wave(4, 2), looped(4, 2)))
+    shop = Shop(costs, placement, 5, least_memory(costs.activation, placement))
+    order = greedy_order(shop, rng)
+    assert order is not None and shop.fits(order)
+    with pytest.raises(ScheduleError, match=r"memory_cap is .*; the least that any schedule needs is "):
+        plan(
+            costs,
+            ranks=4,
+            microbatches=5,
+            memory_cap=least_memory(costs.activation, placement) - 0.01,
+            placement=placement,
+        )
+
+
+def test_equal_costs_and_1f1bs_memory_reach_the_proven_optimum_on_a_v():
+    costs = Costs([0.5] * 8, [0.5] * 8, [0.5] * 8, activation=[0.5] * 8)
+    found = plan(costs, ranks=4, microbatches=8, memory_cap=4.0)
+    assert found.program.placement == wave(4, 2)
+    assert found.timeline.bubble_over_ideal == pytest.approx(0.0625)
+    assert found.gap == pytest.approx(0.0)
+
+
+def test_an_expensive_head_makes_v_the_placement_that_is_searched_out():
+    head = [0.5] * 7 + [0.8]
+    costs = Costs(head, head, head, activation=[0.5] * 8)
+    found = plan(costs, ranks=4, microbatches=8, memory_cap=6.0, time_limit_s=3.0)
+    assert found.program.placement == wave(4, 2)
+    on_loops = plan(costs, ranks=4, microbatches=8, memory_cap=6.0, placement=looped(4, 2), time_limit_s=0.3)
+    assert on_loops.lower_bound > found.timeline.makespan
+
+
+def test_the_number_of_microbatches_and_of_virtual_stages_are_searched_too():
+    # One batch of 8 units of work per rank. Each microbatch costs 0.25 more whatever its size, so that
+    # neither the fewest nor the most microbatches are best; two chunks halve the bubble of linear stages.
+    def way(microbatches, chunks):
+        share = (8.0 / microbatches + 0.25) / chunks / 3
+        return microbatches, Costs([share] * 2 * chunks, [share] * 2 * chunks, [share] * 2 * chunks)
+
+    ways = [way(m, v) for m in (1, 2, 4, 32) for v in (1, 2)]
+    together = plan_over(ways, ranks=2, time_limit_s=0.5)
+    alone = {}
+    for m, costs in ways:
+        one = plan(costs, ranks=2, microbatches=m, time_limit_s=0.1)
+        alone[m, len(costs.forward)] = one.timeline.makespan
+    assert together.timeline.makespan <= min(alone.values()) + 1e-9
+    assert together.program.microbatches == min(alone, key=alone.get)[0]
+    assert together.program.microbatches not in (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"ranks": 3, "microbatches": 2}, "4 stages on 3 ranks"),
+        ({"ranks": 0, "microbatches": 2}, "ranks is 0; it is >= 1"),
+        ({"ranks": 2, "microbatches": 0}, "microbatches is 0; it is >= 1"),
+        ({"ranks": 2, "microbatches": 2, "memory_cap": 0.0}, "memory_cap is 0.0; it is > 0"),
+        ({"ranks": 2, "microbatches": 2, "memory_cap": math.nan}, "memory_cap is nan; it is > 0"),
+        (
+            {"ranks": 2, "microbatches": 2, "memory_cap": 0.5},
+            "memory_cap is 0.5; the least that any schedule needs is 1",
+        ),
+        ({"ranks": 2, "microbatches": 2, "time_limit_s": 0.0}, "time_limit_s is 0.0; it is finite and > 0"),
+        ({"ranks": 2, "microbatches": 2, "placement": (0, 1)}, "placement has 2 stages"),
+        ({"ranks": 2, "microbatches": 2, "placement": (0, 0, 0, 0)}, "each with one at least"),
+    ],
+)
+def test_impossible_questions_are_refused(arguments, says):
+    costs = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4)
+    with pytest.raises(ScheduleError) as error:
+        plan(costs, **arguments)
+    assert says in str(error.value)

@@ -19,6 +19,7 @@
 
 KERNEL(permute);
 KERNEL(permute_range);
+KERNEL(greedy);
 KERNEL(level);
 KERNEL(use_level);
 

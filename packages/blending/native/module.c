@@ -11,6 +11,7 @@
 static PyMethodDef methods[] = {
     ENTRY(permute),
     ENTRY(permute_range),
+    ENTRY(greedy),
     ENTRY(level),
     ENTRY(use_level),
     {NULL, NULL, 0, NULL},

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.integer[Any]]
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -47,6 +48,12 @@ class Kernels(Protocol):
 
     def permute_range(self, key: int, size: int, begin: int, out: Ints, /) -> object:
         """``out[i]`` (uint32 or int64) is where ``begin + i`` goes; ``begin + out.size <= size <= 2^53``."""
+
+    def greedy(self, weight: F64, left: I64, dataset: Ints, sample: I64, /) -> object:
+        """Fill ``dataset`` (N,) int16 and ``sample`` (N,) as ``megatron.greedy`` says; see there.
+
+        ``weight`` (D,) >= 0. ``left`` (D,) > 0 with the sum N is used up to zeros; without an item it is endless.
+        """
 
     def level(self) -> int:
         """The best ``Level`` of this processor."""

@@ -4,7 +4,7 @@
 
 Source: megatron-core 0.16.1 ``helpers.cpp``. The lag of dataset i at position n is ``w_i * max(n, 1) - c_i`` with two
 roundings to float64 and no fused multiply-add: a fused one changes the order. Equal lags: the lower index. This is the
-plain statement; cost is O(size * D).
+plain statement; cost is O(size * D). The compiled kernel looks only at datasets that can win soon.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,12 @@ import numpy.typing as npt
 from sixfold.blending.apportion import Weights, exact_weights
 from sixfold.blending.checks import whole_number
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.permute import I64
+from sixfold.blending.native import I64, kernels
 
 DATASETS_BELOW = 32_767  # the dataset index is int16, and the peer refuses its last value
 _LOOP_BELOW = 32  # datasets up to which a loop over floats beats three calls of numpy (measured)
+
+_LARGEST_WEIGHT = 1e200  # of the kernel: no lag is infinite
 
 BlendIndices = tuple[npt.NDArray[np.int16], I64]
 
@@ -37,8 +39,7 @@ def greedy(weights: Weights, size: int) -> BlendIndices:
     size = whole_number("size", size, 0)
     refuse_weights(weights)
     w_D = np.array([float(weight) for weight in weights], dtype=np.float64)
-    dataset_N = _few(w_D, size) if w_D.size < _LOOP_BELOW else _many(w_D, size)
-    return dataset_N, running(dataset_N, w_D.size)
+    return _indices(w_D, size)
 
 
 def exhaustive(sizes: Sequence[int]) -> BlendIndices:
@@ -54,8 +55,7 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndices:
     left = [whole_number(f"size {number}", size, 1) for number, size in enumerate(sizes)]
     refuse_weights(left)
     w_D = np.array(left, dtype=np.float64) / float(sum(left))
-    dataset_N = _many(w_D, sum(left), left)
-    return dataset_N, running(dataset_N, w_D.size)
+    return _indices(w_D, sum(left), left)
 
 
 def refuse_weights(weights: Weights) -> None:
@@ -74,6 +74,17 @@ def refuse_too_many_datasets(datasets: int) -> None:
             f"there are {datasets} datasets; an index counts them in int16, fewer than {DATASETS_BELOW}: "
             'use order="stateless"'
         )
+
+
+def _indices(w_D: npt.NDArray[np.float64], size: int, left: list[int] | None = None) -> BlendIndices:
+    """``size`` positions; of dataset i at most ``left[i]``, if there is a ``left``, which sums to ``size``."""
+    native = kernels()
+    if native is not None and w_D.max() < _LARGEST_WEIGHT:
+        dataset_N, sample_N = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+        native.greedy(w_D, np.array(left or [], dtype=np.int64), dataset_N, sample_N)
+        return dataset_N, sample_N
+    dataset_N = _few(w_D, size) if left is None and w_D.size < _LOOP_BELOW else _many(w_D, size, left)
+    return dataset_N, running(dataset_N, w_D.size)
 
 
 def running(dataset_N: npt.NDArray[np.int16], datasets: int) -> I64:

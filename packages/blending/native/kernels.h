@@ -20,6 +20,14 @@
 KERNEL(permute);
 KERNEL(permute_range);
 KERNEL(greedy);
+KERNEL(open_map);
+KERNEL(gather);
+KERNEL(arrays_of_rows);
+KERNEL(boundaries);
+KERNEL(open_line);
+KERNEL(open_index);
+KERNEL(add_epoch);
+KERNEL(find_samples);
 KERNEL(level);
 KERNEL(use_level);
 

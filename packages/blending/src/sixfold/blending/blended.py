@@ -1,6 +1,6 @@
 """Several datasets as one stream, in the proportions of their weights.
 
-    Schedule, BlendIndex or ApportionedBlend --> MegatronDataset.read_rows --> BlendedDataset (this file)
+    Schedule, BlendIndex or ApportionedBlend --> reader.py --> BlendedDataset (this file)
 
 In the stateless order nothing is built or stored: every process computes any position, so the number of ranks, the
 batch size, the weights and the datasets can change at any step. In the others two arrays say it. Samples of all
@@ -8,6 +8,7 @@ datasets are read into one set of rows, and the arrays are made of the whole bat
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from os import fspath
 
 import numpy as np
@@ -25,6 +26,7 @@ from sixfold.blending.megatron.describe import Identifiers, blend_identifiers
 from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.megatron.weights import normalized
 from sixfold.blending.permute import I64
+from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
 from sixfold.blending.shuffle import Shuffle
@@ -133,6 +135,10 @@ class BlendedDataset(Samples):
             shuffle = Shuffle(int(self.config.random_seed), total)
         return ApportionedBlend(counts_D, shuffle, self.config.sequence_length)
 
+    @cached_property
+    def _reader(self) -> BatchReader:
+        return BatchReader(self.datasets)
+
     @property
     def unique_identifiers(self) -> Identifiers:
         """What names the cache files of a blend in megatron-core's order."""
@@ -175,9 +181,7 @@ class BlendedDataset(Samples):
             width = int(self.schedule.sequence_lengths(np.zeros(1, dtype=np.int64))[0])
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
-        for number in np.unique(dataset_B).tolist():
-            at = np.flatnonzero(dataset_B == number)
-            self.datasets[number].read_rows(sample_B[at], rows, at)
+        self._reader.read(dataset_B, sample_B, rows)
         batch = self.datasets[0].make_batch(rows, out)
         batch["dataset_id"] = output_array(out, "dataset_id", dataset_B.shape, dataset_B.dtype)
         batch["dataset_id"][...] = dataset_B

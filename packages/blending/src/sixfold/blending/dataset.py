@@ -3,7 +3,7 @@
     source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
 
 In the stateless order nothing is built: a dataset opens in microseconds whatever its size, and any sample is
-computed from its number. The others look it up in their indices. ``read_rows`` is the one path from numbers to
+computed from its number. The others look it up in their indices. ``reader.py`` is the one path from numbers to
 token ids, and ``why`` tells the same ranges.
 """
 
@@ -19,8 +19,7 @@ from sixfold.blending.cache import Record
 from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.gather import gather
-from sixfold.blending.grid import Pieces, SampleOrder
+from sixfold.blending.grid import SampleOrder
 from sixfold.blending.indices import index_order
 from sixfold.blending.line import Line, no_tokens
 from sixfold.blending.megatron.describe import Identifiers, dataset_identifiers
@@ -29,6 +28,7 @@ from sixfold.blending.megatron.index import IndexOrder
 from sixfold.blending.permute import I64
 from sixfold.blending.prefixes import open_prefix
 from sixfold.blending.quota import PERIOD
+from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, TokenRows
 from sixfold.blending.schedule import Era, Schedule
 from sixfold.blending.source import DocumentSource, Part
@@ -86,6 +86,10 @@ class Samples(ABC):
     @abstractmethod
     def why(self, n: int) -> Why:
         """Where the tokens of position ``n`` come from."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the reader, whose handles are of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_reader"}
 
     def __getitem__(self, index: int | Positions | None) -> dict[str, Any]:
         """One sample without the batch axis, or ``get_batch`` of a list of positions.
@@ -273,6 +277,11 @@ class MegatronDataset(Samples):
         )
 
     @cached_property
+    def _reader(self) -> BatchReader:
+        """What reads its samples."""
+        return BatchReader([self])
+
+    @cached_property
     def schedule(self) -> Schedule:
         """This dataset alone as a blend, for ``state_dict``."""
         if self._epoch_only and self.samples_per_epoch:
@@ -282,7 +291,9 @@ class MegatronDataset(Samples):
     def with_sequence_lengths(self, lengths: tuple[tuple[int, int], ...]) -> Self:
         """The same data and name with (first sample, sequence length) of each change."""
         other = object.__new__(type(self))
-        other.__dict__ = {name: value for name, value in self.__dict__.items() if name not in ("order", "schedule")}
+        other.__dict__ = {
+            name: value for name, value in self.__dict__.items() if name not in ("order", "schedule", "_reader")
+        }
         other.lengths = lengths
         return other
 
@@ -307,29 +318,8 @@ class MegatronDataset(Samples):
         if not sample_B.size:
             return self.make_batch(self.new_rows(0, self.lengths[0][1], out), out)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order.sequence_lengths(sample_B)), out)
-        self.read_rows(sample_B, rows, np.arange(sample_B.size))
+        self._reader.read(np.zeros_like(sample_B), sample_B, rows)
         return self.make_batch(rows, out)
-
-    def read_rows(self, sample_B: I64, rows: TokenRows, at_B: I64) -> None:
-        """Fill rows ``at_B`` with the ids of ``sample_B`` and mark where documents begin in them."""
-        pieces = self.order.pieces(sample_B)
-        length_P, ranges = self.order.ranges(pieces, 1)
-        ids = gather(self.part, ranges.sequence, ranges.offset, ranges.length)
-        _refuse_ids_beyond(rows.tokens.dtype, ids, self.part.label)
-        row_P = at_B[pieces.row]
-        width = rows.tokens.shape[1]
-        if pieces.begin.size == sample_B.size and (length_P == width + 1).all():
-            ids = ids.reshape(-1, width + 1)
-            rows.tokens[row_P], rows.labels[row_P] = ids[:, :-1], ids[:, 1:]
-        else:
-            _place(ids, length_P, row_P, pieces, rows)
-        # Columns at which ranges begin; the one that gives only the last label begins behind the row.
-        before_R = np.cumsum(ranges.length) - ranges.length
-        first_P = np.cumsum(length_P) - length_P
-        inside_R = before_R - first_P[ranges.piece]
-        seen = np.flatnonzero(inside_R < pieces.length[ranges.piece])
-        piece = ranges.piece[seen]
-        rows.begins[row_P[piece], pieces.column[piece] + inside_R[seen]] = True
 
     def why(self, n: int) -> Why:
         """Where the tokens of sample ``n`` come from."""
@@ -374,28 +364,3 @@ class MegatronDataset(Samples):
         """
         refuse_other_past(state, self.state_dict(saved_position(state)))
         return int(state["position"])
-
-
-def _refuse_ids_beyond(dtype: np.dtype[Any], ids: npt.NDArray[Any], label: str) -> None:
-    """BlendingError for ids that ``dtype`` does not hold: numpy would cut them without a word."""
-    if np.can_cast(ids.dtype, dtype, "safe") or not ids.size:
-        return
-    limits = np.iinfo(dtype)
-    whole = ids.dtype.kind in "iu"
-    outside = np.flatnonzero((ids < limits.min) | (ids > limits.max)) if whole else np.array([0])
-    if outside.size:
-        raise BlendingError(
-            f"{label} has the id {ids[outside[0]]} of {ids.dtype}; {dtype} does not hold it: set token_dtype"
-        )
-
-
-def _place(ids: npt.NDArray[Any], length_P: I64, row_P: I64, pieces: Pieces, rows: TokenRows) -> None:
-    """Write pieces that are not one whole sample each, one by one."""
-    end = 0
-    for number in range(row_P.size):
-        read, length = int(length_P[number]), int(pieces.length[number])
-        row, column = row_P[number], pieces.column[number]
-        piece = ids[end : end + read]
-        rows.tokens[row, column : column + length][:read] = piece[:length]
-        rows.labels[row, column : column + read - 1] = piece[1:]
-        end += read

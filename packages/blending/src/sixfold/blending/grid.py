@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from sixfold.blending.line import Line, Ranges
+from sixfold.blending.native import Kernels
 from sixfold.blending.permute import I64, permute
 
 WINDOW = 65_536
@@ -200,3 +201,19 @@ class SampleOrder:
         if self.chunks is not None:  # the line ends with its epoch
             length_P = np.minimum(length_P, self.line.tokens - pieces.begin)
         return length_P, self.line.ranges(pieces.begin, length_P)
+
+    def finder(self, native: Kernels) -> object:
+        """A handle of these grids and their line for ``Kernels.find_samples``.
+
+        Raises:
+            TypeError, ValueError or BufferError: arrays of another type than the kernel reads.
+        """
+        grids = [
+            (begin, grid.number, grid.sequence_length, grid.origin, grid.left_over_samples)
+            for begin, grid in zip(self._begins, self._grids, strict=True)
+        ]
+        return self.line.finder(native, WINDOW, self.chunks, np.array(grids, dtype=np.int64))
+
+    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
+        """Give ``finder`` an epoch of the line."""
+        self.line.add_epoch(native, finder, epoch)

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.permute import I64, order_key, permute
-from sixfold.blending.source import Part
+from sixfold.blending.native import I64, Kernels
+from sixfold.blending.permute import key_text, order_key, permute
+from sixfold.blending.source import Part, pointers_of
 
 _BLOCKS_AT_LEAST = 1024
 _BLOCK_AT_MOST = 256
@@ -160,6 +161,29 @@ class Line:
             offset=begin - position_K[member],
             length=end - begin,
         )
+
+    def finder(self, native: Kernels, window: int, chunks: int | None, grids: I64) -> object:
+        """A handle of this line for ``Kernels.find_samples``; see ``SampleOrder.finder``."""
+        part, itemsize = self.part, np.dtype(self.part.source.dtype).itemsize
+        whole = isinstance(part.indices, range)
+        first = part.indices[0] if isinstance(part.indices, range) else 0
+        numbers = [itemsize, first, len(part), self.tokens, self.block, window, -1 if chunks is None else chunks]
+        members = np.empty(0, dtype=np.int64) if whole else part.ids(np.arange(len(part)))
+        names = np.frombuffer(key_text(*self.names), dtype=np.uint8)
+        source: Any = part.source
+        return native.open_line(
+            source.sequence_lengths,
+            pointers_of(source),
+            members,
+            names,
+            np.array(numbers, dtype=np.int64),
+            grids,
+        )
+
+    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
+        """Give ``finder`` the sums of an epoch; the oldest ones go."""
+        before, block = self._epoch(epoch)
+        native.add_epoch(finder, epoch, before, block, _EPOCHS_KEPT - 1)
 
 
 def runs(first: I64, count: I64) -> tuple[I64, I64]:

@@ -55,6 +55,42 @@ class Kernels(Protocol):
         ``weight`` (D,) >= 0. ``left`` (D,) > 0 with the sum N is used up to zeros; without an item it is endless.
         """
 
+    def open_map(self, ids: npt.NDArray[Any], /) -> object:
+        """A handle of the flat ids of a source, which it keeps open; TypeError for a type that int64 does not hold."""
+
+    def gather(
+        self, maps: tuple[object, ...], found: int, pad: int, rows: int, ranges: I64, tokens: I64, labels: I64,
+        begins: npt.NDArray[np.bool_], /,
+    ) -> int:  # fmt: skip
+        """What ``gather.gather`` does. Returns ``found``, or the first range that does not fit (nothing was read)."""
+
+    def arrays_of_rows(
+        self, eod: int, pad: int, flags: int, rows: int, tokens: I64, labels: I64, begins: npt.NDArray[np.bool_],
+        loss_mask: npt.NDArray[Any], positions: npt.NDArray[Any], numbers: npt.NDArray[Any], /,
+    ) -> int:  # fmt: skip
+        """What ``SampleLayout._by_numpy`` does; returns the documents in the batch."""
+
+    def boundaries(self, begins: npt.NDArray[np.bool_], cu_seqlens: Ints, /) -> object:
+        """The places of True, then the size, into an array of just so many items."""
+
+    def open_line(self, lengths: Ints, pointers: I64, members: I64, names: Ints, numbers: I64, grids: I64, /) -> object:
+        """A finder of ranges in the stateless order; see ``line.Line.finder``."""
+
+    def open_index(self, lengths: Ints, pointers: I64, *indices_and_numbers: Ints) -> object:
+        """A finder of ranges through indices; see ``megatron.index.IndexOrder.finder``."""
+
+    def add_epoch(self, finder: object, epoch: int, before: I64, block: Ints, keep: int, /) -> object:
+        """Give a line's finder the sums and blocks of an epoch; of the earlier ones the last ``keep`` stay."""
+
+    def find_samples(
+        self, finders: tuple[object, ...], sequence_length: int, source: I64, sample: I64, ranges: I64, /
+    ) -> int | tuple[int, int]:
+        """The ranges of samples, as ``gather.FIELDS`` says; how many there are.
+
+        Or -1: too little room; another negative number: numpy has to look; (source, epoch): one to add first;
+        (source, -1): a finder to open.
+        """
+
     def level(self) -> int:
         """The best ``Level`` of this processor."""
 

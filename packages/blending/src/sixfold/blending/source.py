@@ -9,7 +9,7 @@ is a plain range opens in the same time whatever its size.
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,11 @@ class ListSource:
         return self.tokens[begin:end]
 
 
+def pointers_of(source: DocumentSource) -> Any:
+    """(sequences,) first byte of each sequence, None if the source does not say."""
+    return getattr(source, "sequence_pointers", None)
+
+
 class Part:
     """The sequences of one source that one split takes, numbered from 0.
 
@@ -74,7 +79,7 @@ class Part:
         """
         self.source = source
         self._lengths = source.sequence_lengths
-        self._pointers = cast("I64 | None", getattr(source, "sequence_pointers", None))
+        self._pointers: I64 | None = pointers_of(source)
         self._itemsize: int = np.dtype(source.dtype).itemsize
         self.indices: range | I64 = _as_range(indices)
         held = len(self._lengths)

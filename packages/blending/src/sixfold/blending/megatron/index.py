@@ -17,8 +17,8 @@ from sixfold.blending.grid import Pieces
 from sixfold.blending.line import Ranges, runs
 from sixfold.blending.megatron.documents import EpochPlan, document_index, shuffle_dtype, shuffle_index
 from sixfold.blending.megatron.samples import sample_index
-from sixfold.blending.permute import I64
-from sixfold.blending.source import Part
+from sixfold.blending.native import I64, Kernels
+from sixfold.blending.source import Part, pointers_of
 
 Arrays = dict[str, npt.NDArray[Any]]
 INDICES = ("document_index", "sample_index", "shuffle_index")
@@ -148,6 +148,21 @@ class IndexOrder:
         some = np.flatnonzero(length_K)
         none = np.full(some.size, -1, dtype=np.int64)
         return length_P, Ranges(piece_K[some], none, sequence_K[some], offset_K[some], length_K[some])
+
+    def finder(self, native: Kernels) -> object:
+        """A handle of these indices for ``Kernels.find_samples``; errors as of ``SampleOrder.finder``."""
+        plan, source = self.plan, cast(Any, self.part.source)
+        numbers = [np.dtype(source.dtype).itemsize, plan.sequence_length, plan.extra, plan.total_tokens]
+        return native.open_index(
+            source.sequence_lengths,
+            pointers_of(source),
+            *(self.arrays[name] for name in INDICES),
+            np.array(numbers, dtype=np.int64),
+        )
+
+    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
+        """Indices have none to add."""
+        raise AssertionError(f"epoch {epoch} is asked of indices")
 
     def __len__(self) -> int:
         return self.plan.samples

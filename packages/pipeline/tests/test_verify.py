@@ -120,7 +120,7 @@ def test_the_shortest_cycle_of_crossing_messages_has_two_links():
     with pytest.raises(ScheduleError) as caught:
         verify(program)
     assert [(r, i, str(a)) for r, i, a in caught.value.cycle] == [(0, 1, "0SEND_F0"), (1, 0, "1RECV_F1")]
-    assert str(caught.value).splitlines()[1:] == [
+    assert str(caught.value).splitlines()[1:3] == [
         "  rank 0 [1] 0SEND_F0 waits for rank 1 [1] 1RECV_F0",
         "  rank 1 [0] 1RECV_F1 waits for rank 0 [3] 0SEND_F1",
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
@@ -43,35 +43,37 @@ def peak_activations(
     Raises:
         ScheduleError: the first action over ``cap``, with need and cap.
     """
+    kept = [0.0] * len(activation) if inputs is None else inputs
+    # What each action adds, per stage; kinds that are not here add nothing.
+    adds: dict[Kind, Sequence[float]] = {
+        Kind.F: activation,
+        Kind.RECOMPUTE: [whole - part for whole, part in zip(activation, kept, strict=True)],
+        Kind.B: [-whole for whole in activation],
+        Kind.I: [-whole * input_share for whole in activation],
+        Kind.W: [-whole * (1.0 - input_share) for whole in activation],
+    }
+    limit = float("inf") if cap is None else cap + _ROUNDING
     peaks = []
     for rank, actions in enumerate(program.ranks):
         again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
         held = peak = 0.0
         for position, entry in enumerate(actions):
-            if entry.kind in MESSAGES:
-                continue
             for action in entry.parts or (entry,):
-                whole = activation[action.stage]
-                kept = inputs[action.stage] if inputs is not None else 0.0
-                if action.kind is Kind.F:
-                    held += kept if again and (action.stage, action.microbatch) in again else whole
-                elif action.kind is Kind.RECOMPUTE:
-                    held += whole - kept
-                elif action.kind is Kind.B:
-                    held -= whole
-                elif action.kind is Kind.I:
-                    held -= whole * input_share
-                elif action.kind is Kind.W:
-                    held -= whole * (1.0 - input_share)
+                added = adds.get(action.kind)
+                if added is None:
+                    continue
+                if again and action.kind is Kind.F and (action.stage, action.microbatch) in again:
+                    added = kept
+                held += added[action.stage]
             if held > peak:
                 peak = held
-            if cap is not None and held > cap + _ROUNDING:
-                raise ScheduleError(
-                    f"rank {rank} [{position}] {entry}: holds {held:g} of activations; memory_cap is {cap:g}",
-                    rank=rank,
-                    position=position,
-                    action=entry,
-                )
+                if held > limit:
+                    raise ScheduleError(
+                        f"rank {rank} [{position}] {entry}: holds {held:g} of activations; memory_cap is {cap:g}",
+                        rank=rank,
+                        position=position,
+                        action=entry,
+                    )
         peaks.append(peak)
     return tuple(peaks)
 

@@ -37,28 +37,35 @@ def reduce_grad(program: Program) -> Program:
 
     It stands behind the SEND of that backward, which a neighbour waits for.
     """
-    there = {action.stage for _, _, action in program.entries() if action.kind is Kind.REDUCE_GRAD}
-    return _per_rank(program, lambda actions: _with_reductions(actions, there))
+    rows = (_with_reductions(actions, program.stages_of(rank)) for rank, actions in enumerate(program.ranks))
+    return replace(program, ranks=tuple(map(tuple, rows)))
 
 
-def _with_reductions(actions: tuple[Action, ...], there: Collection[int]) -> list[Action]:
+def _with_reductions(actions: tuple[Action, ...], stages: Iterable[int]) -> Iterable[Action]:
+    kinds = {action.kind for action in actions}
+    wanted = set(stages)
+    if Kind.REDUCE_GRAD in kinds:
+        wanted -= {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
     row: list[Action] = []  # from the end
-    reduced = set(there)  # stages whose last backward (seen from the end) has been passed
+    due = set(wanted)  # stages whose last backward, seen from the end, is still to come
     held: list[Action] = []  # SENDs directly behind the entry to come: they stay next to it
-    for entry in reversed(actions):
-        if entry.kind is Kind.STEP and entry.stage not in there:
-            reduced.discard(entry.stage)
+    for position in range(len(actions) - 1, -1, -1):
+        entry = actions[position]
+        if not due and Kind.STEP not in kinds:
+            return (*actions[: position + 1], *held, *reversed(row))
+        if entry.kind is Kind.STEP and entry.stage in wanted:
+            due.add(entry.stage)
         if entry.kind in _SENDS:
             held.append(entry)
             continue
-        for part in reversed(tuple(entry.each())):
-            if part.kind in BACKWARD_ENDS and part.stage not in reduced:
-                reduced.add(part.stage)
+        for part in reversed(entry.parts or (entry,)):
+            if part.kind in BACKWARD_ENDS and part.stage in due:
+                due.remove(part.stage)
                 row.append(Action(part.stage, Kind.REDUCE_GRAD))
         row += held
         held = []
         row.append(entry)
-    return list(reversed(row + held))
+    return reversed(row + held)
 
 
 def strip(program: Program) -> Program:

@@ -1,6 +1,6 @@
 """The proof that a program is right and cannot hang.
 
-    Program --> rules, waits (this file) --> Report, or ScheduleError with a counter-example
+    Program --> positions, rules (this file) --> slots, waits --> Report, or ScheduleError with a counter-example
 
 Torch-free. [Note: rendezvous] A SEND and its RECV are treated as one event at
 which both ranks arrive. That is the strictest transport there is: what gets
@@ -11,22 +11,24 @@ each other in this model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import lt
 
-from sixfold.pipeline.action import COMPUTE, MESSAGES, PER_STAGE, Action, Kind
+from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.counterexample import broken, deadlock, grid, missing
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
 from sixfold.pipeline.program import Program
-from sixfold.pipeline.waits import Wait, run_to_the_end, shortest_cycle
+from sixfold.pipeline.slots import check_gathers, check_one_reduction, check_reductions, check_steps
+from sixfold.pipeline.waits import Wait, meet, run_to_the_end, shortest_cycle
 
 __all__ = ["Report", "verify"]
 
-_SHOWN_LINKS = 50  # of a cycle, so that a report stays below 60 lines
-_REDUCED_TWICE = "gradients are reduced once per step"
-_REDUCED_EARLY = "a backward of the stage comes after it in this step"
+_LOCAL = "both its stages are on this rank; no message goes there"
+_PARTS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -66,209 +68,234 @@ def verify(
     Returns:
         what the program sends and holds.
     Raises:
-        ScheduleError: one action and the rule it breaks, or the shortest ``cycle`` of waits.
+        ScheduleError: one action and the rule it breaks, or the shortest ``cycle`` of waits; a grid shows where.
     Cost: O(actions) for a right program.
     """
     if transport not in ("rendezvous", "buffered"):
         raise ScheduleError(f"transport is {transport!r}; it is 'rendezvous' or 'buffered'")
-    where = _positions(program)
-    _check_compute(program, where)
-    _check_messages(program, where)
-    _check_slots(program, where)
-    waits = _message_waits(program, where, transport) if program.lowered else _compute_waits(program, where)
-    lengths = [len(actions) for actions in program.ranks]
-    done = run_to_the_end(waits, lengths)
-    if done != lengths:
-        raise _deadlock(program, shortest_cycle(waits, done))
-    if transport == "buffered":
-        _check_fifo(program, where)
-    share = costs.activation if costs is not None and costs.activation is not None else activation_share(program)
+    if memory_cap is not None and not memory_cap > 0:
+        raise ScheduleError(f"memory_cap is {memory_cap}; it is > 0")
+    if costs is not None and len(costs.forward) != program.stages:
+        raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
+    found = _Found(program)
+    _check_compute(found)
+    _check_messages(found)
+    _check_slots(found)
+    if not (found.lowered and transport == "rendezvous" and meet(_meetings(program))):
+        waits = _message_waits(found, transport) if found.lowered else _compute_waits(found)
+        lengths = [len(actions) for actions in program.ranks]
+        done = run_to_the_end(waits, lengths)
+        if done != lengths:
+            raise deadlock(program, shortest_cycle(waits, done))
+        if transport == "buffered":
+            _check_fifo(found)
     peaks = peak_activations(
         program,
-        share,
+        costs.activation if costs is not None and costs.activation is not None else activation_share(program),
         inputs=costs.input if costs is not None else None,
         input_share=costs.input_share if costs is not None else 0.0,
         cap=memory_cap,
     )
     crossings = sum(a != b for a, b in pairwise(program.placement))
-    return Report(2 * program.microbatches * crossings, peaks, weight_versions(program))
+    versions = weight_versions(program) if Kind.STEP in found.kinds else (1,) * len(program.ranks)
+    return Report(2 * program.microbatches * crossings, peaks, versions)
 
 
-# Position of every numbered action in its rank's list: kind -> stage * m + microbatch -> position, or -1.
-_Where = dict[Kind, list[int]]
+class _Found:
+    """Where each numbered action stands; making it refuses actions that belong nowhere, and second ones.
 
+    Attributes:
+        kinds: that occur.
+        lowered: as ``Program.lowered``.
+        ends: per stage * m + microbatch the position of its B or W.
+    """
 
-def _positions(program: Program) -> _Where:
-    m, placement = program.microbatches, program.placement
-    where: _Where = {kind: [-1] * (m * program.stages) for kind in Kind}
-    unnumbered = PER_STAGE | {Kind.STEP}
-    stages = program.stages
-    for rank, actions in enumerate(program.ranks):
-        for position, entry in enumerate(actions):
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.kinds: set[Kind] = set()
+        for actions in program.ranks:
+            self.kinds.update(part.kind for entry in actions for part in entry.parts or (entry,))
+        self._absent = [-1] * (program.microbatches * program.stages)
+        self._at = {kind: self._absent.copy() for kind in self.kinds}
+        for rank in range(len(program.ranks)):
+            self._read(rank)
+        local = all(a == b for a, b in pairwise(program.placement))
+        self.lowered = bool(self.kinds & MESSAGES) or (local and Kind.REDUCE_GRAD in self.kinds)
+        self.ends = self.later_of(Kind.B, Kind.W)
+
+    def __getitem__(self, kind: Kind) -> Sequence[int]:
+        """Per stage * m + microbatch the position of its action of ``kind`` in its rank's list, or -1."""
+        return self._at.get(kind, self._absent)
+
+    def later_of(self, kind: Kind, other: Kind) -> list[int]:
+        """Positions of whichever of two kinds is there."""
+        return list(map(max, self[kind], self[other]))
+
+    def _read(self, rank: int) -> None:
+        program, at = self.program, self._at
+        m, placement, stages = program.microbatches, program.placement, program.stages
+        unnumbered = PER_STAGE | {Kind.STEP}
+        for position, entry in enumerate(program.ranks[rank]):
+            if entry.parts or entry.kind is Kind.OVERLAP_F_B:
+                self._check_overlap(rank, position, entry)
             for action in entry.parts or (entry,):
-                stage, k = action.stage, action.microbatch
+                stage, kind = action.stage, action.kind
                 if not 0 <= stage < stages:
-                    raise _broken(rank, position, action, f"stages are 0..{stages - 1}")
+                    raise broken(program, rank, position, action, f"stages are 0..{stages - 1}")
                 if placement[stage] != rank:
-                    raise _broken(rank, position, action, f"stage {stage} is on rank {placement[stage]}")
-                if action.kind in unnumbered:
+                    raise broken(program, rank, position, action, f"stage {stage} is on rank {placement[stage]}")
+                if kind in unnumbered:
                     continue
+                k = action.microbatch
                 if k is None or not 0 <= k < m:
-                    raise _broken(rank, position, action, f"microbatches are 0..{m - 1}")
-                row = where[action.kind]
-                if row[stage * m + k] >= 0:
-                    raise _broken(rank, position, action, f"it is already at [{row[stage * m + k]}]; each runs once")
-                row[stage * m + k] = position
-    return where
+                    raise broken(program, rank, position, action, f"microbatches are 0..{m - 1}")
+                index = stage * m + k
+                row = at[kind]
+                if row[index] >= 0:
+                    raise broken(program, rank, position, action, f"it is already at [{row[index]}]; each runs once")
+                row[index] = position
+
+    def _check_overlap(self, rank: int, position: int, entry: Action) -> None:
+        if entry.kind is not Kind.OVERLAP_F_B or not entry.parts:
+            rule = "OVERLAP_F_B has parts, and nothing else has"
+        elif any(part.parts or part.kind not in _PARTS for part in entry.parts):
+            rule = "parts are F, B, I or W"
+        else:
+            return
+        raise broken(self.program, rank, position, entry, rule)
 
 
-def _check_compute(program: Program, where: _Where) -> None:
+def _ascend(before: Iterable[int], after: Iterable[int]) -> bool:
+    """Whether each position of ``before`` is smaller than its pair."""
+    return all(map(lt, before, after))
+
+
+def _check_compute(found: _Found) -> None:
     """Each (stage, microbatch): one F, then one B or one I and a later W; RECOMPUTE between them."""
-    forward, full, inputs, weights = (where[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    again = where[Kind.RECOMPUTE]
-    m = program.microbatches
+    program = found.program
+    forward, full, inputs, weights = (found[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    again = found[Kind.RECOMPUTE]
+    if Kind.RECOMPUTE not in found.kinds and min(forward) >= 0:
+        if not found.kinds & {Kind.I, Kind.W} and _ascend(forward, full):
+            return
+        if Kind.B not in found.kinds and _ascend(forward, inputs) and _ascend(inputs, weights):
+            return
     for index, f in enumerate(forward):
-        stage, k = divmod(index, m)
+        stage, k = divmod(index, program.microbatches)
         rank = program.placement[stage]
         if f < 0:
-            raise _missing(rank, Action(stage, Kind.F, k))
+            raise missing(program, rank, Action(stage, Kind.F, k))
         b, i, w = full[index], inputs[index], weights[index]
         if b >= 0 and (i >= 0 or w >= 0):
             extra = Action(stage, Kind.I if i >= 0 else Kind.W, k)
-            raise _broken(rank, i if i >= 0 else w, extra, "the microbatch has a B; it is either B or I and W")
+            rule = "the microbatch has a B; it is either B or I and W"
+            raise broken(program, rank, i if i >= 0 else w, extra, rule)
         if b < 0 and i < 0:
-            raise _missing(rank, Action(stage, Kind.I if w >= 0 else Kind.B, k))
+            raise missing(program, rank, Action(stage, Kind.I if w >= 0 else Kind.B, k))
         if b < 0 and w < 0:
-            raise _missing(rank, Action(stage, Kind.W, k))
+            raise missing(program, rank, Action(stage, Kind.W, k))
         back = b if b >= 0 else i
         if back <= f:
-            raise _broken(rank, f, Action(stage, Kind.F, k), f"its backward is at [{back}]; F comes before it")
+            raise broken(program, rank, f, Action(stage, Kind.F, k), f"its backward is at [{back}]; F comes before it")
         if b < 0 and w <= i:
-            raise _broken(rank, w, Action(stage, Kind.W, k), f"its I is at [{i}]; W comes after I")
+            raise broken(program, rank, w, Action(stage, Kind.W, k), f"its I is at [{i}]; W comes after I")
         if again[index] >= 0 and not f < again[index] < back:
-            raise _broken(
-                rank, again[index], Action(stage, Kind.RECOMPUTE, k), f"it stands between F [{f}] and backward [{back}]"
-            )
+            rule = f"it stands between F [{f}] and backward [{back}]"
+            raise broken(program, rank, again[index], Action(stage, Kind.RECOMPUTE, k), rule)
 
 
-def _check_messages(program: Program, where: _Where) -> None:
+def _check_messages(found: _Found) -> None:
     """Each tensor between ranks is sent after it was made and received before it is used; none goes within a rank."""
-    m, placement, lowered = program.microbatches, program.placement, program.lowered
-    made = {Kind.F: where[Kind.F], Kind.B: [max(b, i) for b, i in zip(where[Kind.B], where[Kind.I], strict=True)]}
+    program, placement = found.program, found.program.placement
+    m, stages = program.microbatches, program.stages
+    makers = {Kind.F: found[Kind.F], Kind.B: found.later_of(Kind.B, Kind.I)}
     for kind, sent, got, ahead in ((Kind.F, Kind.SEND_F, Kind.RECV_F, 1), (Kind.B, Kind.SEND_B, Kind.RECV_B, -1)):
-        send_at, receive_at, compute_at = where[sent], where[got], made[kind]
-        for stage in range(program.stages):
+        made = makers[kind]
+        for stage in range(stages):
             peer = stage + ahead
-            exists = 0 <= peer < program.stages
-            crosses = exists and placement[peer] != placement[stage]
-            for k in range(m):
-                here, there = stage * m + k, peer * m + k
-                if not (crosses and lowered):
-                    _refuse_stray(program, where, Action(stage, sent, k), exists)
-                    if exists:
-                        _refuse_stray(program, where, Action(peer, got, k), exists)
-                    else:
-                        edge = Action(program.stages - 1 - stage, got, k)
-                        _refuse_stray(program, where, edge, exists)
-                    if exists and not crosses and compute_at[there] <= compute_at[here]:
-                        rule = f"its input is made at [{compute_at[here]}] by stage {stage}"
-                        raise _broken(placement[peer], compute_at[there], Action(peer, kind, k), rule)
-                    continue
-                rank, other = placement[stage], placement[peer]
-                send, receive = Action(stage, sent, k), Action(peer, got, k)
-                if send_at[here] < 0:
-                    raise _missing(rank, send)
-                if receive_at[there] < 0:
-                    raise _missing(other, receive)
-                if send_at[here] <= compute_at[here]:
-                    raise _broken(rank, send_at[here], send, f"its tensor is made at [{compute_at[here]}]")
-                if receive_at[there] >= compute_at[there]:
-                    raise _broken(other, receive_at[there], receive, f"its tensor is used at [{compute_at[there]}]")
+            own, other = slice(stage * m, stage * m + m), slice(peer * m, peer * m + m)
+            exists = 0 <= peer < stages
+            if not (exists and placement[peer] != placement[stage] and found.lowered):
+                rule = _LOCAL if exists else "there is no stage at its end"
+                _refuse_stray(found, stage, sent, rule)
+                # The receiver at the open end is the first stage of a RECV_F, the last of a RECV_B.
+                _refuse_stray(found, peer if exists else stages - 1 - stage, got, rule)
+                if exists and placement[peer] == placement[stage] and not _ascend(made[own], made[other]):
+                    k = next(k for k in range(m) if made[peer * m + k] <= made[stage * m + k])
+                    rule = f"its input is made at [{made[stage * m + k]}] by stage {stage}"
+                    raise broken(program, placement[peer], made[peer * m + k], Action(peer, kind, k), rule)
+                continue
+            sends, receives = found[sent][own], found[got][other]
+            if min(receives) < 0 or not (_ascend(made[own], sends) and _ascend(receives, made[other])):
+                _explain_message(found, stage, peer, (sent, got), made)
 
 
-def _refuse_stray(program: Program, where: _Where, message: Action, exists: bool) -> None:
-    assert message.microbatch is not None, f"{message} has no microbatch"
-    position = where[message.kind][message.stage * program.microbatches + message.microbatch]
-    if position >= 0:
-        rule = "both its stages are on this rank; no message goes there" if exists else "there is no stage at its end"
-        raise _broken(program.placement[message.stage], position, message, rule)
+def _explain_message(found: _Found, stage: int, peer: int, kinds: tuple[Kind, Kind], made: Sequence[int]) -> None:
+    """Raise for the first microbatch whose tensor from ``stage`` to ``peer`` is not sent or received in its place."""
+    program, m = found.program, found.program.microbatches
+    sent, got = kinds
+    rank, other = program.placement[stage], program.placement[peer]
+    for k in range(m):
+        send, receive = Action(stage, sent, k), Action(peer, got, k)
+        here, there = found[sent][stage * m + k], found[got][peer * m + k]
+        if here < 0:
+            raise missing(program, rank, send)
+        if there < 0:
+            raise missing(program, other, receive)
+        if here <= made[stage * m + k]:
+            raise broken(program, rank, here, send, f"its tensor is made at [{made[stage * m + k]}]")
+        if there >= made[peer * m + k]:
+            raise broken(program, other, there, receive, f"its tensor is used at [{made[peer * m + k]}]")
 
 
-def _check_slots(program: Program, where: _Where) -> None:
-    """UNSHARD, RESHARD and REDUCE_GRAD of each stage."""
-    for rank, actions in enumerate(program.ranks):
-        kinds = {action.kind for action in actions}
-        if Kind.UNSHARD in kinds or Kind.RESHARD in kinds:
-            _check_gathers(program, rank)
-        if Kind.STEP in kinds and Kind.REDUCE_GRAD in kinds:
-            _check_reductions(program, rank)
-        elif Kind.REDUCE_GRAD in kinds:
-            _check_one_reduction(program, rank, where)
+def _refuse_stray(found: _Found, stage: int, kind: Kind, rule: str) -> None:
+    if kind not in found.kinds:
+        return
+    program, m = found.program, found.program.microbatches
+    for k, position in enumerate(found[kind][stage * m : stage * m + m]):
+        if position >= 0:
+            raise broken(program, program.placement[stage], position, Action(stage, kind, k), rule)
 
 
-def _check_gathers(program: Program, rank: int) -> None:
-    """A stage that is ever unsharded is so at each of its compute actions, and resharded as often."""
-    actions = program.ranks[rank]
-    slotted = {action.stage for action in actions if action.kind is Kind.UNSHARD}
-    gathered = dict.fromkeys(program.stages_of(rank), 0)
-    for position, entry in enumerate(actions):
-        for action in entry.each():
-            if action.kind is Kind.UNSHARD:
-                gathered[action.stage] += 1
-            elif action.kind is Kind.RESHARD:
-                gathered[action.stage] -= 1
-                if gathered[action.stage] < 0:
-                    raise _broken(rank, position, action, "the stage is not unsharded")
-            elif action.kind in COMPUTE and action.stage in slotted and not gathered[action.stage]:
-                raise _broken(rank, position, action, "the stage is not unsharded at this compute action")
-    for stage, count in gathered.items():
-        if count:
-            raise _missing(rank, Action(stage, Kind.RESHARD))
-
-
-def _check_one_reduction(program: Program, rank: int, where: _Where) -> None:
-    """Without STEPs: at most one REDUCE_GRAD per stage, behind its last backward."""
-    m, reduced = program.microbatches, set[int]()
-    for position, action in enumerate(program.ranks[rank]):
-        if action.kind is not Kind.REDUCE_GRAD:
+def _check_slots(found: _Found) -> None:
+    """UNSHARD, RESHARD, REDUCE_GRAD and STEP of each stage."""
+    if Kind.STEP in found.kinds:
+        check_steps(found.program, found.ends)
+    for rank in range(len(found.program.ranks)):
+        if found.kinds & {Kind.UNSHARD, Kind.RESHARD}:
+            check_gathers(found.program, rank)
+        if Kind.REDUCE_GRAD not in found.kinds:
             continue
-        if action.stage in reduced:
-            raise _broken(rank, position, action, _REDUCED_TWICE)
-        reduced.add(action.stage)
-        own = slice(action.stage * m, (action.stage + 1) * m)
-        if max(max(where[kind][own]) for kind in (Kind.B, Kind.I, Kind.W)) > position:
-            raise _broken(rank, position, action, _REDUCED_EARLY)
+        if Kind.STEP in found.kinds:
+            check_reductions(found.program, rank)
+        else:
+            check_one_reduction(found.program, rank, found.ends)
 
 
-def _check_reductions(program: Program, rank: int) -> None:
-    """With STEPs: the same between one STEP of a stage and the next; read from the end."""
-    behind: dict[int, str] = {}  # per stage, what a REDUCE_GRAD here would break
-    for position in range(len(program.ranks[rank]) - 1, -1, -1):
-        for action in program.ranks[rank][position].each():
-            if action.kind is Kind.STEP:
-                behind.pop(action.stage, None)
-            elif action.kind in (Kind.B, Kind.I, Kind.W):
-                behind[action.stage] = _REDUCED_EARLY
-            elif action.kind is Kind.REDUCE_GRAD:
-                if action.stage in behind:
-                    raise _broken(rank, position, action, behind[action.stage])
-                behind[action.stage] = _REDUCED_TWICE
+def _meetings(program: Program) -> list[list[int]]:
+    """Per rank its messages in order; a SEND and its RECV have one number."""
+    m, backward = program.microbatches, program.microbatches * program.stages
+    first = {Kind.SEND_F: m, Kind.RECV_F: 0, Kind.SEND_B: backward - m, Kind.RECV_B: backward}
+    return [
+        [first[a.kind] + a.stage * m + a.microbatch for a in actions if a.kind in first]  # type: ignore[operator]
+        for actions in program.ranks
+    ]
 
 
-def _message_waits(program: Program, where: _Where, transport: str) -> list[list[Wait]]:
+def _message_waits(found: _Found, transport: str) -> list[list[Wait]]:
     """Waits of a lowered program; see [Note: waits]."""
-    m, placement, buffered = program.microbatches, program.placement, transport == "buffered"
-    # Per kind: the list of the other end's positions, and how far from ours its stage is.
+    m, placement, buffered = found.program.microbatches, found.program.placement, transport == "buffered"
+    # Per kind: positions of the other end, and how far from ours its stage is.
     ends = {
-        Kind.SEND_F: (where[Kind.RECV_F], 1),
-        Kind.RECV_F: (where[Kind.SEND_F], -1),
-        Kind.SEND_B: (where[Kind.RECV_B], -1),
-        Kind.RECV_B: (where[Kind.SEND_B], 1),
+        Kind.SEND_F: (found[Kind.RECV_F], 1),
+        Kind.RECV_F: (found[Kind.SEND_F], -1),
+        Kind.SEND_B: (found[Kind.RECV_B], -1),
+        Kind.RECV_B: (found[Kind.SEND_B], 1),
     }
     if buffered:
         del ends[Kind.SEND_F], ends[Kind.SEND_B]
     waits: list[list[Wait]] = []
-    for actions in program.ranks:
+    for actions in found.program.ranks:
         mine: list[Wait] = []
         for position, action in enumerate(actions):
             if (end := ends.get(action.kind)) is not None:
@@ -281,72 +308,49 @@ def _message_waits(program: Program, where: _Where, transport: str) -> list[list
     return waits
 
 
-def _compute_waits(program: Program, where: _Where) -> list[list[Wait]]:
+def _compute_waits(found: _Found) -> list[list[Wait]]:
     """Waits of a compute-only program: each action needs its input's maker on another rank."""
-    m, placement = program.microbatches, program.placement
+    program, m, placement = found.program, found.program.microbatches, found.program.placement
+    forward, backward = found[Kind.F], found.later_of(Kind.B, Kind.I)
     waits: list[list[Wait]] = []
     for rank, actions in enumerate(program.ranks):
         mine: list[Wait] = []
         for position, entry in enumerate(actions):
-            for action in entry.each():
-                peer = action.stage + (-1 if action.kind is Kind.F else 1)
-                needs_input = action.kind in (Kind.F, Kind.B, Kind.I) and 0 <= peer < program.stages
-                if not needs_input or placement[peer] == rank:
+            for action in entry.parts or (entry,):
+                kind = action.kind
+                if kind is Kind.F:
+                    peer, made = action.stage - 1, forward
+                elif kind is Kind.B or kind is Kind.I:
+                    peer, made = action.stage + 1, backward
+                else:
                     continue
-                assert action.microbatch is not None, f"{action} has no microbatch"
-                index = peer * m + action.microbatch
-                kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)
-                mine.append((position, placement[peer], max(where[kind][index] for kind in kinds)))
+                if 0 <= peer < len(placement) and placement[peer] != rank:
+                    assert action.microbatch is not None, f"{action} has no microbatch"
+                    mine.append((position, placement[peer], made[peer * m + action.microbatch]))
         waits.append(mine)
     return waits
 
 
-def _check_fifo(program: Program, where: _Where) -> None:
+def _check_fifo(found: _Found) -> None:
     """On each directed edge the k-th SEND meets the k-th RECV, which buffering does not change."""
-    m, last = program.microbatches, dict[tuple[int, int], tuple[int, int, Action]]()
+    program, m = found.program, found.program.microbatches
+    last: dict[tuple[int, int], tuple[int, int, Action]] = {}
     for rank, position, action in program.entries():
         if action.kind not in (Kind.SEND_F, Kind.SEND_B):
             continue
         peer = action.peer_stage
         assert action.microbatch is not None, f"{action} has no microbatch"
-        at = where[_PARTNER[action.kind]][peer * m + action.microbatch]
+        at = found[_PARTNER[action.kind]][peer * m + action.microbatch]
         edge = (rank, program.placement[peer])
         receive = Action(peer, _PARTNER[action.kind], action.microbatch)
         if edge in last and last[edge][1] > at:
             message = f"rank {rank} [{position}] {action}: rank {edge[1]} receives it at [{at}], before {last[edge][2]}"
+            rule = f"{message}, which was sent first; an edge keeps its order"
             raise ScheduleError(
-                f"{message}, which was sent first; an edge keeps its order",
+                "\n".join((rule, *grid(program, {(rank, position), (edge[1], at)}))),
                 rank=rank,
                 position=position,
                 action=action,
                 cycle=[(rank, position, action), (edge[1], at, receive)],
             )
         last[edge] = (position, at, receive)
-
-
-def _broken(rank: int, position: int, action: Action, rule: str) -> ScheduleError:
-    return ScheduleError(f"rank {rank} [{position}] {action}: {rule}", rank=rank, position=position, action=action)
-
-
-def _missing(rank: int, action: Action) -> ScheduleError:
-    return ScheduleError(f"rank {rank}: {action} is missing; the program needs it once", rank=rank, action=action)
-
-
-def _deadlock(program: Program, links: list[tuple[int, Wait]]) -> ScheduleError:
-    cycle = [(rank, wait[0], program.ranks[rank][wait[0]]) for rank, wait in links]
-    return ScheduleError(
-        "\n".join(("deadlock: each of these waits for the next, the last for the first", *_chain(program, links))),
-        rank=cycle[0][0],
-        position=cycle[0][1],
-        action=cycle[0][2],
-        cycle=cycle,
-    )
-
-
-def _chain(program: Program, links: list[tuple[int, Wait]]) -> Iterator[str]:
-    for rank, (position, peer, need) in links[:_SHOWN_LINKS]:
-        action = program.ranks[rank][position]
-        at = need + 1 if action.kind in MESSAGES else need
-        yield f"  rank {rank} [{position}] {action} waits for rank {peer} [{at}] {program.ranks[peer][at]}"
-    if len(links) > _SHOWN_LINKS:
-        yield f"  and {len(links) - _SHOWN_LINKS} more"

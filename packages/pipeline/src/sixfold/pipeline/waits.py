@@ -14,9 +14,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-__all__ = ["Wait", "run_to_the_end", "shortest_cycle"]
+__all__ = ["Wait", "meet", "run_to_the_end", "shortest_cycle"]
 
 Wait = tuple[int, int, int]  # position, peer, need
+
+
+def meet(messages: list[list[int]]) -> bool:
+    """Whether ranks that go through their lists and wait at each message for its other end all get through.
+
+    The rendezvous of ``run_to_the_end`` in half the time; it does not say who is stuck.
+
+    Args:
+        messages: per rank; each number occurs twice, on two ranks.
+    """
+    at = [0] * len(messages)
+    standing: dict[int, int] = {}  # message -> the rank that waits there
+    ready = list(range(len(messages)))
+    while ready:
+        rank = ready.pop()
+        mine, here = messages[rank], at[rank]
+        while here < len(mine):
+            other = standing.pop(mine[here], None)
+            if other is None:
+                standing[mine[here]] = rank
+                break
+            here += 1
+            at[other] += 1
+            ready.append(other)
+        at[rank] = here
+    return not standing
 
 
 def run_to_the_end(waits: list[list[Wait]], lengths: list[int]) -> list[int]:

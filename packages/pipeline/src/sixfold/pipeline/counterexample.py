@@ -1,0 +1,83 @@
+"""What is wrong with a program, as a reader can see it: one action and its rule, or the cycle of waits, and the grid.
+
+    rank, position, rule --> ScheduleError (this file) --> verify, slots
+
+Torch-free. A report has at most 60 lines: ``_LINKS`` of a cycle, and a grid of ``_RANKS``
+lines and ``_CELLS`` cells around the wrong one, which is marked ``>>1B0<<``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from sixfold.pipeline.action import MESSAGES, Action
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.waits import Wait
+
+__all__ = ["broken", "deadlock", "grid", "missing"]
+
+_LINKS, _RANKS, _CELLS = 24, 24, 11
+
+
+def broken(program: Program, rank: int, position: int, action: Action, rule: str) -> ScheduleError:
+    """``action`` of ``rank`` at ``position`` breaks ``rule``."""
+    lines = (f"rank {rank} [{position}] {action}: {rule}", *grid(program, {(rank, position)}))
+    return ScheduleError("\n".join(lines), rank=rank, position=position, action=action)
+
+
+def missing(program: Program, rank: int, action: Action) -> ScheduleError:
+    """``rank`` lacks ``action``; the grid shows it behind the last action of its stage and microbatch."""
+    own = (action.stage, action.microbatch)
+    row = program.ranks[rank]
+    near = [i for i, entry in enumerate(row) if any((a.stage, a.microbatch) == own for a in entry.each())]
+    place = (rank, near[-1] if near else len(row) - 1)
+    first = f"rank {rank}: {action} is missing; the program needs it once"
+    lines = (first, *grid(program, {place}, absent=str(action)))
+    return ScheduleError("\n".join(lines), rank=rank, action=action)
+
+
+def deadlock(program: Program, links: Sequence[tuple[int, Wait]]) -> ScheduleError:
+    """``links`` wait for each other: (rank, wait) in the order in which each waits for the next."""
+    cycle = [(rank, wait[0], program.ranks[rank][wait[0]]) for rank, wait in links]
+    lines = (
+        "deadlock: each of these waits for the next, the last for the first",
+        *_chain(program, links),
+        *grid(program, {(rank, position) for rank, position, _ in cycle}),
+    )
+    rank, position, action = cycle[0]
+    return ScheduleError("\n".join(lines), rank=rank, position=position, action=action, cycle=cycle)
+
+
+def grid(program: Program, marks: Collection[tuple[int, int]], absent: str = "") -> Iterator[str]:
+    """A line per rank, those around the marked ones, each with the cells around its mark.
+
+    Args:
+        marks: (rank, position) of the wrong cells.
+        absent: an action that is not there; it is shown behind the mark, and the mark itself is not wrong.
+    """
+    position_of = dict(sorted(marks, reverse=True))  # of a rank with several marks the first
+    first = max(0, min(position_of) - _RANKS // 4)
+    for rank in range(first, min(first + _RANKS, len(program.ranks))):
+        row = program.ranks[rank]
+        middle = position_of.get(rank, min(position_of.values()))
+        start = max(0, min(middle - _CELLS // 2, len(row) - _CELLS))
+        cells = []
+        for position, action in enumerate(row[start : start + _CELLS], start):
+            here = (rank, position) in marks
+            cells.append(f">>{action}<<" if here and not absent else str(action))
+            if here and absent:
+                cells.append(f">>no {absent}<<")
+        if absent and not row and rank in position_of:
+            cells.append(f">>no {absent}<<")
+        dots = ("... " if start else "", " ..." if start + _CELLS < len(row) else "")
+        yield f"    {rank} [{start}]: {dots[0]}{' '.join(cells)}{dots[1]}"
+
+
+def _chain(program: Program, links: Sequence[tuple[int, Wait]]) -> Iterator[str]:
+    for rank, (position, peer, need) in links[:_LINKS]:
+        action = program.ranks[rank][position]
+        at = need + 1 if action.kind in MESSAGES else need
+        yield f"  rank {rank} [{position}] {action} waits for rank {peer} [{at}] {program.ranks[peer][at]}"
+    if len(links) > _LINKS:
+        yield f"  and {len(links) - _LINKS} more"

@@ -149,6 +149,23 @@ def test_every_prefix_is_in_its_bound_counts_are_exact_and_find_is_the_inverse_o
     record_property("vector_chunk", found)
 
 
+def worst_of_a_period(counts):
+    """The largest error of a whole period: a count is furthest off just before and just behind a sample of its own."""
+    tree = QuotaTree.from_counts(counts)
+    positions = np.arange(tree.period)
+    dataset, sample = tree.locate(positions)
+    share = tree.quotas[dataset] / tree.period
+    return max(np.abs(sample - positions * share).max(), np.abs(sample + 1 - (positions + 1) * share).max())
+
+
+def test_the_worst_vectors_known_are_below_the_constant_of_the_proof():
+    """See docs/design/2026-11-20-blending-quota-bound.md: half the sum of Fibonacci's reciprocals, 1.67994."""
+    assert worst_of_a_period([1, 1]) == 0.5
+    climbed = [1, 33, 34, 47, 77, 124, 233, 404, 652, 1133, 2097, 2860, 3106, 4352, 14761]
+    assert 1.56 < worst_of_a_period(climbed) < 1.67994
+    assert worst_of_a_period([1, 200, 200, 201, 401, 602, 1003, 1605, 2608, 4213]) < 1.67994, "as deep as can be"
+
+
 def test_the_bound_is_not_met_by_an_order_that_gives_a_dataset_twice_as_fast():
     """The check above can fail: a tree of other weights than it is held against."""
     tree, others = QuotaTree([2, 1, 1]), [1, 1, 1]

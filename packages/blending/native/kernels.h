@@ -19,6 +19,8 @@
 
 KERNEL(permute);
 KERNEL(permute_range);
+KERNEL(tree_locate);
+KERNEL(tree);
 KERNEL(greedy);
 KERNEL(open_map);
 KERNEL(gather);

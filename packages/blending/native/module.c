@@ -11,6 +11,8 @@
 static PyMethodDef methods[] = {
     ENTRY(permute),
     ENTRY(permute_range),
+    ENTRY(tree_locate),
+    ENTRY(tree),
     ENTRY(greedy),
     ENTRY(open_map),
     ENTRY(gather),

@@ -89,3 +89,42 @@ def test_wrong_numbers_raise(kernels, args, error):
 def test_a_level_that_this_processor_does_not_have_is_refused(kernels):
     with pytest.raises(ValueError, match="level is"):
         kernels.use_level(kernels.level() + 1)
+
+
+@pytest.mark.parametrize("quotas", [[], [0, 0], [3, -1], [2**62, 1]], ids=str)
+def test_quotas_of_which_there_is_no_tree_are_refused(kernels, quotas):
+    with pytest.raises(ValueError, match="tree"):
+        kernels.tree(np.array(quotas, dtype=np.int64))
+
+
+def test_what_is_no_tree_is_refused(kernels):
+    three = [np.zeros(3, dtype=np.int64) for _ in range(3)]
+    with pytest.raises(ValueError, match="PyCapsule"):
+        kernels.tree_locate(None, *three)
+    with pytest.raises(ValueError, match="as many items"):
+        kernels.tree_locate(kernels.tree(np.ones(2, dtype=np.int64)), *three[:2], np.zeros(4, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight": []},
+        {"weight": [1.0, float("nan")]},
+        {"weight": [1.0, -1.0]},
+        {"left": [3]},
+        {"left": [3, 3]},
+        {"left": [4, 0]},
+        {"sample": np.zeros(5, dtype=np.int64)},
+    ],
+    ids=str,
+)
+def test_wrong_blends_are_refused(kernels, wrong):
+    given = {
+        "weight": [1.0, 2.0],
+        "left": [1, 3],
+        "dataset": np.zeros(4, dtype=np.int16),
+        "sample": np.zeros(4, dtype=np.int64),
+    }
+    given |= wrong
+    with pytest.raises(ValueError, match="greedy"):
+        kernels.greedy(np.array(given["weight"]), np.array(given["left"]), given["dataset"], given["sample"])

@@ -91,6 +91,12 @@ class Kernels(Protocol):
         (source, -1): a finder to open.
         """
 
+    def tree(self, quota: I64, /) -> object:
+        """A handle of the quota tree; ``quota`` (D,) >= 0, its sum in 1..2^62."""
+
+    def tree_locate(self, tree: object, position: I64, dataset: I64, sample: I64, /) -> int:
+        """What ``QuotaTree.locate`` returns; the place of the first negative position, or how many there are."""
+
     def level(self) -> int:
         """The best ``Level`` of this processor."""
 

@@ -126,7 +126,7 @@ def test_a_killed_worker_raises_within_seconds_and_the_next_call_starts_a_fresh_
 
 def test_a_worker_that_is_killed_between_saves_is_replaced(saver, stopped, tmp_path):
     os.kill(stopped, signal.SIGKILL)
-    while is_running(stopped):
+    while saver._worker.process.poll() is None:
         time.sleep(0.001)
     saver.save(state(3), tmp_path / "c").wait(60)
     assert loaded_value(tmp_path / "c") == 3
@@ -135,7 +135,7 @@ def test_a_worker_that_is_killed_between_saves_is_replaced(saver, stopped, tmp_p
 def test_a_stopped_worker_is_told_within_timeout_s_and_killed(saver, stopped, tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "_timeout_s", 1.0)
     handle = saver.save(state(2), tmp_path / "c")
-    with pytest.raises(LostPeerError, match=r"the worker of rank 0 hangs for more than 0\.9 s and was killed"):
+    with pytest.raises(LostPeerError, match="the worker of rank 0 hangs and was killed"):
         handle.wait(1.5)
     assert not is_running(stopped)
     assert loaded_value(tmp_path / "c") == 1

@@ -51,15 +51,22 @@ class AsyncSave:
         worker_pid: process that writes for this rank.
     """
 
-    def __init__(self, checkpoint_dir: Path, blocked_s: float, worker_pid: int, flight: _Flight) -> None:
+    def __init__(self, checkpoint_dir: Path, started: float, worker_pid: int, flight: _Flight) -> None:
         self.checkpoint_dir = checkpoint_dir
-        self.blocked_s = blocked_s
+        self.blocked_s = time.monotonic() - started
+        self._started = started
         self.worker_pid = worker_pid
         self._flight = flight
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks, no collective."""
         return self._flight.ended.is_set()
+
+    @property
+    def total_s(self) -> float | None:
+        """Seconds from the call until the checkpoint was committed or the save had failed; None until then."""
+        ended = self._flight.ended_at
+        return None if ended is None else ended - self._started
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
@@ -142,7 +149,7 @@ class AsyncSaver:
         check_finite: bool,
         timeout_s: float,
     ) -> AsyncSave:
-        start = time.perf_counter()
+        start = time.monotonic()
         self._let_go()
         worker = self._ready_worker()
         agreed = saving.agree_on(*what, *extras, group=group, if_exists=if_exists, timeout_s=timeout_s)
@@ -152,10 +159,12 @@ class AsyncSaver:
         except BaseException:
             for alive in sign:
                 alive.close()
+                if agreed.exchange.rank == 0:
+                    alive.remove_folder()
             agreed.abandon()
             raise
         self._flight = _Flight(worker, job, sign[0] if sign else None)
-        return AsyncSave(Path(what[1]), time.perf_counter() - start, worker.process.pid, self._flight)
+        return AsyncSave(Path(what[1]), start, worker.process.pid, self._flight)
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""
@@ -259,6 +268,7 @@ class _Flight:
 
     def __init__(self, worker: _Worker, job: Job, sign: Alive | None) -> None:
         self.ended = threading.Event()
+        self.ended_at: float | None = None  # on the monotonic clock
         self.error: CheckpointError | None = None
         self.told = False
         self._worker, self._job, self._sign = worker, job, sign
@@ -281,6 +291,7 @@ class _Flight:
         except Exception as error:  # whatever it is, the trainer must hear of it
             self.error = CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
         finally:
+            self.ended_at = time.monotonic()
             self._acknowledge()
             self.ended.set()
 
@@ -289,16 +300,27 @@ class _Flight:
         try:
             # Pickled here, where the trainer does not wait for it.
             connection.send_bytes(pickle.dumps(self._job, protocol=5))
-            while time.monotonic() < self._job.deadline(control.OWN_WORKER):
-                if self._sign is not None:
-                    self._sign.beat()
-                if connection.poll(control.BEAT_S):
-                    return Outcome.decode(connection.recv_bytes())
-            reason = f"hangs for more than {control.OWN_WORKER * self._job.timeout_s:g} s and was killed"
+            if self._hear(control.OWN_WORKER) or (self._has_record() and self._hear(control.END)):
+                return Outcome.decode(connection.recv_bytes())
+            reason = "hangs and was killed"
         except (OSError, EOFError):
             reason = "died"
         ending = self._worker.kill()
         return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
+
+    def _hear(self, steps: float) -> bool:
+        """Wait for the worker's report, or its death, until a deadline; show the other ranks that this one lives."""
+        while (left_s := self._job.deadline(steps) - time.monotonic()) > 0:
+            if self._sign is not None:
+                self._sign.beat()
+            if self._worker.connection.poll(min(left_s, control.BEAT_S)):
+                return True
+        return False
+
+    def _has_record(self) -> bool:
+        """Whether the worker of another rank than the first has done its share and waits for the outcome."""
+        names = control.control_of(self._job).names() or ()
+        return self._job.rank > 0 and f"rank-{self._job.rank}" in names
 
     def _speak_for_worker(self, reason: str) -> Outcome:
         """The worker is dead: say so to the other ranks, and find out what became of the save."""
@@ -312,7 +334,7 @@ class _Flight:
                 return control.tell(job, folder, outcome)
             storage.discard(Path(job.ticket.staging))
             return outcome
-        if f"rank-{job.rank}" not in (folder.names() or ()):
+        if not self._has_record():
             with suppress(OSError):
                 folder.put(f"rank-{job.rank}", control.settle(job, reason))
         return control.await_outcome(job)

@@ -12,9 +12,11 @@ writes a counter there each second. A rank whose lock is free is dead. Where loc
 (tried before each save) its counter must stand still for ``STALE_S`` besides. A trainer speaks for
 its worker: it puts the record or the outcome that a dead worker cannot put.
 
-[Note: who gives up when] As parts of timeout_s: at 0.8 the first rank's worker stops waiting for records; at 0.9
-a trainer kills its own worker, which hangs; at 1.0 a rank stops waiting for the outcome. In this order the
-first rank's verdict reaches all while they still listen, and nobody decides while one who may commit lives.
+[Note: who gives up when] Before timeout_s has passed since the call, in steps of 5 s or a quarter of it: two steps
+before, the first rank's worker stops waiting for records; one step before, a trainer kills its own worker if that has
+not put its record, or is the first rank's; then a worker stops waiting for the outcome, and at the end a trainer
+waits for its worker no longer. In this order the first rank's verdict reaches all while they still listen, and
+nobody decides while one who may commit lives.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from sixfold.dist_ckpt.exchange import Outcome
 
 BEAT_S = 1.0
 STALE_S = 8.0
-RECORDS, OWN_WORKER, OUTCOME = 0.8, 0.9, 1.0  # see [Note: who gives up when]
+RECORDS, OWN_WORKER, OUTCOME, END = 2.0, 1.0, 0.25, 0.0  # steps before the end, see [Note: who gives up when]
+_STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
 
@@ -46,7 +49,7 @@ class Job:
     """One rank's share of one save, as its worker gets it.
 
     ``content`` has records without data; ``places`` says where the data of record i lies in the arena of
-    ``arena_bytes``. ``deadline`` and ``started`` are of this host's monotonic clock.
+    ``arena_bytes``. ``started`` is of this host's monotonic clock.
     """
 
     rank: int
@@ -62,9 +65,9 @@ class Job:
     timeout_s: float
     stale_s: float
 
-    def deadline(self, part: float) -> float:
+    def deadline(self, steps: float) -> float:
         """See [Note: who gives up when]."""
-        return self.started + part * self.timeout_s
+        return self.started + self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
 
 
 class ControlFolder:
@@ -129,6 +132,10 @@ class Alive:
         with suppress(OSError):
             self._path.unlink()
         self._file.close()
+
+    def remove_folder(self) -> None:
+        """Remove the control folder of a save that comes to nothing in the call."""
+        shutil.rmtree(self._path.parent, ignore_errors=True)
 
 
 def is_locked(folder: ControlFolder, rank: int) -> bool:
@@ -223,8 +230,8 @@ def _gather(job: Job, folder: ControlFolder) -> list[Any]:
                 raise LostPeerError(f"rank {rank} of {job.ranks} died during a background save; {_ADVICE}")
         if time.monotonic() > job.deadline(RECORDS):
             raise LostPeerError(
-                f"ranks {sorted(missing)} of {job.ranks} had not written their share {RECORDS * job.timeout_s:g} s "
-                f"after the call (timeout_s={job.timeout_s:g}): stopped, or on a slow disk; {_ADVICE}"
+                f"ranks {sorted(missing)} of {job.ranks} have not written their share in time (timeout_s="
+                f"{job.timeout_s:g}): stopped, or on a slow disk; {_ADVICE}"
             )
         time.sleep(pause_s)
         pause_s = min(_LONGEST_S, 2 * pause_s)

@@ -1,0 +1,185 @@
+"""Background saves of several ranks: no collective meets the trainer's, and every rank hears the same end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, ShardedTensor, control
+
+
+def state(rank, ranks, value):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((30,), float(value)), (0, rank, ranks)), "it": value}
+
+
+def first_save(rank, ranks, folder):
+    """Save value 1 and return this rank's worker."""
+    handle = dist_ckpt.async_save(state(rank, ranks, 1), folder / "c", timeout_s=60)
+    handle.wait()
+    return handle.worker_pid
+
+
+def ending(handle, timeout_s=30):
+    """How a save ended and how long that took."""
+    start = time.monotonic()
+    try:
+        handle.wait(timeout_s)
+    except CheckpointError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "committed", "", time.monotonic() - start
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def loaded_value(path):
+    loaded = dist_ckpt.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(60))}, path, group=None)
+    assert bool((loaded["w"] == loaded["it"]).all())
+    return loaded["it"]
+
+
+def train_on(rank, ranks, folder, worker):
+    """The trainer goes on with its collectives, one rank well ahead of its worker."""
+    os.kill(worker, signal.SIGSTOP)
+    saved = state(rank, ranks, 2)
+    handle = dist_ckpt.async_save(saved, folder / "c")
+    saved["w"].data.fill_(3)
+    for step in range(20):
+        total = torch.full((5,), float(step + rank))
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0 * step + 1] * 5
+    seen = handle.done()
+    dist.barrier()
+    time.sleep(0.1 * rank)
+    os.kill(worker, signal.SIGCONT)
+    handle.wait(30)
+    value = loaded_value(folder / "c")
+    dist.barrier()
+    return seen, value, names(folder)
+
+
+def lose_a_worker(rank, ranks, folder, victim, signals):
+    worker = first_save(rank, ranks, folder)
+    if rank == victim:
+        os.kill(worker, signal.SIGSTOP)
+    handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=3 if signals == "stop" else 60)
+    if rank == victim and signals == "kill":
+        os.kill(worker, signal.SIGKILL)
+    kind, text, seconds = ending(handle)
+    dist.barrier()
+    left, old = names(folder), loaded_value(folder / "c")
+    dist.barrier()
+    again = dist_ckpt.async_save(state(rank, ranks, 3), folder / "c", timeout_s=60)
+    again.wait()
+    return kind, text, seconds, left, old, loaded_value(folder / "c"), worker != again.worker_pid
+
+
+def fail_on_one_rank(rank, ranks, folder):
+    first_save(rank, ranks, folder)
+    saved = state(rank, ranks, float("nan") if rank == 1 else 2)
+    saved["it"] = 2
+    end = ending(dist_ckpt.async_save(saved, folder / "c", check_finite=True))
+    dist.barrier()
+    return (*end[:2], names(folder), loaded_value(folder / "c"))
+
+
+LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
+
+
+def live_through_everything(rank, ranks, folder):
+    """One job for all that a job survives: a worker takes a second to start."""
+    worker = first_save(rank, ranks, folder)
+    seen = {"train": train_on(rank, ranks, folder, worker), "error": fail_on_one_rank(rank, ranks, folder)}
+    for victim, signals in LOSSES:
+        dist.barrier()
+        seen[victim, signals] = lose_a_worker(rank, ranks, folder, victim, signals)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    """What each rank saw."""
+    return run_ranks(live_through_everything, 2, tmp_path_factory.mktemp("lives"), timeout=100)
+
+
+def test_the_trainers_collectives_run_on_while_the_workers_save(lives):
+    for life in lives:
+        assert life["train"] == (False, 2, ["c"])
+
+
+@pytest.mark.parametrize(("victim", "signals"), LOSSES)
+def test_a_dead_or_stopped_worker_raises_on_every_rank_and_is_replaced(lives, victim, signals):
+    results = [life[victim, signals] for life in lives]
+    for rank, (kind, text, seconds, left, old, new, is_fresh) in enumerate(results):
+        assert kind == "LostPeerError"
+        assert text == results[0][1], "the same text on every rank"
+        assert f"rank {victim}" in text or f"ranks [{victim}]" in text
+        assert seconds < (3.5 if signals == "stop" else 10)
+        assert (left, old, new) == (["c"], 1, 3)
+        assert is_fresh == (rank == victim)
+
+
+def test_an_error_of_one_worker_is_raised_on_every_rank(lives):
+    for life in lives:
+        assert life["error"] == ("ShardingError", "w[30] is nan on rank 1, and check_finite is set", ["c"], 1)
+
+
+def lose_a_rank(rank, ranks, folder, victim):
+    worker = first_save(rank, ranks, folder)
+    if rank == victim:
+        os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
+    handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
+    if rank == victim:
+        (folder / "worker").write_text(str(worker))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (*ending(handle), loaded_value(folder / "c"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
+    results = run_ranks(lose_a_rank, 2, tmp_path, victim, allow_exit=(victim,), timeout=60)
+    kind, text, seconds, value = results[1 - victim]
+    assert kind == "LostPeerError"
+    assert f"rank {victim}" in text
+    assert seconds < 10
+    assert value == 1
+
+
+def lose_a_rank_without_locks(rank, ranks, folder):
+    control.is_locked = lambda *_: False  # this rank says so before the save, and no rank relies on locks then
+    control.STALE_S = 1.5
+    return lose_a_rank(rank, ranks, folder, 0)
+
+
+def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
+    """The workers do have working locks here; what they are told is not to believe a free one alone."""
+    _, (kind, text, seconds, value) = run_ranks(lose_a_rank_without_locks, 2, tmp_path, allow_exit=(0,), timeout=60)
+    assert (kind, value) == ("LostPeerError", 1)
+    assert "rank 0 died" in text
+    assert 0.5 < seconds < 10
+
+
+def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
+    if rank == 1:
+        sees = Path.is_dir
+        Path.is_dir = lambda path: sees(path) and ".tmp-" not in path.name
+    try:
+        dist_ckpt.async_save(state(rank, ranks, 2), folder / "c")
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_told_before_the_call_returns(tmp_path):
+    results = run_ranks(save_where_one_rank_sees_another_file_system, 2, tmp_path, timeout=60)
+    assert results[0] == results[1]
+    kind, text = results[0]
+    assert kind == "StorageError"
+    assert "not visible here; a checkpoint needs one file system that all ranks share. Save to a path on one" in text
+    assert names(tmp_path) == []

@@ -15,6 +15,7 @@ from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
+from sixfold.pipeline.plan import LayerProfile, Plan, Plan2BW, partition, plan, plan_2bw, plan_over
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules import (
     dualpipe_v,
@@ -42,8 +43,11 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "LayerProfile",
     "PipelineRunner",
     "PipelineTimeout",
+    "Plan",
+    "Plan2BW",
     "Program",
     "Report",
     "ScheduleError",
@@ -59,9 +63,13 @@ __all__ = [
     "looped_bfs",
     "naive",
     "one_f_one_b",
+    "partition",
     "passes",
     "pipedream",
     "pipedream_2bw",
+    "plan",
+    "plan_2bw",
+    "plan_over",
     "simulate",
     "verify",
     "zb_h1",

@@ -19,22 +19,53 @@ from sixfold.pipeline.plan.shop import ROUNDING, Order, Shop
 __all__ = ["pattern_order"]
 
 _STRETCH = (1.0, 1.0, 1.02, 1.05, 1.1, 1.2, 1.3)  # period over the busiest rank's work: unequal operations leave holes
+_OVER = (1.0, 1.0, 1.3, float("inf"))  # of the cap, in the steady state
+_TRIES = (1, 4, 16)  # patterns of which the shortest is taken
 _CHANCE = (0.0, 0.1, 0.3, 0.6)  # of a delay before an operation of the chain
 _DELAY = (0.5, 1.0, 1.0, 1.5, 2.0)  # in the operation's own duration
 
 
 def pattern_order(shop: Shop, random: Random) -> Order | None:
-    """One random pattern repeated; None if an operation finds no place in it. The cap is not looked at."""
-    period = max(shop.work) / shop.microbatches * random.choice(_STRETCH)
-    begin = _pattern(shop, period, random)
-    if begin is None:
+    """The shortest of a few random patterns, repeated; None if there was none that holds little enough.
+
+    It may still be over the cap, since ``left_shifted`` can bring it under.
+    """
+    best: tuple[float, float, list[float]] | None = None
+    most = shop.memory_cap * random.choice(_OVER)
+    for _ in range(random.choice(_TRIES)):
+        period = max(shop.work) / shop.microbatches * random.choice(_STRETCH)
+        begin = _pattern(shop, period, random)
+        if begin is None or max(_levels(shop, begin, period)) > most:
+            continue
+        length = (shop.microbatches - 1) * period + max(begin)
+        if best is None or length < best[0]:
+            best = (length, period, begin)
+    if best is None:
         return None
+    _, period, begin = best
     rows: list[list[tuple[float, int, int]]] = [[] for _ in range(shop.ranks)]
     for line, at in enumerate(begin):
         row = rows[shop.placement[line % shop.stages]]
         for microbatch in range(shop.microbatches):
             row.append((at + microbatch * period, line, line * shop.microbatches + microbatch))
     return [[operation for _, _, operation in sorted(row)] for row in rows]
+
+
+def _levels(shop: Shop, begin: list[float], period: float) -> list[float]:
+    """Most activations that each rank holds in the steady state, counting each until its W ends."""
+    levels = []
+    for own in shop.stages_of:
+        always, parts = 0.0, []  # parts: (phase of the F, how long beyond whole periods, activation)
+        for stage in own:
+            weight = 2 * shop.stages + stage
+            held = begin[weight] + shop.duration[weight * shop.microbatches] - begin[stage]
+            whole, rest = divmod(held + ROUNDING, period)
+            always += whole * shop.activation[stage]
+            parts.append((begin[stage] % period, rest - 2 * ROUNDING, shop.activation[stage]))
+        levels.append(
+            always + max(sum(a for other, rest, a in parts if (phase - other) % period < rest) for phase, _, _ in parts)
+        )
+    return levels
 
 
 def _pattern(shop: Shop, period: float, random: Random) -> list[float] | None:

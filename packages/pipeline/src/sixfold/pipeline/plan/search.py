@@ -241,15 +241,27 @@ def _one_microbatch_at_a_time(shop: Shop) -> Order:
 def _known(shop: Shop) -> Iterator[Program]:
     """The schedules of this package that have the shop's placement."""
     ranks, microbatches, chunks = shop.ranks, shop.microbatches, shop.stages // shop.ranks
-    makers: list[Callable[[], Program]] = [
-        lambda: schedules.one_f_one_b(ranks, microbatches),
-        lambda: schedules.interleaved(ranks, microbatches, chunks),
-        lambda: schedules.gpipe(ranks, microbatches),
-    ]
-    for make in makers:
-        program = make()
-        if program.placement == shop.placement:
-            yield program
+    for one_chunk in _OF_ONE_CHUNK:
+        if shop.placement == placements.linear(ranks):
+            yield one_chunk(ranks, microbatches)
+    for looped in (schedules.interleaved, schedules.looped_bfs):
+        if chunks > 1 and shop.placement == placements.looped(ranks, chunks):
+            yield looped(ranks, microbatches, chunks)
+    for vee in _ON_A_V:
+        if chunks == 2 and shop.placement == placements.vee(ranks):
+            yield vee(ranks, microbatches)
+    if chunks % 2 == 0 and shop.placement == placements.wave(ranks, chunks):
+        yield schedules.hanayo(ranks, microbatches, chunks // 2)
+
+
+_OF_ONE_CHUNK = (
+    schedules.one_f_one_b,
+    schedules.eager_one_f_one_b,
+    schedules.gpipe,
+    schedules.zb_h1,
+    schedules.zb_h2,
+)
+_ON_A_V = (schedules.zb_v, schedules.dualpipe_v)
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

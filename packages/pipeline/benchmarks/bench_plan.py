@@ -1,0 +1,104 @@
+"""How good plans are after five seconds: beside proven optima, and beside the best schedule that PyTorch ships.
+
+    nox -s "bench(pipeline)" -- -k plan        # or: python benchmarks/bench_plan.py   for the table alone
+
+Four ranks, eight microbatches, V placement. The optima are those of the specification, proven by integer
+programming elsewhere. Bubbles are bubble_over_ideal; a cap of 4 microbatches is what 1F1B holds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from sixfold.pipeline import Costs, Program, simulate
+from sixfold.pipeline.placement import vee
+from sixfold.pipeline.plan import plan
+
+RANKS, MICROBATCHES = 4, 8
+EQUAL, MEASURED = (1.0, 1.0, 1.0, 0.0), (1.0, 1.6, 0.6, 0.1)  # F, I, W of a rank's share; hop
+OPTIMA = [(EQUAL, 4.0, 0.0625), (EQUAL, 3.0, 0.104), (EQUAL, 2.5, 0.167), (EQUAL, 2.0, 0.229)]
+OPTIMA += [(MEASURED, 5.0, 0.0898), (MEASURED, 6.0, 0.0703)]
+
+
+def costs_of(times, stages):
+    forward, backward_input, backward_weight, hop = times
+    share = RANKS / stages
+    return Costs(
+        [forward * share] * stages,
+        [backward_input * share] * stages,
+        [backward_weight * share] * stages,
+        hop,
+        activation=[share] * stages,
+    )
+
+
+@pytest.mark.parametrize(("times", "cap", "optimum"), OPTIMA)
+def test_plan(benchmark, times, cap, optimum):
+    costs = costs_of(times, 2 * RANKS)
+    found = benchmark.pedantic(
+        plan,
+        (costs,),
+        {"ranks": RANKS, "microbatches": MICROBATCHES, "memory_cap": cap, "placement": vee(RANKS)},
+        rounds=1,
+    )
+    bubble = found.timeline.bubble_over_ideal
+    over = (1 + bubble) / (1 + optimum) - 1
+    benchmark.extra_info.update(
+        cap=cap, bubble=round(bubble, 4), optimum=optimum, over_optimum=round(over, 4), gap=round(found.gap, 4)
+    )
+
+
+def test_torch_best_schedule_at_the_measured_costs(benchmark):
+    bubbles = benchmark.pedantic(torch_bubbles, rounds=1)
+    benchmark.extra_info.update({name: round(bubble, 4) for name, bubble in bubbles.items()})
+
+
+def torch_bubbles() -> dict[str, float]:
+    """bubble_over_ideal of each of PyTorch's generated schedules at the measured costs, with one and two chunks."""
+    peer = pytest.importorskip("torch.distributed.pipelining.schedules", reason="the peer")
+    bubbles = {}
+    for name, chunks in [
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ]:
+        rows = generated(getattr(peer, name), chunks)
+        if rows is not None:
+            program = Program.from_csv(rows)
+            bubbles[name] = simulate(program, costs_of(MEASURED, program.stages)).bubble_over_ideal
+    return bubbles
+
+
+def generated(schedule: type, chunks: int) -> str | None:
+    """The compute-only CSV of one of PyTorch's schedule classes; its stages do nothing but say how many they are."""
+
+    class Stage:
+        def __init__(self, index: int) -> None:
+            self.stage_index, self.num_stages, self.group_rank, self.group_size = index, RANKS * chunks, 0, RANKS
+            self.is_first, self.is_last, self.has_backward, self.submod = index == 0, False, True, None
+            self.stage_index_to_group_rank: dict[int, int] = {}
+
+    stages = [Stage(at * RANKS) for at in range(chunks)]
+    try:
+        made = schedule(stages, MICROBATCHES, loss_fn=lambda *_: None)
+    except Exception as error:
+        pytest.skip(f"{schedule.__name__} cannot be made without processes: {error}")
+    order = made.pipeline_order
+    return "".join(",".join("" if a is None else str(a) for a in order[rank]) + "\n" for rank in range(RANKS))
+
+
+if __name__ == "__main__":
+    for times, cap, optimum in OPTIMA:
+        found = plan(
+            costs_of(times, 2 * RANKS), ranks=RANKS, microbatches=MICROBATCHES, memory_cap=cap, placement=vee(RANKS)
+        )
+        bubble = found.timeline.bubble_over_ideal
+        over = (1 + bubble) / (1 + optimum) - 1
+        print(
+            f"F,I,W,hop {times}  cap {cap}: bubble {bubble:.4f}, optimum {optimum}, "
+            f"{100 * over:.2f} % over, gap {found.gap:.4f}"
+        )
+    for name, bubble in sorted(torch_bubbles().items(), key=lambda item: item[1]):
+        print(f"{name}: bubble {bubble:.4f} at {MEASURED}")

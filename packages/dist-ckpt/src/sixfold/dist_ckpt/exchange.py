@@ -46,9 +46,15 @@ class Exchange:
         if not timeout_s > 0:
             raise CheckpointError(f"timeout_s is {timeout_s}; it is > 0")
         self.timeout_s = timeout_s
-        self._group = _cpu_group(_resolve(group), timeout_s)
+        self.group = _resolve(group)
+        self._group = _cpu_group(self.group, timeout_s)
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.ranks = 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def channel(self) -> dist.ProcessGroup | None:
+        """The CPU channel of ``group``: that group itself, or a gloo subgroup of its ranks."""
+        return self._group
 
     def together(
         self, work: Callable[[], tuple[Mine, Message]], decide: Callable[[list[Message]], Decision]

@@ -10,7 +10,7 @@ import socket
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from sixfold.dist_ckpt.integrity import Span
 from sixfold.dist_ckpt.manifest import Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.reader import Reader, check_policy
+from sixfold.dist_ckpt.relay import Relay, relay_through
 from sixfold.dist_ckpt.saving import object_report
-from sixfold.dist_ckpt.strategies.base import load_engine
+from sixfold.dist_ckpt.strategies.base import LoadEngine, load_engine
 from sixfold.dist_ckpt.validation import StrictHandling
 
 
@@ -61,6 +62,15 @@ class _Request:
     tensors: list[ShardedTensor]
     reads: plan.LoadPlan
     common: dict[Any, Any]
+    relay: Relay | None = None
+
+    def shareable(self) -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+        """The tensors that can be loaded, and the place of the last frame that each of them needs."""
+        known = {step.record for step in self.reads.reads} | {index for index, _ in self.reads.zeroed}
+        kept = sorted(known)
+        number = {index: n for n, index in enumerate(kept)}
+        last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in self.reads.reads}
+        return [self.tensors[index] for index in kept], last
 
 
 def load(
@@ -103,13 +113,14 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
-    if load_engine(sharded_strategy, common_strategy) is None:
+    engine = load_engine(sharded_strategy, common_strategy)
+    if engine is None:
         raise CheckpointError(f"the built-in engine does not load with {sharded_strategy}, {common_strategy}")
     check_policy(dtype_policy)
     mode = validation.parse_strict(strict)
     exchange = Exchange(group, timeout_s)
     request, decision = exchange.together(
-        lambda: _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals),
+        lambda: _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals, engine, exchange),
         lambda reports: _agree(reports, mode, validate_access_integrity),
     )
     values, casts = exchange.together(
@@ -129,30 +140,66 @@ def _union(keys_by_rank: list[set[str]]) -> list[str]:
 
 
 def _request(
-    state: Mapping[Any, Any], path: str | Path, dtype_policy: str, verify: str, safe_globals: Sequence[Any]
+    state: Mapping[Any, Any],
+    path: str | Path,
+    dtype_policy: str,
+    verify: str,
+    safe_globals: Sequence[Any],
+    engine: LoadEngine,
+    exchange: Exchange,
 ) -> tuple[_Request, _Report]:
+    looked: list[_Request] = []
+
+    def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+        looked.append(_look(state, path, dtype_policy, verify, safe_globals))
+        return looked[0].shareable()
+
+    if engine.parallel:
+        within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
+        relay = relay_through(look, within, engine.memory)
+        wanted = looked[0]
+        reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=dtype_policy)
+        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
+    else:
+        look()
+        wanted = request = looked[0]
+    return request, _report(request, wanted)
+
+
+def _look(
+    state: Mapping[Any, Any], path: str | Path, dtype_policy: str, verify: str, safe_globals: Sequence[Any]
+) -> _Request:
+    """What this rank wants of the checkpoint; records without data get some."""
     checkpoint = open_checkpoint(path, verify=verify)
     expanded, merges = factory.expand(tree.checked(state))
     parts = tree.split(expanded)
+    for number, (place, record) in enumerate(parts.records):
+        if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
+            record = record.without_data()  # a copy: the caller's record stays without data
+            record.init_data("cpu")
+            parts.records[number] = (place, record)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
-    manifest = checkpoint.manifest
-    reads = plan.plan_load(tensors, manifest, dtype_policy=dtype_policy)
+    reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy)
+    return _Request(checkpoint, expanded, merges, parts, tensors, reads, _common(checkpoint, safe_globals))
+
+
+def _report(request: _Request, wanted: _Request) -> _Report:
+    """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
+    checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
+    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     mismatches, unknown = _object_mismatches(objects, manifest)
-    unexpected = {tensors[index].key for index in reads.unexpected} | unknown
-    request = _Request(checkpoint, expanded, merges, parts, tensors, reads, _common(checkpoint, safe_globals))
-    report = _Report(
+    unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
+    return _Report(
         [plan.report(record) for record in tensors],
         [object_report(record) for record in objects],
         {record.key for record in tensors} | {record.unique_key for record in objects},
         unexpected,
-        [*reads.mismatches, *mismatches],
-        _touched(checkpoint, reads, objects),
+        [*wanted.reads.mismatches, *mismatches],
+        _touched(checkpoint, request.reads, objects),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         frozenset([*manifest.tensors, *manifest.objects]),
         manifest.save_id,
     )
-    return request, report
 
 
 def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> tuple[list[str], set[str]]:
@@ -232,22 +279,21 @@ def _read_one_save(
 def _read(
     request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
 ) -> dict[tree.Path, Any]:
-    checkpoint = request.checkpoint
-    tensors, allocated = [], {}
-    for path, record in request.parts.records:
-        if isinstance(record, ShardedTensor):
-            if record.data is None:
-                record = record.without_data()  # a copy: the caller's record stays without data
-                record.init_data("cpu")
-            tensors.append(record)
-            allocated[path] = record
-    reader.run(tensors, request.reads, (block for span in share for block in span.blocks()))
+    checkpoint, relay = request.checkpoint, request.relay
+    blocks = (block for span in share for block in span.blocks())
+    if relay is None:
+        reader.run(request.tensors, request.reads, blocks)
+    else:
+        relay.start()
+        try:
+            reader.run(request.tensors, request.reads, blocks, relay.on_complete)
+        finally:
+            relay.finish()
     values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in request.parts.local}
     for path, record in request.parts.records:
         if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
-            data = allocated[path].data
-            assert data is not None, f"{record} has no data after init_data"
-            values[path] = data.detach()
+            assert record.data is not None, f"{record} has no data after init_data"
+            values[path] = record.data.detach()
         elif isinstance(record, ShardedObject) and record.unique_key in checkpoint.manifest.objects:
             frame = checkpoint.manifest.objects[record.unique_key]
             values[path] = reader.read_object(record.unique_key, frame, safe_globals)

@@ -1,0 +1,185 @@
+"""The fully parallel wrappers on real ranks: the same checkpoint, the work shared out, errors everywhere."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_ckpt_helpers import flip_byte
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, ShardingError
+from sixfold.dist_ckpt.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+
+
+def values(tp=0):
+    generator = torch.Generator().manual_seed(tp)
+    return {
+        "big": torch.randn(700, 512, generator=generator),
+        **{f"small.{i}": torch.randn(100 + i, generator=generator) for i in range(12)},
+        "half": torch.randn(33, 7, generator=generator).bfloat16(),
+        "scalar": torch.tensor(3 + tp),
+        "empty": torch.empty(0, 4),
+        "mask": torch.randn(9, generator=generator) > 0,
+    }
+
+
+def replicated(rank, *, fill):
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, t if fill else torch.zeros_like(t), replica_id=rank)
+        for key, t in values().items()
+    }
+    state["rng"] = ShardedObject("rng", {"of": "all"}, (1,), (0,), replica_id=rank)
+    state["strided"] = ShardedTensor.from_rank_offsets(
+        "strided", torch.arange(12.0).view(3, 4).t() * (1 if fill else 0), replica_id=rank
+    )
+    return {"model": state, "step": 3}
+
+
+def check(loaded):
+    for key, expected in values().items():
+        assert torch.equal(loaded["model"][key], expected), key
+    assert torch.equal(loaded["model"]["strided"], torch.arange(12.0).view(3, 4).t())
+    assert loaded["model"]["rng"] == {"of": "all"}
+    assert loaded["step"] == 3
+
+
+def save_and_load(rank, ranks, folder):
+    saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
+    assert saver.backend == "torch_dist"
+    dist_ckpt.save(replicated(rank, fill=True), folder, saver)
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    check(dist_ckpt.load(replicated(rank, fill=False), folder, loader))
+    check(dist_ckpt.load(replicated(rank, fill=False), folder))
+
+
+def test_replicas_are_written_evenly_and_read_once(tmp_path):
+    run_ranks(save_and_load, 4, tmp_path / "c")
+    sizes = [(tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    total = sum(t.nbytes for t in values().values())
+    assert max(sizes) <= 1.01 * total / 4 + 12_000  # frames of small tensors add some hundred bytes each
+
+
+def count_reads(rank, ranks, folder):
+    """Bytes that the load plan of this rank reads, by the frames' own records."""
+    from sixfold.dist_ckpt import relay
+
+    seen = []
+    finish = relay.Relay.finish
+
+    def spy(self):
+        seen.append(sum(record.data.nbytes for record in self.mine))
+        return finish(self)
+
+    relay.Relay.finish = spy
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    check(dist_ckpt.load(replicated(rank, fill=False), folder, loader))
+    return seen[0]
+
+
+def test_each_wanted_byte_is_read_by_one_rank(tmp_path):
+    run_ranks(save_and_load, 2, tmp_path / "c")
+    read = run_ranks(count_reads, 4, tmp_path / "c")
+    total = sum(t.nbytes for t in values().values()) + 48
+    assert sum(read) == total
+    assert max(read) <= 1.01 * total / 4 + 4_000
+
+
+def over_dp_groups(rank, ranks, folder):
+    """TP 2 x DP 2: shards are replicated over DP, and each DP group shares out its own."""
+    tp, dp = rank % 2, rank // 2
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+
+    def state(fill):
+        made = {}
+        for key, whole in {"a": torch.arange(600_000.0).view(1000, 600), "b": torch.arange(40.0).view(4, 10)}.items():
+            part = whole.chunk(2, 1)[tp].contiguous()
+            data = part if fill else torch.zeros_like(part)
+            made[key] = ShardedTensor.from_rank_offsets(key, data, (1, tp, 2), replica_id=(0, 0, dp))
+        return made
+
+    saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups[tp], do_cache_distribution=True)
+    for step in (1, 2):  # the second save uses the kept distribution
+        dist_ckpt.save(state(True), folder / str(step), saver)
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), groups[tp], do_cache_distribution=True)
+    for step in (1, 2):
+        loaded = dist_ckpt.load(state(False), folder / str(step), loader)
+        assert torch.equal(loaded["a"], torch.arange(600_000.0).view(1000, 600).chunk(2, 1)[tp])
+        assert torch.equal(loaded["b"], torch.arange(40.0).view(4, 10).chunk(2, 1)[tp])
+    other = state(True) | {"c": ShardedTensor.from_rank_offsets("c", torch.zeros(2), replica_id=rank)}
+    with pytest.raises(ShardingError, match="do_cache_distribution"):
+        dist_ckpt.save(other, folder / "3", saver)
+    with pytest.raises(ShardingError, match="do_cache_distribution"):
+        dist_ckpt.load({"a": state(False)["a"]}, folder / "1", loader)
+
+
+def test_groups_share_out_their_own_shards_and_keep_the_distribution(tmp_path):
+    run_ranks(over_dp_groups, 4, tmp_path)
+    sizes = [(tmp_path / "2" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) < 1.02 * min(sizes) + 4096
+
+
+def one_rank_reads_damage(rank, ranks, folder):
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    with pytest.raises(CorruptError, match="distcp"):
+        dist_ckpt.load(replicated(rank, fill=False), folder, loader, timeout_s=20.0)
+    return True
+
+
+def test_damage_that_one_rank_reads_is_raised_on_all_without_waiting(tmp_path):
+    run_ranks(save_and_load, 2, tmp_path / "c")
+    flip_byte(tmp_path / "c" / "__0_0.distcp", 200_000)
+    assert run_ranks(one_rank_reads_damage, 3, tmp_path / "c", timeout=15.0) == [True] * 3
+
+
+def two_main_replicas(rank, ranks, folder):
+    saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
+    with pytest.raises(ShardingError, match="overlap"):
+        dist_ckpt.save({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(5))}, folder, saver)
+    return not folder.exists()
+
+
+def test_two_main_replicas_stay_an_error(tmp_path):
+    assert run_ranks(two_main_replicas, 2, tmp_path / "c") == [True, True]
+
+
+def a_rank_fails_before_sharing_out(rank, ranks, folder):
+    from sixfold.dist_ckpt import ShardedTensorFactory
+
+    def build(key, data, replica_id, flattened_range):
+        raise ValueError("no such layer")
+
+    state = replicated(rank, fill=True)
+    if rank == 1:
+        state["f"] = ShardedTensorFactory("f", torch.zeros(1), build, dict.get)
+    saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
+    with pytest.raises(dist_ckpt.CheckpointError, match="no such layer"):
+        dist_ckpt.save(state, folder, saver, timeout_s=20.0)
+    return True
+
+
+def test_an_error_before_sharing_out_is_raised_on_all(tmp_path):
+    assert run_ranks(a_rank_fails_before_sharing_out, 2, tmp_path / "c", timeout=15.0) == [True, True]
+
+
+def by_broadcasts(rank, ranks):
+    """The way that tensors on accelerators take, on CPU tensors, with a rank that wants nothing."""
+    from sixfold.dist_ckpt import relay
+    from sixfold.dist_ckpt.exchange import Exchange
+
+    wanted = [] if rank == 1 else [torch.zeros(300_000), torch.zeros(5, 2).t(), torch.zeros(3)]
+    records = [ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=rank) for i, t in enumerate(wanted)]
+    found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, only_broadcasts=True)
+    found.start()
+    for index, record in reversed(list(enumerate(found.mine))):
+        record.data.fill_(float(record.key[1:]) + 1)
+        found.on_complete(index)
+    found.finish()
+    return [bool((t == i + 1).all()) for i, t in enumerate(wanted)]
+
+
+def test_broadcasts_over_the_group_carry_the_same_values(tmp_path):
+    assert run_ranks(by_broadcasts, 3) == [[True] * 3, [], [True] * 3]

@@ -8,6 +8,7 @@ import pytest
 from blending_helpers import NaiveLine, blend, dataset, naive_blend, naive_quotas, numbered, sequences_of
 
 from sixfold.blending import Split, grid
+from sixfold.blending import line as line_module
 from sixfold.blending.grid import SampleOrder
 from sixfold.blending.line import Line, block_size
 from sixfold.blending.source import ListSource, Part
@@ -180,6 +181,18 @@ def test_samples_do_not_depend_on_size_batches_or_the_order_of_access():
         assert np.array_equal(ranks[rank], whole["labels"][rank::3])
     far = long.get_batch([10**11])["tokens"]
     assert np.array_equal(far, short.get_batch([10**11])["tokens"])
+
+
+def test_a_batch_of_more_epochs_than_are_kept_makes_each_epoch_a_few_times_at_most(level, monkeypatch):
+    sequences, made = sequences_of([5, 4]), []
+    permute = line_module.permute
+    monkeypatch.setattr(line_module, "permute", lambda key, n, index: made.append(key) or permute(key, n, index))
+    data = dataset(sequences, sequence_length=3)
+    positions = np.random.default_rng(0).permutation(150)  # 50 epochs
+    batch = data.get_batch(positions)["tokens"]
+    assert len(made) < 5 * 50
+    for position, tokens in zip(positions, batch, strict=True):
+        assert np.array_equal(data.get_batch([position])["tokens"][0], tokens)
 
 
 def test_a_blend_gives_each_dataset_its_samples_in_their_own_order():

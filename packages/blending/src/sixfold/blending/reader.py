@@ -68,11 +68,16 @@ class BatchReader:
 
     def _searched(self, native: Kernels, source_B: I64, sample_B: I64, sequence_length: int) -> I64 | None:
         """The ranges by the kernel; None if it cannot say."""
+        given: set[tuple[int, int, bool]] = set()
         for _ in range(_ATTEMPTS):
             ranges = np.empty((self._room, len(FIELDS)), dtype=np.int64)
             found = native.find_samples(self._finders, sequence_length, source_B, sample_B, ranges)
             if isinstance(found, tuple):
                 source, epoch = found
+                what = (source, epoch, self._finders[source] is None)
+                if what in given:  # a batch of more epochs than a finder keeps would turn them over for ever
+                    return None
+                given.add(what)
                 if source in self._unsearched or not self._open(native, source, epoch):
                     return None
             elif found >= 0:

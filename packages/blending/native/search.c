@@ -275,27 +275,43 @@ INLINE int fits_pointer(const Finder *finder, int64_t sequence) {
                                                       pointers[sequence + 1] == pointers[sequence] + bytes));
 }
 
-/* Which member of a block each of its places has, size <= 256: the Feistel network on halves of at most 4 bits, each round
-   a table of at most 16. */
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+/* table[at[i]] for each i; at below 16. One instruction from SSSE3 on. */
+INLINE Bytes looked_up(Bytes table, Bytes at) {
+#ifdef __clang__
+    Bytes found;
+    for (int lane = 0; lane < 16; lane++) found[lane] = table[at[lane]];
+    return found;
+#else
+    return __builtin_shuffle(table, at);
+#endif
+}
+
+/* Which member of a block each of its places has, size <= 256: the Feistel network on halves of at most 4 bits, so that a
+   round is a table of 16, looked up for 16 numbers at a time. */
 INLINE void permute_places(uint64_t key, int size, uint8_t *member) {
-    uint8_t moved[BLOCK_AT_MOST], table[ROUNDS][16];
+    uint8_t moved[BLOCK_AT_MOST];
+    Bytes table[ROUNDS], x = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Permutation by = permutation_of(key, (uint64_t)size);
-    int half = by.half, mask = (int)by.mask;
-    for (int round = 0; round < ROUNDS; round++)
-        for (int right = 0; right < 16; right++)
-            table[round][right] = (uint8_t)(mix((uint64_t)right ^ by.round_key[round]) & by.mask);
-    for (int x = 0; x < 1 << 2 * half; x++) {
-        uint8_t left = (uint8_t)(x >> half), right = (uint8_t)(x & mask);
+    for (int round = 0; round < ROUNDS; round++) {
+        uint8_t values[16];
+        for (int right = 0; right < 16; right++) values[right] = (uint8_t)(mix((uint64_t)right ^ by.round_key[round]) & by.mask);
+        memcpy(&table[round], values, sizeof values);
+    }
+    for (int begin = 0; begin < 1 << 2 * by.half; begin += 16, x += 16) {
+        Bytes left = x >> (uint8_t)by.half, right = x & (uint8_t)by.mask;
         for (int round = 0; round < ROUNDS; round++) {
-            uint8_t scrambled = left ^ table[round][right];
+            Bytes scrambled = left ^ looked_up(table[round], right);
             left = right, right = scrambled;
         }
-        moved[x] = (uint8_t)(left << half | right);
+        Bytes to = left << (uint8_t)by.half | right;
+        memcpy(moved + begin, &to, sizeof to);
     }
     for (int place = 0; place < size; place++) {
-        int x = moved[place];
-        while (x >= size) x = moved[x];
-        member[place] = (uint8_t)x;
+        int to = moved[place];
+        while (to >= size) to = moved[to];
+        member[place] = (uint8_t)to;
     }
 }
 
@@ -401,8 +417,23 @@ INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
     return done == piece->range.length ? 1 : LEFT_TO_NUMPY;
 }
 
+/* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */
+INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
+    const Finder *line = piece->finder;
+    int64_t slot = slot_of(epochs[0]->before.data, line->blocks, piece->range.begin - piece->epoch * line->tokens);
+    int64_t first = line->first + (int64_t)((const any_i4 *)epochs[0]->block.data)[slot] * line->block;
+    if (line->members.items || first < 0 || first + line->block > line->lengths.items) return;
+    const char *lengths = (const char *)line->lengths.data + 4 * first, *pointers = (const char *)line->pointers.data + 8 * first;
+    for (int64_t at = 0; at <= 4 * line->block; at += 64) __builtin_prefetch(lengths + at);
+    for (int64_t at = 0; at <= 8 * line->block; at += 64) __builtin_prefetch(pointers + at);
+}
+
+#define AHEAD 2 /* pieces */
+
 INLINE int64_t find_all(const Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
     for (int64_t at = 0; at < number; at++) {
+        if (at + AHEAD < number && !pieces[at + AHEAD].finder->indexed)
+            fetch_block(&pieces[at + AHEAD], epochs + pieces[at + AHEAD].held);
         const Piece *piece = &pieces[at];
         int64_t status = piece->finder->indexed ? ranges_of_row(piece, found)
                                                 : ranges_of_stretch(piece, epochs + piece->held, found);

@@ -36,6 +36,11 @@ class ApportionedBlend:
         self._shuffle = shuffle
         self._sequence_length = sequence_length
 
+    @property
+    def only_length(self) -> int:
+        """Tokens per sample at every position."""
+        return self._sequence_length
+
     def sequence_lengths(self, positions: I64) -> I64:
         """Tokens per sample at each position."""
         return np.full(positions.size, self._sequence_length, dtype=np.int64)

@@ -70,6 +70,11 @@ class BlendIndex:
         """Positions in all."""
         return self.indices[0].size
 
+    @property
+    def only_length(self) -> int:
+        """Tokens per sample at every position."""
+        return self.sequence_length
+
     def sequence_lengths(self, positions: I64) -> I64:
         """Tokens per sample at each position."""
         return np.full(positions.size, self.sequence_length, dtype=np.int64)

@@ -175,10 +175,7 @@ class BlendedDataset(Samples):
             The source's error, if its data is damaged.
         """
         position_B = checked_positions(positions, self.schedule.end)
-        if position_B.size:
-            width = one_sequence_length(position_B, self.schedule.sequence_lengths(position_B))
-        else:
-            width = int(self.schedule.sequence_lengths(np.zeros(1, dtype=np.int64))[0])
+        width = one_sequence_length(position_B, self.schedule)
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
         self._reader.read(dataset_B, sample_B, rows)

@@ -10,7 +10,7 @@ token ids, and ``why`` tells the same ranges.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -47,22 +47,40 @@ def checked_positions(positions: Any, end: int | None) -> I64:
         BlendingError: not whole numbers in one dimension.
         IndexError: one that is negative or behind the end (None: ``FARTHEST``).
     """
-    position_P = whole_numbers("positions", positions)
-    if position_P.ndim != 1:
-        raise BlendingError(f"positions are of shape {position_P.shape}; they are whole numbers in one row")
     end = FARTHEST if end is None else end
-    wrong = np.flatnonzero((position_P < 0) | (position_P >= end))
-    if wrong.size:
-        raise IndexError(f"position {position_P[wrong[0]]} is not in 0..{end - 1}")
+    if isinstance(positions, range):
+        ends = (positions[0], positions[-1]) if positions else (0, 0)
+        if min(ends) >= 0 and max(ends) < end:
+            return np.arange(positions.start, positions.stop, positions.step)
+    position_P = np.ascontiguousarray(whole_numbers("positions", positions))
+    if np.ndim(positions) != 1:
+        raise BlendingError(f"positions are of shape {np.shape(positions)}; they are whole numbers in one row")
+    if position_P.size and not 0 <= int(position_P.min()) <= int(position_P.max()) < end:
+        wrong = position_P[(position_P < 0) | (position_P >= end)][0]
+        raise IndexError(f"position {wrong} is not in 0..{end - 1}")
     return position_P
 
 
-def one_sequence_length(positions: I64, lengths: I64) -> int:
+class Lengths(Protocol):
+    """Whatever says how long the samples at positions are."""
+
+    @property
+    def only_length(self) -> int | None:
+        """The sequence length of every sample; None if there are several."""
+
+    def sequence_lengths(self, positions: I64, /) -> I64:
+        """Of each position."""
+
+
+def one_sequence_length(positions: I64, order: Lengths) -> int:
     """The sequence length that all samples of a batch have.
 
     Raises:
         BlendingError: they have two.
     """
+    if order.only_length is not None:
+        return order.only_length
+    lengths = order.sequence_lengths(positions if positions.size else np.zeros(1, dtype=np.int64))
     other = np.flatnonzero(lengths != lengths[0])
     if other.size:
         raise BlendingError(
@@ -315,9 +333,7 @@ class MegatronDataset(Samples):
             The source's error, if its data is damaged.
         """
         sample_B = checked_positions(positions, self._end)
-        if not sample_B.size:
-            return self.make_batch(self.new_rows(0, self.lengths[0][1], out), out)
-        rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order.sequence_lengths(sample_B)), out)
+        rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order), out)
         self._reader.read(np.zeros_like(sample_B), sample_B, rows)
         return self.make_batch(rows, out)
 

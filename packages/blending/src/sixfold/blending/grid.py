@@ -178,6 +178,11 @@ class SampleOrder:
         for (before, _), (begin, sequence_length) in pairwise(lengths):
             self._grids.append(self._grids[-1].after(begin - before, sequence_length))
 
+    @property
+    def only_length(self) -> int | None:
+        """The sequence length of every sample; None if it changes."""
+        return self._grids[0].sequence_length if len(self._grids) == 1 else None
+
     def sequence_lengths(self, samples: I64) -> I64:
         """Sequence length of each sample."""
         lengths = np.array([grid.sequence_length for grid in self._grids], dtype=np.int64)

@@ -9,6 +9,7 @@ samples that each dataset gave before it, so every dataset goes on from its own 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import fspath
 
 import numpy as np
@@ -112,6 +113,12 @@ class Schedule:
         schedule._begins = np.zeros(1, dtype=np.int64)
         return schedule
 
+    @cached_property
+    def only_length(self) -> int | None:
+        """The sequence length of every sample; None if it changes."""
+        lengths = {segment.sequence_length for segment in self.segments}
+        return lengths.pop() if len(lengths) == 1 else None
+
     def sequence_lengths(self, positions: I64) -> I64:
         """Tokens per sample at each position."""
         lengths = np.array([segment.sequence_length for segment in self.segments], dtype=np.int64)
@@ -127,6 +134,8 @@ class Schedule:
 
     def locate(self, positions: I64) -> tuple[I64, I64]:
         """(dataset, sample) of each position, int64."""
+        if len(self.segments) == 1:
+            return self.segments[0].tree.locate(positions)
         dataset_P, sample_P = np.empty_like(positions), np.empty_like(positions)
         number_P = np.searchsorted(self._begins, positions, side="right") - 1
         for number in np.unique(number_P).tolist():

@@ -110,6 +110,11 @@ class IndexOrder:
     plan: EpochPlan
     arrays: Arrays
 
+    @property
+    def only_length(self) -> int:
+        """Tokens of every sample."""
+        return self.plan.sequence_length
+
     def sequence_lengths(self, sample_B: I64) -> I64:
         """Tokens of each sample."""
         return np.full(sample_B.size, self.plan.sequence_length, dtype=np.int64)

@@ -12,7 +12,7 @@ unpickle, metadata, frame, integrity, plan, validation, exchange, storage, folde
 loading, strategies, foreign, serialization.
 """
 
-from sixfold.dist_ckpt import retention
+from sixfold.dist_ckpt import optimizer, optimizers, retention, strategies, validation
 from sixfold.dist_ckpt.background import AsyncSave, async_save
 from sixfold.dist_ckpt.errors import (
     CheckpointError,
@@ -64,6 +64,10 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "optimizer",
+    "optimizers",
     "retention",
     "save",
+    "strategies",
+    "validation",
 ]

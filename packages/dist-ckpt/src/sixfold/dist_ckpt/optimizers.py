@@ -1,0 +1,131 @@
+"""Optimizers: optimizer state described by the records of the model's parameters.
+
+    model's sharded state dict + optimizer's parameters --> get_param_id_to_sharded_param_map (this file)
+    optimizer.state_dict() + that map --> optim_state_to_sharding_state (this file) --> records for save and load
+
+State that is shaped like its parameter is cut like its parameter, so that no layout is written twice. The
+names are megatron-core's (``dist_checkpointing/optimizer.py``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt import tree
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+
+ModelRecord = ShardedTensor | ShardedTensorFactory
+
+
+def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
+    """``id(parameter)`` -> its number in the optimizer, for parameters in the optimizer's order."""
+    numbers: dict[int, int] = {}
+    for number, parameter in enumerate(optim_params_iter):
+        numbers.setdefault(id(_local(parameter)), number)
+    return numbers
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: Mapping[Any, Any], optim_params_iter: Iterable[torch.Tensor]
+) -> dict[int, ModelRecord]:
+    """Number of a parameter in the optimizer -> the model's record of it.
+
+    A record belongs to a parameter if its ``data`` is that very object; so the model's state dict is made with
+    ``keep_vars=True``, and transformations of parameters are factories.
+
+    Args:
+        model_sharded_state_dict: any structure; other leaves are passed over.
+        optim_params_iter: the optimizer's parameters in its own order.
+    Returns:
+        The map. Empty maps are warned of.
+    """
+    numbers = get_optim_param_to_id_map(optim_params_iter)
+    found: dict[int, ModelRecord] = {}
+    for _, leaf in tree.leaves(dict(model_sharded_state_dict)):
+        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and id(leaf.data) in numbers:
+            found[numbers[id(leaf.data)]] = leaf
+    if not found:
+        warnings.warn(
+            "no record of the model holds a parameter of the optimizer: make the model's state dict with "
+            "keep_vars=True, and wrap transformed parameters in a ShardedTensorFactory",
+            stacklevel=2,
+        )
+    return found
+
+
+def make_sharded_optimizer_tensor(model_param: ModelRecord, optim_param: torch.Tensor, prefix: str) -> ModelRecord:
+    """The record of a state tensor: the parameter's record, or its factory, with another key and other data.
+
+    Args:
+        model_param: the parameter's record.
+        optim_param: state of the parameter's local shape; its dtype may differ.
+        prefix: the key becomes ``<prefix>.<model key>``.
+    Raises:
+        ShardingError: another shape than the parameter's.
+    """
+    key, data = f"{prefix}.{model_param.key}", _local(optim_param)
+    if isinstance(model_param, ShardedTensorFactory):
+        if model_param.data is not None and data.shape != model_param.data.shape:
+            raise _unlike(key, data, tuple(model_param.data.shape))
+        return replace(model_param, key=key, data=data)
+    flat = model_param.flattened_range
+    shape = model_param.local_shape if flat is None else (flat.stop - flat.start,)
+    if tuple(data.shape) != shape:
+        raise _unlike(key, data, shape)
+    return replace(model_param, key=key, data=data, dtype=data.dtype)
+
+
+def _unlike(key: str, data: torch.Tensor, shape: tuple[int, ...]) -> ShardingError:
+    state = key.removeprefix("optimizer.state.").partition(".")[0]
+    return ShardingError(
+        f"{key}: the state has shape {tuple(data.shape)}, its parameter {shape}; state is cut like its parameter. "
+        f"Name {state!r} in exclude_keys and save it as common data or as a ShardedObject"
+    )
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: dict[str, Any],
+    id_to_sharded_param_map: Mapping[int, ModelRecord],
+    exclude_keys: Collection[str] = (),
+) -> None:
+    """Turn an optimizer's state dict into a sharded one, in place.
+
+    ``state`` becomes records with keys ``optimizer.state.<state>.<model key>``. ``param_groups`` is copied, its
+    ``params`` wrapped as LocalNonpersistentObject: numbers of parameters belong to a layout.
+
+    Args:
+        optim_state_dict: what ``torch.optim.Optimizer.state_dict`` gives.
+        id_to_sharded_param_map: from ``get_param_id_to_sharded_param_map``.
+        exclude_keys: names of state that is left out, such as a 0-dim ``step``.
+    Raises:
+        ShardingError: state of a parameter without a record, or shaped unlike its parameter; nothing is changed then.
+    """
+    sharded: dict[Any, dict[str, ModelRecord]] = {}
+    for number, states in optim_state_dict["state"].items():
+        if number not in id_to_sharded_param_map:
+            raise ShardingError(
+                f"parameter {number} of the optimizer has no record in the model's sharded state dict; make that with "
+                "keep_vars=True and with every parameter of the optimizer"
+            )
+        record = id_to_sharded_param_map[number]
+        sharded[number] = {
+            name: make_sharded_optimizer_tensor(record, value, f"optimizer.state.{name}")
+            for name, value in states.items()
+            if name not in exclude_keys
+        }
+    groups = deepcopy(optim_state_dict["param_groups"])
+    for group in groups:
+        group["params"] = LocalNonpersistentObject(group["params"])
+    optim_state_dict["param_groups"], optim_state_dict["state"] = groups, sharded
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "_local_tensor", None)  # of a DTensor: the same object every time
+    return tensor if to_local is None else to_local

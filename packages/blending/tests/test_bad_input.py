@@ -312,7 +312,7 @@ def test_integer_types_may_differ_within_a_blend(order):
 @pytest.mark.parametrize(
     ("ids", "dtype", "token_dtype", "words"),
     [
-        ([2.5] * 90, np.float32, np.int64, ["2.5", "float32"]),
+        ([2.5] * 90, np.float32, np.int64, ["2.5", "float32", "whole numbers"]),
         ([70_000] * 90, np.int32, np.int16, ["70000", "int32", "int16", "token_dtype"]),
         ([2**40] * 90, np.int64, np.int32, ["1099511627776", "int64", "int32", "token_dtype"]),
     ],

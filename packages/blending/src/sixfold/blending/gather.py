@@ -162,6 +162,5 @@ def _refuse_ids_beyond(dtype: np.dtype[Any], ids: npt.NDArray[Any], label: str) 
     whole = ids.dtype.kind in "iu"
     outside = np.flatnonzero((ids < limits.min) | (ids > limits.max)) if whole else np.array([0])
     if outside.size:
-        raise BlendingError(
-            f"{label} has the id {ids[outside[0]]} of {ids.dtype}; {dtype} does not hold it: set token_dtype"
-        )
+        remedy = "set token_dtype" if whole else "ids are whole numbers, write them as such"
+        raise BlendingError(f"{label} has the id {ids[outside[0]]} of {ids.dtype}; {dtype} does not hold it: {remedy}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from operator import sub
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
@@ -31,9 +32,11 @@ class Box(NamedTuple):
 
     def within(self, shape: Sequence[int]) -> bool:
         """Whether the box lies inside a tensor of ``shape``."""
-        return len(shape) == len(self.size) and all(
-            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.size, shape, strict=True)
-        )
+        if not len(shape) == len(self.size) == len(self.offset):
+            return False
+        # min and max, no generator: each chunk of a file comes here.
+        ends = map(sub, map(sub, shape, self.size), self.offset)
+        return min(self.offset, default=0) >= 0 and min(self.size, default=0) >= 0 and min(ends, default=0) >= 0
 
 
 def whole(shape: Sequence[int]) -> Box:

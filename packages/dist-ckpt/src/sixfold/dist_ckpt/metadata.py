@@ -2,24 +2,27 @@
 
     Manifest (manifest.py) <--> metadata.py (this file) <--> bytes of .metadata
 
-Writing uses torch's own classes, since the pickle must name them. Reading imports none of them
-(unpickle.py) and believes nothing: types, shapes, boxes and names are checked. megatron's flattened
+Neither way imports torch's classes: dcp_pickle.py writes the pickle that names them, and reading
+(unpickle.py) believes nothing: types, shapes, boxes and names are checked. megatron's flattened
 layout of before 0.15 becomes ordinary boxes here, so that nothing else knows of it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
+from sixfold.dist_ckpt import dcp_pickle
 from sixfold.dist_ckpt.box import Box, range_boxes
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, Run, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.unpickle import Node, loads
+from sixfold.dist_ckpt.unpickle import Node, kind_of, loads
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
 CONFIG = {
@@ -55,24 +58,7 @@ def encode(manifest: Manifest) -> bytes:
     One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
     megatron writes it: that nearly doubles the file and nobody needs it.
     """
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    entries: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
-    for key, tensor in manifest.tensors.items():
-        properties = dcp.TensorProperties(dtype=tensor.dtype)
-        chunks = []
-        for box, frame, _ in tensor.chunks:
-            chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)))
-            places[dcp.MetadataIndex(key, box.offset)] = _StorageInfo(*frame)
-        entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    for key, frame in manifest.objects.items():
-        entries[key] = dcp.BytesStorageMetadata()
-        places[dcp.MetadataIndex(key)] = _StorageInfo(*frame)
-    root = dcp.Metadata(entries, None, places, dcp.StorageMeta(save_id=manifest.save_id), version=_dcp_version())
-    root.sixfold_save_id = manifest.save_id  # type: ignore[attr-defined]
-    return pickle.dumps(root, protocol=4)
+    return dcp_pickle.encode(manifest, _dcp_version())
 
 
 def _dcp_version() -> str | None:
@@ -90,28 +76,44 @@ def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
         CorruptError: it is not what such a file is, or contradicts itself.
         UnsafeError: a foreign global, or a file name that leaves the folder.
     """
-    root = loads(data, trusted_bytes=trusted_bytes)
-    if not isinstance(root, Node) or root.kind not in ("Metadata", "MCoreMetadata"):
-        raise CorruptError(f"the pickle holds {_kind(root)}, not a Metadata")
+    with _collection_paused():
+        return _decode(loads(data, trusted_bytes=trusted_bytes))
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No garbage is collected inside: a large pickle makes objects by the million and none of them is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _decode(root: Any) -> Manifest:
+    if kind_of(root) not in ("Metadata", "MCoreMetadata"):
+        raise CorruptError(f"the pickle holds {kind_of(root)}, not a Metadata")
     entries = _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata")
     places = _places(_typed(root.get("storage_data"), dict, "storage_data"))
     legacy = root.get("mcore_data")
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, ByteRange] = {}
     for key, entry in entries.items():
-        if not isinstance(key, str) or not isinstance(entry, Node):
-            raise CorruptError(f"entry {key!r} is {_kind(entry)}")
-        if entry.kind == "TensorStorageMetadata":
+        kind = kind_of(entry)
+        if not isinstance(key, str):
+            raise CorruptError(f"entry {key!r} is {kind}")
+        if kind == "TensorStorageMetadata":
             tensors[key] = _true_shape(key, _tensor(key, entry, places), legacy)
-        elif entry.kind == "BytesStorageMetadata":
+        elif kind == "BytesStorageMetadata":
             objects[key] = _place(places, key, None)
         else:
-            raise CorruptError(f"entry {key!r} is a {entry.kind}")
-    state = root.state
-    save_id = state.get("sixfold_save_id")
+            raise CorruptError(f"entry {key!r} is a {kind}")
+    save_id = root.get("sixfold_save_id")
     if save_id is not None and not isinstance(save_id, str):
-        raise CorruptError(f"sixfold_save_id is {_kind(save_id)}, not text")
-    marked = any(name in state for name in ("sixfold_save_id", "all_local_plans", "mcore_data"))
+        raise CorruptError(f"sixfold_save_id is {kind_of(save_id)}, not text")
+    marked = any(name in root.__dict__ for name in ("sixfold_save_id", "all_local_plans", "mcore_data"))
     return Manifest(tensors, objects, save_id, needs_metadata_json=marked)
 
 
@@ -120,30 +122,35 @@ def _tensor(key: str, entry: Node, places: dict[tuple[str, Any], ByteRange]) -> 
     chunks = []
     for chunk in _typed(entry.get("chunks"), list, f"chunks of {key}"):
         if not isinstance(chunk, Node):
-            raise CorruptError(f"a chunk of {key} is {_kind(chunk)}")
-        box = Box(_ints(chunk.get("offsets"), f"offsets of {key}"), _ints(chunk.get("sizes"), f"sizes of {key}"))
+            raise CorruptError(f"a chunk of {key} is {kind_of(chunk)}")
+        offset = _ints(chunk.get("offsets"), f"offsets of {key}")
+        box = Box(offset, _ints(chunk.get("sizes"), f"sizes of {key}"))
         if not box.within(shape):
             raise CorruptError(f"{key}: chunk {box.offset} + {box.size} leaves the shape {shape}")
-        if box.volume:
-            chunks.append(StoredChunk(box, _place(places, key, box.offset)))
+        if 0 not in box.size:
+            chunks.append(StoredChunk(box, _place(places, key, offset)))
     return StoredTensor(dtype, shape, tuple(chunks))
 
 
 def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
     places: dict[tuple[str, Any], ByteRange] = {}
+    known: set[str] = set()
     for index, info in storage_data.items():
         if not isinstance(index, Node) or not isinstance(info, Node):
-            raise CorruptError(f"storage_data maps {_kind(index)} to {_kind(info)}")
-        key, offset = index.get("fqn"), index.get("offset")
-        file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+            raise CorruptError(f"storage_data maps {kind_of(index)} to {kind_of(info)}")
+        of, at = index.__dict__, info.__dict__
+        key, offset = of.get("fqn"), of.get("offset")
+        file, start, length = at.get("relative_path"), at.get("offset"), at.get("length")
         if not isinstance(key, str) or not isinstance(file, str):
             raise CorruptError(f"storage_data: key {key!r} lies in file {file!r}; both are text")
-        if file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
+        if file not in known:
+            if file in ("", ".", "..") or "/" in file or "\0" in file:
+                raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
+            known.add(file)
         if not _is_count(start) or not _is_count(length):
             raise CorruptError(f"{key}: bytes {start!r} + {length!r} of {file}")
-        if info.get("transform_descriptors"):
-            raise MismatchError(f"{key}: stored with the transforms {info.get('transform_descriptors')}; none is read")
+        if at.get("transform_descriptors"):
+            raise MismatchError(f"{key}: stored with the transforms {at.get('transform_descriptors')}; none is read")
         places[key, None if offset is None else _ints(offset, f"offset of {key}")] = ByteRange(file, start, length)
     return places
 
@@ -156,7 +163,7 @@ def _place(places: dict[tuple[str, Any], ByteRange], key: str, offset: tuple[int
 
 
 def _dtype(key: str, properties: Any) -> torch.dtype:
-    state = properties.state if isinstance(properties, Node) else None
+    state = properties.get("state") if isinstance(properties, Node) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(dtype, torch.dtype):
         raise CorruptError(f"{key}: its properties name no dtype")
@@ -174,7 +181,7 @@ def _true_shape(key: str, stored: StoredTensor, mcore_data: Any) -> StoredTensor
     if not entry:
         return stored
     if not isinstance(entry, dict):
-        raise CorruptError(f"mcore_data of {key} is {_kind(entry)}")
+        raise CorruptError(f"mcore_data of {key} is {kind_of(entry)}")
     shape = _ints(entry.get("nd_reformulated_orig_global_shape"), f"original shape of {key}")
     grid, elements = stored.shape[:-1], stored.shape[-1:]
     fits = len(grid) == len(shape) and all(n and length % n == 0 for n, length in zip(grid, shape, strict=True))
@@ -195,19 +202,19 @@ def _true_shape(key: str, stored: StoredTensor, mcore_data: Any) -> StoredTensor
 
 def _typed(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
-        raise CorruptError(f"{name} is {_kind(value)}, not a {kind.__name__}")
+        raise CorruptError(f"{name} is {kind_of(value)}, not a {kind.__name__}")
     return value
 
 
 def _ints(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or not all(_is_count(part) for part in value):
-        raise CorruptError(f"{name} is {value!r}; it is a tuple of counts")
-    return tuple(value)
+    if isinstance(value, tuple | list):
+        for part in value:
+            if type(part) is not int or not 0 <= part < 2**63:
+                break
+        else:
+            return value if type(value) is tuple else tuple(value)
+    raise CorruptError(f"{name} is {value!r}; it is a tuple of counts")
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _kind(value: Any) -> str:
-    return value.kind if isinstance(value, Node) else type(value).__name__
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63

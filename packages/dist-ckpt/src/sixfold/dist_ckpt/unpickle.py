@@ -50,24 +50,35 @@ KNOWN_GLOBALS = frozenset(
 
 
 class Node:
-    """An object of the pickle: the name of its class, its arguments, and its state as attributes."""
+    """An object of the pickle: the name of its class, and its state as attributes, which ``get`` reads.
+
+    It has no ``__setstate__``: then the C unpickler writes a state straight into ``__dict__``, in a fifth of
+    the time, and refuses one that is no dict.
+    """
 
     kind = ""
 
     def __init__(self, *args: Any, **_kwargs: Any) -> None:
         self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
     def __setitem__(self, name: Any, value: Any) -> None:
         """Items of an OrderedDict; nothing that is read needs them."""
 
     def get(self, name: str) -> Any:
         """Attribute ``name`` of the pickled object, or None."""
-        state = getattr(self, "state", None)
-        return state.get(name) if isinstance(state, dict) else None
+        return self.__dict__.get(name)
+
+
+class _Properties(Node):
+    """TensorProperties: its state is a tuple, in old files a dict."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def kind_of(value: Any) -> str:
+    """Name of the class that a pickle gave an object; of a plain value, its type."""
+    return type(value).kind if isinstance(value, Node) else type(value).__name__
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,7 +94,10 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if full not in KNOWN_GLOBALS:
             raise UnsafeError(f"the pickle names the global {full}, which no checkpoint needs; nothing was run")
-        return self._kinds.setdefault(full, type(name, (Node,), {"kind": name}))
+        if full not in self._kinds:
+            base = _Properties if name == "TensorProperties" else Node
+            self._kinds[full] = type(name, (base,), {"kind": name})
+        return self._kinds[full]
 
     def persistent_load(self, pid: Any) -> Any:
         raise UnsafeError(f"the pickle holds the persistent id {pid!r}, which no checkpoint needs")

@@ -7,15 +7,18 @@ All problems are listed, not the first. Pure: no files, no group.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import product
 from math import prod
 
+import torch
+
 from sixfold.dist_ckpt.box import Box, describe, holes, overlaps
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.plan import ObjectReport, ShardReport
+from sixfold.dist_ckpt.table import Table, covered_once, inside
 
 
 class StrictHandling(Enum):
@@ -70,6 +73,25 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         lines += [f"{key}: in the checkpoint, asked for by no rank" for key in sorted(missing)]
     if lines:
         raise MismatchError(_listed(f"{len(lines)} keys do not match (strict={strict.value!r})", lines))
+
+
+def table_problems(table: Table, verb: str) -> list[str]:
+    """``tensor_problems`` of a merged table: the same lines, in the order of the kinds.
+
+    Cost: linear in the rows, a few array operations; only keys that fail are looked at one by one.
+    """
+    fine = (covered_once(table) & inside(table)).tolist()
+    keys = Counter(kind.key for kind in table.kinds)
+    bad = {kind.key for kind, ok in zip(table.kinds, fine, strict=True) if not ok or keys[kind.key] > 1}
+    if not bad:
+        return []
+    numbers = [number for number, kind in enumerate(table.kinds) if kind.key in bad]
+    found: dict[str, list[tuple[int, ShardReport]]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
+    for index in torch.isin(table.rows_NW[:, 0], torch.tensor(numbers)).nonzero().flatten().tolist():
+        rank, number, main, box = table.row(index)
+        key, dtype, shape = table.kinds[number]
+        found[key].append((rank, ShardReport(key, dtype, shape, (box,) if box.volume or not shape else (), main)))
+    return [problem for key, shards in found.items() for problem in _key_problems(key, shards, verb)]
 
 
 def tensor_problems(by_rank: Sequence[Sequence[ShardReport]], verb: str) -> list[str]:

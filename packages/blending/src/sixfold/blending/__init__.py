@@ -13,6 +13,7 @@ from sixfold.blending.config import BlendChange, BlendedMegatronDatasetConfig, G
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.gpt import GPTDataset
+from sixfold.blending.prefetch import Prefetcher
 from sixfold.blending.source import DocumentSource
 from sixfold.blending.splits import Split
 from sixfold.blending.why import TokenRange, Why
@@ -27,6 +28,7 @@ __all__ = [
     "GPTDataset",
     "GPTDatasetConfig",
     "MegatronDataset",
+    "Prefetcher",
     "Split",
     "TokenRange",
     "Why",

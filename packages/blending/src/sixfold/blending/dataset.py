@@ -128,6 +128,25 @@ class Samples(ABC):
             sample["loss_mask"][...] = 0
         return sample
 
+    def __getitems__(self, positions: Positions) -> list[dict[str, Any]]:
+        """The samples at ``positions``, read as one batch: a torch loader with ``batch_sampler=`` calls it.
+
+        Raises:
+            IndexError: as of ``[n]``.
+        """
+        numbers = checked_positions(positions, len(self))
+        batch = self.get_batch(numbers)
+        rows = [
+            {name: array[row] for name, array in batch.items() if name != "cu_seqlens"} for row in range(len(numbers))
+        ]
+        if "cu_seqlens" in batch:
+            width = batch["tokens"].shape[1]
+            boundaries = batch["cu_seqlens"]
+            edges = np.searchsorted(boundaries, np.arange(len(numbers) + 1) * width)
+            for row, sample in enumerate(rows):
+                sample["cu_seqlens"] = boundaries[edges[row] : edges[row + 1] + 1] - row * width
+        return rows
+
 
 class MegatronDataset(Samples):
     """The samples of one part of one dataset; extend it with ``new_rows`` and ``make_batch``.

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,21 +26,21 @@ from sixfold.dist_ckpt.reader import Reader, check_policy
 from sixfold.dist_ckpt.relay import Relay, relay_through
 from sixfold.dist_ckpt.saving import object_report
 from sixfold.dist_ckpt.strategies.base import LoadEngine, load_engine
+from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.validation import StrictHandling
 
 
 class _Report(NamedTuple):
     """What a rank tells the first one before anything is read."""
 
-    tensors: list[plan.ShardReport]
+    table: Encoded
     objects: list[plan.ObjectReport]
-    asked: set[str]
     unexpected: set[str]
     mismatches: list[str]
     touched: list[Span]
     cpus: tuple[str, int]
-    stored: frozenset[str]
-    save_id: str | None
+    seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
+    stored: frozenset[str]  # those keys; of the first rank only, the others send none
 
 
 class _Decision(NamedTuple):
@@ -163,7 +164,7 @@ def _request(
     else:
         look()
         wanted = request = looked[0]
-    return request, _report(request, wanted)
+    return request, _report(request, wanted, exchange.rank)
 
 
 def _look(
@@ -183,22 +184,22 @@ def _look(
     return _Request(checkpoint, expanded, merges, parts, tensors, reads, _common(checkpoint, safe_globals))
 
 
-def _report(request: _Request, wanted: _Request) -> _Report:
+def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     mismatches, unknown = _object_mismatches(objects, manifest)
     unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
+    keys = frozenset([*manifest.tensors, *manifest.objects])
     return _Report(
-        [plan.report(record) for record in tensors],
+        tabulate(tensors)[0].encode(),
         [object_report(record) for record in objects],
-        {record.key for record in tensors} | {record.unique_key for record in objects},
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
         _touched(checkpoint, request.reads, objects),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
-        frozenset([*manifest.tensors, *manifest.objects]),
-        manifest.save_id,
+        (manifest.save_id, sha256("\0".join(sorted(keys)).encode("utf-8", "surrogatepass")).hexdigest()),
+        keys if rank == 0 else frozenset(),
     )
 
 
@@ -238,20 +239,20 @@ def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[Sha
 
 
 def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool) -> _Decision:
-    first = reports[0]
-    if any((report.save_id, report.stored) != (first.save_id, first.stored) for report in reports):
+    if len({report.seen for report in reports}) > 1:
         raise CorruptError(
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
             "while they opened it. Load it again"
         )
-    asked: set[str] = set().union(*(report.asked for report in reports))
+    table = merge([report.table for report in reports])
+    asked = table.keys | {cell.stored_key for report in reports for cell in report.objects}
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
-    missing = set(first.stored) - asked
+    missing = set(reports[0].stored - asked)
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
     if validate_access_integrity:
-        problems = validation.tensor_problems([report.tensors for report in reports], "asked for")
+        problems = validation.table_problems(table, "asked for")
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
     return _Decision(

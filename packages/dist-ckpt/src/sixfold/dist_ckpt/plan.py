@@ -8,6 +8,7 @@ Pure: no files, no ranks, no tensor data. Each step prints as one line.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from sixfold.dist_ckpt.box import Box, describe, intersect, whole
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.integrity import Span
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import Piece, ShardedTensor, is_main_replica
 
 
@@ -112,12 +113,13 @@ def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_pol
 
     Raises:
         CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory).
-    Cost: pieces x chunks per key.
+    Cost: near linear in pieces and the chunks that they share elements with.
     """
     reads: list[Read] = []
     zeroed: list[tuple[int, Piece]] = []
     unexpected: list[int] = []
     mismatches: list[str] = []
+    searches: dict[int, _Search] = {}
     for index, record in enumerate(records):
         stored = manifest.tensors.get(record.key)
         if stored is None:
@@ -128,14 +130,15 @@ def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_pol
             mismatches.append(problem)
             continue
         for piece in record.pieces():
-            wanted = intersect(piece.box, whole(stored.shape))
-            if wanted != piece.box:
+            wanted: Box | None = piece.box
+            if not piece.box.within(stored.shape):
+                wanted = intersect(piece.box, whole(stored.shape))
                 zeroed.append((index, piece))
             if wanted is None:
                 continue
             found = 0
-            for chunk in stored.chunks:
-                part = intersect(wanted, chunk.box)
+            for chunk in _near(wanted, stored, searches):
+                part = wanted if wanted == chunk.box else intersect(wanted, chunk.box)
                 if part is not None:
                     found += part.volume
                     reads.append(Read(index, record.key, piece, chunk, part, stored.dtype, stored.shape))
@@ -148,6 +151,31 @@ def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_pol
     return LoadPlan(
         reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
     )
+
+
+class _Search(NamedTuple):
+    """The chunks of one tensor by their starts on the axis that tells them apart best."""
+
+    axis: int
+    starts: list[int]
+    longest: int
+    chunks: list[StoredChunk]
+
+
+def _near(wanted: Box, stored: StoredTensor, searches: dict[int, _Search]) -> Sequence[StoredChunk]:
+    """The chunks that may share an element with ``wanted``."""
+    if len(stored.chunks) < 16 or not stored.shape:
+        return stored.chunks
+    search = searches.get(id(stored))
+    if search is None:
+        boxes = [chunk.box for chunk in stored.chunks]
+        axis = max(range(len(stored.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+        ordered = sorted(stored.chunks, key=lambda chunk: chunk.box.offset[axis])
+        longest = max(box.size[axis] for box in boxes)
+        search = searches[id(stored)] = _Search(axis, [c.box.offset[axis] for c in ordered], longest, ordered)
+    start = wanted.offset[search.axis]
+    low = bisect_right(search.starts, start - search.longest)
+    return search.chunks[low : bisect_left(search.starts, start + wanted.size[search.axis])]
 
 
 def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:

@@ -19,9 +19,11 @@
 
 KERNEL(permute);
 KERNEL(permute_range);
-KERNEL(tree_locate);
-KERNEL(tree);
 KERNEL(greedy);
+KERNEL(tree);
+KERNEL(tree_locate);
+KERNEL(shuffle);
+KERNEL(sample_rows);
 KERNEL(open_map);
 KERNEL(gather);
 KERNEL(arrays_of_rows);

@@ -11,9 +11,11 @@
 static PyMethodDef methods[] = {
     ENTRY(permute),
     ENTRY(permute_range),
-    ENTRY(tree_locate),
-    ENTRY(tree),
     ENTRY(greedy),
+    ENTRY(tree),
+    ENTRY(tree_locate),
+    ENTRY(shuffle),
+    ENTRY(sample_rows),
     ENTRY(open_map),
     ENTRY(gather),
     ENTRY(arrays_of_rows),

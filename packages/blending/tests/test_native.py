@@ -128,3 +128,33 @@ def test_wrong_blends_are_refused(kernels, wrong):
     given |= wrong
     with pytest.raises(ValueError, match="greedy"):
         kernels.greedy(np.array(given["weight"]), np.array(given["left"]), given["dataset"], given["sample"])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (np.zeros(623, dtype=np.uint32), 0, np.arange(4), 1),
+        (np.zeros(624, dtype=np.uint32), 625, np.arange(4), 1),
+        (np.zeros(624, dtype=np.uint32), 0, np.arange(4), 0),
+    ],
+    ids=["words", "place", "lowest"],
+)
+def test_wrong_shuffles_are_refused(kernels, args):
+    with pytest.raises(ValueError, match=r"key has|next is|lowest is"):
+        kernels.shuffle(*args)
+
+
+@pytest.mark.parametrize(("documents", "low"), [([0, 3], 0), ([0, -1], 0), ([6, 5], 5), ([6, 4], 5)])
+def test_a_document_without_a_length_is_told_by_its_place(kernels, documents, low):
+    args = np.array([low, *documents], dtype=np.int32), np.full(3, 2), low, 3, 1
+    assert kernels.sample_rows(*args, np.zeros((4, 2), dtype=np.int32)) == next(
+        place for place, one in enumerate([low, *documents]) if one - low not in range(3)
+    )
+
+
+@pytest.mark.parametrize(("documents", "numbers"), [([0, 1], 3), ([], 4), ([0, 1], 0)])
+def test_wrong_rows_are_refused(kernels, documents, numbers):
+    with pytest.raises(ValueError, match="sample_rows: there are"):
+        kernels.sample_rows(
+            np.array(documents, dtype=np.int32), np.full(3, 2), 0, 3, 1, np.zeros(numbers, dtype=np.int32)
+        )

@@ -3,6 +3,7 @@
 The numpy statements have their own oracles (loops, fractions, megatron-core) in the tests of their files.
 """
 
+import mmap
 import pickle
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sixfold.blending.megatron.documents import EpochPlan, _shuffle, plan_epochs
+from sixfold.blending.megatron.samples import sample_index, sample_index_of
 from sixfold.blending.native import Level, forced, kernels, levels
 from sixfold.blending.order import QuotaTree, exhaustive, greedy
 
@@ -115,3 +118,77 @@ def test_places_in_any_tree_are_numpys(counts, begin):
     tree = QuotaTree.from_counts(counts)
     assert_every_level_equals_numpy(tree.locate, range(begin, begin + 100))
     assert_every_level_equals_numpy(tree.locate, range(begin, begin + 10**6, 9973))
+
+
+def shuffled(dtype, size, seed, drawn_before):
+    """The array, and what the state gives next."""
+    random, items = np.random.RandomState(seed), np.arange(size, dtype=dtype)
+    random.randint(0, 7, drawn_before)
+    random.normal()  # RandomState keeps the second of a pair of normals: it is to survive
+    _shuffle(random, items)
+    return items, np.array([random.normal(), random.randint(2**31), random.random_sample()])
+
+
+# Around the blocks of 256 swaps, the 624 words of a state, and the powers of two where the mask of draws changes.
+@pytest.mark.parametrize("size", [1_000, 1_024, 1_025, 1_247, 1_248, 4_096, 4_097, 70_000])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_a_shuffle_is_that_of_random_state_and_so_is_the_state_it_leaves(size, dtype):
+    for seed, drawn_before in [(1234, 0), (5, 1), (6, 623), (7, 624)]:
+        assert_every_level_equals_numpy(shuffled, dtype, size, seed, drawn_before)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 17, 255, 256, 257, 258, 513])
+def test_short_shuffles_are_those_of_random_state(size):
+    random, items, state = np.random.RandomState(9), np.arange(size), np.random.RandomState(9).get_state(legacy=False)
+    expected = items.copy()
+    random.shuffle(expected)
+    twister = state["state"]
+    twister["pos"] = kernels().shuffle(twister["key"], twister["pos"], items, 1)
+    assert items.tolist() == expected.tolist()
+    after = np.random.RandomState()
+    after.set_state(state)
+    assert after.randint(2**31) == random.randint(2**31)
+
+
+def test_above_32_bits_a_draw_is_64_with_the_high_word_first():
+    n, swaps = 2**32 + 600, 1_000  # 600 swaps with wide draws, 400 with narrow ones
+    memory = mmap.mmap(-1, 4 * n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    items = np.frombuffer(memory, dtype=np.uint32)  # zeros of which no page exists until it is touched
+    words = iter(np.random.RandomState(3).randint(0, 2**32, 10_000, dtype=np.uint32).tolist())
+    expected = {}
+    items[n - swaps :] = np.arange(1, swaps + 1)
+    expected.update(enumerate(range(1, swaps + 1), n - swaps))
+    for i in range(n - 1, n - 1 - swaps, -1):
+        wide, mask = i >= 2**32, 2 ** i.bit_length() - 1
+        while (j := ((next(words) << 32 | next(words)) if wide else next(words)) & mask) > i:
+            pass
+        expected[i], expected[j] = expected.get(j, 0), expected.get(i, 0)
+    state = np.random.RandomState(3).get_state(legacy=False)["state"]
+    kernels().shuffle(state["key"], state["pos"], items, n - swaps)
+    assert {place: int(items[place]) for place in expected} == expected
+    del items
+    memory.close()
+
+
+@pytest.mark.parametrize("sequence_length", [1, 3, 16, 100])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_rows_of_a_sample_index_are_numpys(sequence_length, extra):
+    rng = np.random.default_rng(sequence_length)
+    for keep_partial in (False, True):
+        for mean in (1, 4, 60):
+            low, lengths = int(rng.integers(0, 50)), rng.integers(0, 2 * mean, 90)
+            lengths[0] += 1
+            documents = rng.permutation(np.tile(np.arange(90), 3)).astype(np.int32)
+            plan = plan_epochs(int(lengths.sum()), None, sequence_length, extra, keep_partial=keep_partial)
+            plan = EpochPlan(3, plan.tokens, sequence_length, extra, 3 * plan.samples, None)
+            expected = sample_index(documents, lengths[documents], plan)
+            assert_every_level_equals_numpy(lambda *args: [sample_index_of(*args)], documents + low, lengths, low, plan)
+            assert np.array_equal(sample_index_of(documents + np.int32(low), lengths, low, plan), expected)
+
+
+def test_rows_of_lengths_beyond_int32_are_int64():
+    lengths, documents = np.array([5, 2**31 + 7, 3]), np.array([2, 1, 0, 1], dtype=np.int32)
+    plan = EpochPlan(1, int(lengths.sum()), 2**28, 1, 15, None)
+    rows = sample_index_of(documents, lengths, 0, plan)
+    assert rows.dtype == np.int64
+    assert np.array_equal(rows, sample_index(documents, lengths[documents], plan))

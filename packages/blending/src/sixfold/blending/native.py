@@ -21,6 +21,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.integer[Any]]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 
@@ -53,6 +54,26 @@ class Kernels(Protocol):
         """Fill ``dataset`` (N,) int16 and ``sample`` (N,) as ``megatron.greedy`` says; see there.
 
         ``weight`` (D,) >= 0. ``left`` (D,) > 0 with the sum N is used up to zeros; without an item it is endless.
+        """
+
+    def tree(self, quota: I64, /) -> object:
+        """A handle of the quota tree; ``quota`` (D,) >= 0, its sum in 1..2^62."""
+
+    def tree_locate(self, tree: object, position: I64, dataset: I64, sample: I64, /) -> int:
+        """What ``QuotaTree.locate`` returns; the place of the first negative position, or how many there are."""
+
+    def shuffle(self, key: U32, next: int, items: Ints, lowest: int, /) -> int:
+        """``RandomState.shuffle``: swap the last item, then the one before it, ... down to item ``lowest`` (1: all).
+
+        ``key`` (624,) is the state's and goes on; ``next`` its ``pos``, which is returned. Items have 4 or 8 bytes.
+        """
+
+    def sample_rows(
+        self, document: npt.NDArray[np.int32], length: I64, low: int, sequence_length: int, extra: int, rows: Ints, /
+    ) -> int:
+        """What ``megatron.samples.sample_index_of`` returns, into ``rows``; ``length`` is of documents ``low`` and on.
+
+        Returns the place of the first document without a length, or how many places there are.
         """
 
     def open_map(self, ids: npt.NDArray[Any], /) -> object:
@@ -90,12 +111,6 @@ class Kernels(Protocol):
         Or -1: too little room; another negative number: numpy has to look; (source, epoch): one to add first;
         (source, -1): a finder to open.
         """
-
-    def tree(self, quota: I64, /) -> object:
-        """A handle of the quota tree; ``quota`` (D,) >= 0, its sum in 1..2^62."""
-
-    def tree_locate(self, tree: object, position: I64, dataset: I64, sample: I64, /) -> int:
-        """What ``QuotaTree.locate`` returns; the place of the first negative position, or how many there are."""
 
     def level(self) -> int:
         """The best ``Level`` of this processor."""

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.native import kernels
 
 _SEPARATE_BELOW = 0.80  # share of an epoch's samples below which the last epoch is shuffled alone
+_KERNEL_FROM = 1_000  # items; for fewer, taking the state out and putting it back costs more than it gains
 _LARGEST_DOCUMENT = 2**31 - 1  # the document index is int32
 
 
@@ -85,10 +87,22 @@ def document_index(ids: npt.NDArray[np.int64], plan: EpochPlan, random: np.rando
     refuse_document(int(ids.max(initial=0)))
     index = np.tile(ids.astype(np.int32), plan.epochs)
     last = index.size - ids.size if plan.before_last is not None else index.size
-    random.shuffle(index[:last])
+    _shuffle(random, index[:last])
     if plan.before_last is not None:
-        random.shuffle(index[last:])
+        _shuffle(random, index[last:])
     return index
+
+
+def _shuffle(random: np.random.RandomState, items: npt.NDArray[Any]) -> None:
+    """``random.shuffle(items)``: the same order, and the same state left."""
+    native = kernels() if items.size >= _KERNEL_FROM else None
+    state = random.get_state(legacy=False) if native is not None else {}
+    if native is None or state["bit_generator"] != "MT19937":
+        random.shuffle(items)
+        return
+    twister = state["state"]
+    twister["pos"] = native.shuffle(twister["key"], twister["pos"], items, 1)
+    random.set_state(state)
 
 
 def refuse_document(largest: int) -> None:
@@ -104,9 +118,9 @@ def shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> npt.NDArray
     """Sample of each position, (n,): uint32, or int64 from 2^32 - 2 samples on."""
     index = np.arange(plan.samples, dtype=shuffle_dtype(plan.samples))
     last = plan.samples if plan.before_last is None else plan.before_last
-    random.shuffle(index[:last])
+    _shuffle(random, index[:last])
     if last < plan.samples:
-        random.shuffle(index[last:])
+        _shuffle(random, index[last:])
     return index
 
 

@@ -16,7 +16,7 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.grid import Pieces
 from sixfold.blending.line import Ranges, runs
 from sixfold.blending.megatron.documents import EpochPlan, document_index, shuffle_dtype, shuffle_index
-from sixfold.blending.megatron.samples import sample_index
+from sixfold.blending.megatron.samples import sample_index_of
 from sixfold.blending.native import I64, Kernels
 from sixfold.blending.source import Part, pointers_of
 
@@ -33,7 +33,7 @@ def build_indices(part: Part, plan: EpochPlan, seed: int) -> Arrays:
     """
     random = np.random.RandomState(seed)
     documents = document_index(_members(part), plan, random)
-    samples = sample_index(documents, _lengths(part, documents), plan)
+    samples = sample_index_of(documents, *_lengths(part), plan)
     return {"document_index": documents, "sample_index": samples, "shuffle_index": shuffle_index(plan, random)}
 
 
@@ -51,7 +51,7 @@ def indices_fit(arrays: Arrays, part: Part, plan: EpochPlan) -> bool:
     for epochs, some in ((plan.epochs - (last < documents.size), documents[:last]), (1, documents[last:])):
         if some.size and not _holds_each(some, members, epochs):
             return False
-    expected = sample_index(documents, _lengths(part, documents), plan)
+    expected = sample_index_of(documents, *_lengths(part), plan)
     if samples.dtype != expected.dtype or not np.array_equal(samples, expected):
         return False
     last = plan.samples if plan.before_last is None else plan.before_last
@@ -93,13 +93,15 @@ def _members(part: Part) -> I64:
     return part.ids(np.arange(len(part)))
 
 
-def _lengths(part: Part, documents: npt.NDArray[np.int32]) -> I64:
-    """Tokens of the document in each place, each checked against its pointer once."""
+def _lengths(part: Part) -> tuple[I64, int]:
+    """Tokens of documents ``low``, ``low + 1``, ..., each member's checked against its pointer; and ``low``."""
     members = _members(part)
     low, high = (int(members.min()), int(members.max())) if members.size else (0, -1)
-    length = np.zeros(high - low + 1, dtype=np.int64)
-    length[members - low] = part.every_length()
-    return length[documents - np.int32(low)] if low else length[documents]
+    if members.size == high - low + 1 and np.all(np.diff(members) == 1):
+        return part.every_length(), low
+    length_D = np.zeros(high - low + 1, dtype=np.int64)
+    length_D[members - low] = part.every_length()
+    return length_D, low
 
 
 @dataclass(frozen=True)

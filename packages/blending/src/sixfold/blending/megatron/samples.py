@@ -1,6 +1,6 @@
 """Where each sample begins, as (place in the document index, offset).
 
-    document_index, lengths --> sample_index (this file) --> index.py
+    document_index, lengths --> sample_index, sample_index_of (this file) --> index.py
 
 Source: megatron-core 0.16.1 ``helpers.cpp``, ``build_sample_idx``, in closed form: its loop over documents is a
 division of their running sum.
@@ -12,8 +12,28 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.megatron.documents import EpochPlan
+from sixfold.blending.native import I64, kernels
 
 _LARGEST_INT32 = 2**31 - 1
+
+
+def sample_index_of(
+    document_index: npt.NDArray[np.int32], length_D: I64, low: int, plan: EpochPlan
+) -> npt.NDArray[Any]:
+    """``sample_index`` by the lengths of documents ``low``, ``low + 1``, ..., in one pass where the kernel is there."""
+    native = kernels()
+    if native is None or document_index.size == 0:
+        return sample_index(document_index, length_D[document_index - np.int32(low)], plan)
+    rows = np.empty((plan.samples + 1, 2), dtype=_dtype(document_index.size, length_D))
+    done = native.sample_rows(document_index, length_D, low, plan.sequence_length, plan.extra, rows)
+    assert done == document_index.size, (
+        f"document {document_index[done]} is not one of {low}..{low + length_D.size - 1}"
+    )
+    return rows
+
+
+def _dtype(places: int, lengths: I64) -> type[np.int32] | type[np.int64]:
+    return np.int32 if max(places, int(lengths.max(initial=0))) <= _LARGEST_INT32 else np.int64
 
 
 def sample_index(
@@ -29,7 +49,7 @@ def sample_index(
         (n + 1, 2) int32, or int64 if there are more places than int32 counts. A row behind the last
         token (the end of a partial sample) is (last place, its length - x).
     """
-    dtype = np.int32 if max(document_index.size, int(length_K.max(initial=0))) <= _LARGEST_INT32 else np.int64
+    dtype = _dtype(document_index.size, length_K)
     rows = np.zeros((plan.samples + 1, 2), dtype=dtype)
     if plan.samples == 0:
         return rows

@@ -20,7 +20,8 @@ static const char FINDER[] = "sixfold.blending.finder";
 /* What find_samples and find_pieces return besides the number of ranges found: negative numbers. */
 enum { TOO_LITTLE_ROOM = -1, LEFT_TO_NUMPY = -2, MISSING = -3 };
 
-/* One epoch of a line: tokens before each slot (blocks + 1), block in each slot (blocks). */
+/* The first slots of an epoch of a line, those that are known: tokens before each and behind the last (slots + 1), block in
+   each (slots). */
 typedef struct {
     int64_t number;
     int users; /* the finder and the calls that read it; counted with the GIL held */
@@ -174,7 +175,8 @@ KERNEL(open_index) {
     return capsule;
 }
 
-/* add_epoch(finder, epoch, before, block, keep) -> None. before: i8 (blocks + 1,), block: i4 (blocks,). Of the epochs added
+/* add_epoch(finder, epoch, before, block, keep) -> None. before: i8 (slots + 1,), block: i4 (slots,), of the first slots, in
+   place of what was known of that epoch. Of the epochs added
    earlier the last keep stay. */
 KERNEL(add_epoch) {
     (void)module;
@@ -197,10 +199,15 @@ KERNEL(add_epoch) {
         let_go(epoch);
         return NULL;
     }
-    if (epoch->before.items != finder->blocks + 1 || epoch->block.items != finder->blocks) {
+    if (epoch->before.items != epoch->block.items + 1 || epoch->block.items < 1 || epoch->block.items > finder->blocks) {
         let_go(epoch);
-        return refuse("add_epoch: before has an item more than the line has blocks, block as many");
+        return refuse("add_epoch: block has at most as many items as the line has blocks, before one more");
     }
+    for (int64_t at = 0; at < finder->number_of_epochs; at++)
+        if (epochs[at]->number == number) {
+            let_go(epochs[at]);
+            memmove(epochs + at, epochs + at + 1, (size_t)(--finder->number_of_epochs - at) * sizeof *epochs);
+        }
     int64_t drop = finder->number_of_epochs > keep ? finder->number_of_epochs - keep : 0;
     for (int64_t at = 0; at < drop; at++) let_go(epochs[at]);
     for (int64_t at = drop; at < finder->number_of_epochs; at++) epochs[at - drop] = epochs[at];
@@ -339,8 +346,9 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
 }
 
 /* The slot that holds a token of an epoch: the last with no more tokens before it. */
-INLINE int64_t slot_of(const any_i8 *before, int64_t blocks, int64_t inside) {
-    int64_t low = 0, some = blocks;
+INLINE int64_t slot_of(const Epoch *epoch, int64_t inside) {
+    const any_i8 *before = epoch->before.data;
+    int64_t low = 0, some = epoch->block.items;
     while (some > 1) { /* before[low] <= inside; the answer is in low .. low + some - 1 */
         int64_t half = some / 2;
         low += before[low + half] <= inside ? half : 0;
@@ -380,11 +388,11 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
 
 INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found *found) {
     const Finder *line = piece->finder;
-    int64_t done = 0, slot = slot_of(epochs[0]->before.data, line->blocks, piece->range.begin - piece->epoch * line->tokens);
+    int64_t done = 0, slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
     int64_t local = piece->range.begin - piece->epoch * line->tokens - ((const any_i8 *)epochs[0]->before.data)[slot];
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
         const any_i8 *before = epochs[number]->before.data;
-        for (; slot < line->blocks; slot++, local = 0) {
+        for (; slot < epochs[number]->block.items; slot++, local = 0) {
             if (done == piece->range.length) return 1;
             if (before[slot] == before[slot + 1]) continue;
             int64_t status = ranges_of_slot(piece, epochs[number], slot, local, &done, found);
@@ -420,7 +428,7 @@ INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
 /* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */
 INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
     const Finder *line = piece->finder;
-    int64_t slot = slot_of(epochs[0]->before.data, line->blocks, piece->range.begin - piece->epoch * line->tokens);
+    int64_t slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
     int64_t first = line->first + (int64_t)((const any_i4 *)epochs[0]->block.data)[slot] * line->block;
     if (line->members.items || first < 0 || first + line->block > line->lengths.items) return;
     const char *lengths = (const char *)line->lengths.data + 4 * first, *pointers = (const char *)line->pointers.data + 8 * first;
@@ -486,6 +494,12 @@ static int64_t missing(Call *call, int64_t source, int64_t epoch) {
     return MISSING;
 }
 
+/* Whether all slots of the epoch are known up to a token of the line, or to the epoch's end. */
+static int reaches(const Finder *line, const Epoch *epoch, int64_t end) {
+    int64_t slots = epoch->block.items;
+    return slots == line->blocks || ((const any_i8 *)epoch->before.data)[slots] >= end - epoch->number * line->tokens;
+}
+
 /* Hold the epochs that a piece of a line touches. 1, a negative number, or 0 and an exception. */
 static int64_t hold_epochs(Call *call, Piece *piece) {
     const Finder *line = piece->finder;
@@ -498,7 +512,7 @@ static int64_t hold_epochs(Call *call, Piece *piece) {
     for (int64_t epoch = piece->epoch; epoch < piece->epoch + piece->epochs; epoch++) {
         int64_t at = line->number_of_epochs - 1;
         while (at >= 0 && line->epochs[at]->number != epoch) at--;
-        if (at < 0) return missing(call, range->source, epoch);
+        if (at < 0 || !reaches(line, line->epochs[at], range->begin + range->length)) return missing(call, range->source, epoch);
         if (call->held == call->room) {
             int64_t room = call->room ? 2 * call->room : 64;
             Epoch **more = PyMem_Realloc(call->epochs, (size_t)room * sizeof *more);

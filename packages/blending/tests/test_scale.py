@@ -4,18 +4,21 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from blending_helpers import config, naive_key, naive_permute
+from blending_helpers import config, naive_key, naive_permute, numbered
 
 from sixfold.blending import (
     BlendedMegatronDatasetBuilder,
     BlendingError,
     GPTDataset,
+    Split,
     builder,
+    line,
     shuffle,
 )
 from sixfold.blending.apportion import apportion
 from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.shuffle import Shuffle
+from sixfold.blending.source import ListSource
 
 LENGTHS = np.array([3, 40, 0, 21])  # of four documents, and again of the next four
 
@@ -74,6 +77,45 @@ def test_more_documents_than_int32_numbers_are_refused_before_memory_is_asked_fo
         build(10, order=order)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()
+
+
+def test_a_corpus_of_five_billion_documents_starts_at_once_in_little_memory(monkeypatch):
+    monkeypatch.setattr(EndlessDataset, "documents", 5_000_000_000)
+    tracemalloc.start()
+    data = build(10**9, blend=(["a"], None), sequence_length=512)
+    batch = data.get_batch(range(4))
+    assert tracemalloc.get_traced_memory()[1] < 2**26
+    tracemalloc.stop()
+    assert batch["tokens"].shape == (4, 512)
+    for position in range(4):
+        ranges = data.why(position).ranges
+        assert max(part.document for part in ranges) > 2**31 - 1
+        expected = [(part.document + part.offset + i) % 251 for part in ranges for i in range(part.length)]
+        assert batch["tokens"][position].tolist() == expected
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_an_epoch_that_grows_gives_the_samples_of_one_that_is_known_at_once(scattered, level, monkeypatch):
+    lengths = np.random.default_rng(3).integers(0, 9, 4_100)  # blocks of 4 sequences
+    members = np.flatnonzero(np.arange(4_100) % 7) if scattered else range(13, 4_100)
+    source = ListSource(numbered(lengths), np.int32)
+
+    def data():
+        return GPTDataset(source, "a", members, 10**6, Split.train, config())
+
+    whole = data()
+    monkeypatch.setattr(line, "_SLOTS_AT_LEAST", 1)
+    monkeypatch.setattr(line, "_SLOTS_AT_A_TIME", 5)
+    growing = data()
+    per_epoch = whole.samples_per_epoch
+    for positions in ([0], [5, 1], range(per_epoch - 4, per_epoch + 4), [3 * per_epoch], range(0, 2 * per_epoch, 41)):
+        for name, array in whole.get_batch(positions).items():
+            assert np.array_equal(growing.get_batch(positions)[name], array), (list(positions), name)
+        assert growing.why(positions[0]) == whole.why(positions[0])
+    fresh = data()
+    fresh.why(0)
+    known, blocks = fresh.order.line._epochs[0][1].size, fresh.order.line.blocks
+    assert known == blocks if scattered else known < blocks
 
 
 @pytest.fixture

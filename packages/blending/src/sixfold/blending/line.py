@@ -7,6 +7,10 @@ So a position is found by a search among the block sizes and a look at one block
 permutation is ever stored. n is the number of sequences, T of tokens in one epoch, P of pieces
 (stretches) asked for, K of documents met. A slot is a block's place on the line, counted through
 all epochs.
+
+[Note: an epoch grows] The sums of its first slots need the pointers of the blocks in those slots alone. So an epoch is
+known up to where it was read, and twice as far when more is asked: a corpus of 5e9 documents starts as fast as a small
+one, without 40 GB of its index being read. A place deep in an epoch costs the slots before it, once.
 """
 
 from collections import OrderedDict
@@ -18,12 +22,14 @@ import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.native import I64, Kernels
-from sixfold.blending.permute import key_text, order_key, permute
+from sixfold.blending.permute import key_text, order_key, permute, permute_range
 from sixfold.blending.source import Part, pointers_of
 
 _BLOCKS_AT_LEAST = 1024
 _BLOCK_AT_MOST = 256
 _EPOCHS_KEPT = 8
+_SLOTS_AT_LEAST = 4096  # of an epoch are known at once: a million documents
+_SLOTS_AT_A_TIME = 2**18  # a few MiB of temporaries
 
 
 def block_size(sequences: int) -> int:
@@ -78,20 +84,43 @@ class Line:
         """The key of (seed, name, part) and what follows."""
         return order_key(*self.names, *parts)
 
-    def _epoch(self, epoch: int) -> tuple[I64, npt.NDArray[np.int32]]:
-        """Tokens of the epoch before each of its slots (blocks + 1,), the block in each slot (blocks,).
+    def _epoch(self, epoch: int, *, tokens: int = 0, slots: int = 0) -> tuple[I64, npt.NDArray[np.int32]]:
+        """Tokens of the epoch before each of its slots and behind the last (K + 1,), the block in each slot (K,).
 
-        Kept for a few epochs: 12 bytes per block.
+        Of the first K slots: those that hold ``tokens`` tokens, ``slots`` at least. See [Note: an epoch grows].
+        Kept for a few epochs: 12 bytes per slot.
         """
         known = self._epochs.get(epoch)
-        if known is None:
-            block = permute(self.key(epoch), self.blocks, np.arange(self.blocks))
-            prefix = np.zeros(self.blocks + 1, dtype=np.int64)
-            np.cumsum(self.part.block_tokens(self.block)[block], out=prefix[1:])
-            known = self._epochs[epoch] = prefix, block.astype(np.int32)
+        while known is None or (known[1].size < self.blocks and (known[0][-1] < tokens or known[1].size < slots)):
+            known = self._epochs[epoch] = self._grown(epoch, known, max(slots, self._slots_of(tokens)))
             while len(self._epochs) > _EPOCHS_KEPT:
                 self._epochs.popitem(last=False)
         return known
+
+    def _slots_of(self, tokens: int) -> int:
+        """About so many slots hold so many tokens, and a few more."""
+        return tokens * self.blocks // self.tokens + tokens * self.blocks // (16 * self.tokens)
+
+    def _grown(
+        self, epoch: int, known: tuple[I64, npt.NDArray[np.int32]] | None, slots: int
+    ) -> tuple[I64, npt.NDArray[np.int32]]:
+        """``known`` and as many slots again, ``slots`` at least; all of a small or scattered part."""
+        first = 0 if known is None else known[1].size
+        last = min(self.blocks, max(slots, 2 * first, _SLOTS_AT_LEAST)) if self.part.has_pointers else self.blocks
+        prefix = np.zeros(last + 1, dtype=np.int64)
+        block = np.empty(last, dtype=np.int32)
+        if known is not None:
+            prefix[: first + 1], block[:first] = known
+        sums = self.part.block_tokens(self.block) if last - first == self.blocks else None
+        for begin in range(first, last, _SLOTS_AT_A_TIME):
+            end = min(begin + _SLOTS_AT_A_TIME, last)
+            some = np.empty(end - begin, dtype=np.int64)
+            permute_range(self.key(epoch), self.blocks, begin, some)
+            block[begin:end] = some
+            tokens = self.part.tokens_of_blocks(self.block, some) if sums is None else sums[some]
+            np.cumsum(tokens, out=prefix[begin + 1 : end + 1])
+            prefix[begin + 1 : end + 1] += prefix[begin]
+        return prefix, block
 
     def _slot(self, position_P: I64) -> I64:
         """The slot that holds each token of the line."""
@@ -100,7 +129,8 @@ class Line:
         for epoch in np.unique(epoch_P).tolist():
             here = epoch_P == epoch
             inside = position_P[here] - epoch * self.tokens
-            slot_P[here] = epoch * self.blocks + np.searchsorted(self._epoch(epoch)[0], inside, side="right") - 1
+            prefix, _ = self._epoch(epoch, tokens=int(inside.max()) + 1)
+            slot_P[here] = epoch * self.blocks + np.searchsorted(prefix, inside, side="right") - 1
         return slot_P
 
     def _documents(self, slots: I64) -> tuple[I64, I64, I64]:
@@ -113,7 +143,7 @@ class Line:
         line_begin, tokens, block = (np.empty_like(slots) for _ in range(3))
         for number in np.unique(epoch).tolist():
             here = epoch == number
-            prefix, blocks = self._epoch(number)
+            prefix, blocks = self._epoch(number, slots=int(place[here].max()) + 1)
             line_begin[here] = number * self.tokens + prefix[place[here]]
             tokens[here] = prefix[place[here] + 1] - prefix[place[here]]
             block[here] = blocks[place[here]]
@@ -181,7 +211,7 @@ class Line:
         )
 
     def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
-        """Give ``finder`` the sums of an epoch; the oldest ones go."""
+        """Give ``finder`` what is known of an epoch; the oldest ones go. Where it needs more, numpy makes that known."""
         before, block = self._epoch(epoch)
         native.add_epoch(finder, epoch, before, block, _EPOCHS_KEPT - 1)
 

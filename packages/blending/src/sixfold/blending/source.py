@@ -149,6 +149,26 @@ class Part:
         lengths = np.asarray(self._lengths)[np.asarray(self.indices)].astype(np.int64)
         return np.add.reduceat(lengths, np.arange(0, members, size))
 
+    @property
+    def has_pointers(self) -> bool:
+        """Whether ``tokens_of_blocks`` reads two pointers per run, and not every length."""
+        return self._contiguous is not None
+
+    def tokens_of_blocks(self, size: int, number: I64) -> I64:
+        """``block_tokens`` of the runs of these numbers alone. Cost: two pointers per run."""
+        assert self._contiguous is not None and self._pointers is not None, "the caller asks has_pointers"
+        low, high = self._contiguous
+        begin = low + number * size
+        end = np.minimum(begin + size, high)
+        inner = np.minimum(end, len(self._pointers) - 1)
+        bytes_end = np.asarray(self._pointers[inner], dtype=np.int64)
+        bytes_end[end > inner] = self._pointer(high)  # behind the last sequence of the source
+        tokens: I64 = (bytes_end - self._pointers[begin]) // self._itemsize
+        if (tokens < 0).any():
+            run = int(np.flatnonzero(tokens < 0)[0])
+            raise self.damage(int(begin[run]), f"sequences {begin[run]}.. have {tokens[run]} tokens")
+        return tokens
+
     def lengths(self, ids: I64) -> I64:
         """Lengths of sequences of the source, checked against their pointers.
 

@@ -39,11 +39,12 @@ def check_gathers(program: Program, rank: int) -> None:
             raise missing(program, rank, Action(stage, Kind.RESHARD))
 
 
-def check_steps(program: Program, ends: list[int]) -> None:
+def check_steps(program: Program, starts: list[int], ends: list[int]) -> None:
     """Each stage has STEP 0, 1, ...: as many as every other stage, each behind the backwards of its own batch alone.
 
     Args:
-        ends: position of the last backward action of each stage * m + microbatch.
+        starts: position of the B or I of each stage * m + microbatch; I makes gradients too.
+        ends: position of its B or W.
     """
     m = program.microbatches
     found: list[list[int]] = [[] for _ in program.placement]
@@ -64,10 +65,10 @@ def check_steps(program: Program, ends: list[int]) -> None:
             rule = f"{steps} steps share {m} microbatches, which they do not divide"
             raise broken(program, rank, positions[-1], Action(stage, Kind.STEP, steps - 1), rule)
         batch = m // steps
-        own = ends[stage * m : (stage + 1) * m]
+        first, last = (at[stage * m : (stage + 1) * m] for at in (starts, ends))
         for step, position in enumerate(positions):
             action = Action(stage, Kind.STEP, step)
-            before, behind = own[step * batch : (step + 1) * batch], own[(step + 1) * batch :]
+            before, behind = last[step * batch : (step + 1) * batch], first[(step + 1) * batch :]
             if max(before) > position:
                 rule = f"a backward of its batch (microbatches {step * batch}..{(step + 1) * batch - 1}) comes after it"
                 raise broken(program, rank, position, action, rule)

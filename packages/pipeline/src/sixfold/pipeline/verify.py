@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import lt
+from itertools import combinations, pairwise
+from operator import le, lt
 
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
@@ -28,7 +28,7 @@ from sixfold.pipeline.waits import Wait, meet, run_to_the_end, shortest_cycle
 __all__ = ["Report", "verify"]
 
 _LOCAL = "both its stages are on this rank; no message goes there"
-_PARTS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_TURN = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}  # of the actions of a stage on a microbatch
 _PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -107,7 +107,7 @@ class _Found:
     Attributes:
         kinds: that occur.
         lowered: as ``Program.lowered``.
-        ends: per stage * m + microbatch the position of its B or W.
+        starts, ends: per stage * m + microbatch the position of its B or I, and of its B or W.
     """
 
     def __init__(self, program: Program) -> None:
@@ -121,15 +121,12 @@ class _Found:
             self._read(rank)
         local = all(a == b for a, b in pairwise(program.placement))
         self.lowered = bool(self.kinds & MESSAGES) or (local and Kind.REDUCE_GRAD in self.kinds)
-        self.ends = self.later_of(Kind.B, Kind.W)
+        self.starts = list(map(max, self[Kind.B], self[Kind.I]))
+        self.ends = list(map(max, self[Kind.B], self[Kind.W]))
 
     def __getitem__(self, kind: Kind) -> Sequence[int]:
         """Per stage * m + microbatch the position of its action of ``kind`` in its rank's list, or -1."""
         return self._at.get(kind, self._absent)
-
-    def later_of(self, kind: Kind, other: Kind) -> list[int]:
-        """Positions of whichever of two kinds is there."""
-        return list(map(max, self[kind], self[other]))
 
     def _read(self, rank: int) -> None:
         program, at = self.program, self._at
@@ -158,8 +155,14 @@ class _Found:
     def _check_overlap(self, rank: int, position: int, entry: Action) -> None:
         if entry.kind is not Kind.OVERLAP_F_B or not entry.parts:
             rule = "OVERLAP_F_B has parts, and nothing else has"
-        elif any(part.parts or part.kind not in _PARTS for part in entry.parts):
+        elif any(part.parts or part.kind not in _TURN for part in entry.parts):
             rule = "parts are F, B, I or W"
+        elif any(
+            _TURN[a.kind] >= _TURN[b.kind]
+            for a, b in combinations(entry.parts, 2)
+            if (a.stage, a.microbatch) == (b.stage, b.microbatch)
+        ):
+            rule = "parts are in execution order: F, then B, or I and W"
         else:
             return
         raise broken(self.program, rank, position, entry, rule)
@@ -170,15 +173,20 @@ def _ascend(before: Iterable[int], after: Iterable[int]) -> bool:
     return all(map(lt, before, after))
 
 
+def _follow(before: Iterable[int], after: Iterable[int]) -> bool:
+    """The same for actions of one stage, which may be parts of one overlap, whose own order ``_Found`` has checked."""
+    return all(map(le, before, after))
+
+
 def _check_compute(found: _Found) -> None:
     """Each (stage, microbatch): one F, then one B or one I and a later W; RECOMPUTE between them."""
     program = found.program
     forward, full, inputs, weights = (found[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     again = found[Kind.RECOMPUTE]
     if Kind.RECOMPUTE not in found.kinds and min(forward) >= 0:
-        if not found.kinds & {Kind.I, Kind.W} and _ascend(forward, full):
+        if not found.kinds & {Kind.I, Kind.W} and _follow(forward, full):
             return
-        if Kind.B not in found.kinds and _ascend(forward, inputs) and _ascend(inputs, weights):
+        if Kind.B not in found.kinds and _follow(forward, inputs) and _follow(inputs, weights):
             return
     for index, f in enumerate(forward):
         stage, k = divmod(index, program.microbatches)
@@ -195,9 +203,9 @@ def _check_compute(found: _Found) -> None:
         if b < 0 and w < 0:
             raise missing(program, rank, Action(stage, Kind.W, k))
         back = b if b >= 0 else i
-        if back <= f:
+        if back < f:
             raise broken(program, rank, f, Action(stage, Kind.F, k), f"its backward is at [{back}]; F comes before it")
-        if b < 0 and w <= i:
+        if b < 0 and w < i:
             raise broken(program, rank, w, Action(stage, Kind.W, k), f"its I is at [{i}]; W comes after I")
         if again[index] >= 0 and not f < again[index] < back:
             rule = f"it stands between F [{f}] and backward [{back}]"
@@ -208,7 +216,7 @@ def _check_messages(found: _Found) -> None:
     """Each tensor between ranks is sent after it was made and received before it is used; none goes within a rank."""
     program, placement = found.program, found.program.placement
     m, stages = program.microbatches, program.stages
-    makers = {Kind.F: found[Kind.F], Kind.B: found.later_of(Kind.B, Kind.I)}
+    makers = {Kind.F: found[Kind.F], Kind.B: found.starts}
     for kind, sent, got, ahead in ((Kind.F, Kind.SEND_F, Kind.RECV_F, 1), (Kind.B, Kind.SEND_B, Kind.RECV_B, -1)):
         made = makers[kind]
         for stage in range(stages):
@@ -260,7 +268,7 @@ def _refuse_stray(found: _Found, stage: int, kind: Kind, rule: str) -> None:
 def _check_slots(found: _Found) -> None:
     """UNSHARD, RESHARD, REDUCE_GRAD and STEP of each stage."""
     if Kind.STEP in found.kinds:
-        check_steps(found.program, found.ends)
+        check_steps(found.program, found.starts, found.ends)
     for rank in range(len(found.program.ranks)):
         if found.kinds & {Kind.UNSHARD, Kind.RESHARD}:
             check_gathers(found.program, rank)
@@ -311,7 +319,7 @@ def _message_waits(found: _Found, transport: str) -> list[list[Wait]]:
 def _compute_waits(found: _Found) -> list[list[Wait]]:
     """Waits of a compute-only program: each action needs its input's maker on another rank."""
     program, m, placement = found.program, found.program.microbatches, found.program.placement
-    forward, backward = found[Kind.F], found.later_of(Kind.B, Kind.I)
+    forward, backward = found[Kind.F], found.starts
     waits: list[list[Wait]] = []
     for rank, actions in enumerate(program.ranks):
         mine: list[Wait] = []

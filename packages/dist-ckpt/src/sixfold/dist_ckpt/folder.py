@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sixfold.dist_ckpt import integrity as checks
-from sixfold.dist_ckpt import metadata, storage
+from sixfold.dist_ckpt import metadata, storage, zarr_format
 from sixfold.dist_ckpt.errors import (
     BY_NAME,
     CheckpointError,
@@ -111,7 +111,9 @@ def _open(folder: Path, verify: str) -> Checkpoint:
         # The digest first: a flipped digit of a version is damage and no unknown backend.
         if integrity is not None and verify != "off":
             integrity.check_file_bytes(folder / "metadata.json", config)
-        _at(folder / "metadata.json", lambda: metadata.check_config(config))
+        backend = _at(folder / "metadata.json", lambda: metadata.check_config(config))
+        if backend == "zarr":
+            return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
     manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
     if config is None and manifest.needs_metadata_json:
         raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")

@@ -84,6 +84,7 @@ def save(
         return None, None
 
     def commit(_: list[None]) -> None:
+        strategy.check_written(staging)
         common_strategy.save_common(agreed.content.common, staging)
         config = {
             "sharded_backend": strategy.backend,

@@ -38,18 +38,24 @@ def encode_config() -> bytes:
     return json.dumps(CONFIG).encode()
 
 
-def check_config(data: bytes) -> None:
-    """Refuse a metadata.json that is damaged (CorruptError) or names a backend unknown here (MismatchError)."""
+def check_config(data: bytes) -> str:
+    """The sharded backend of a metadata.json: "torch_dist" or "zarr".
+
+    Raises:
+        CorruptError: it is damaged. MismatchError: it names a backend that the built-in engine does not read.
+    """
     try:
         config = json.loads(data)
         found = tuple((config[f"{kind}_backend"], config[f"{kind}_backend_version"]) for kind in ("sharded", "common"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(f"metadata.json is damaged: {type(error).__name__}: {error}") from error
     sharded, common = found
-    if sharded == ("zarr", 1):
-        raise MismatchError("sharded backend ('zarr', 1): reading zarr folders comes after 0.1.0; convert it first")
-    if sharded != ("torch_dist", 1) or common != ("torch", 1):
-        raise MismatchError(f"unknown backend {sharded} with common data {common}; ('torch_dist', 1) is read here")
+    if sharded not in (("torch_dist", 1), ("zarr", 1)) or common != ("torch", 1):
+        raise MismatchError(
+            f"unknown backend {sharded} with common data {common}; ('torch_dist', 1) and ('zarr', 1) are read here, "
+            "strategies.register adds others"
+        )
+    return str(sharded[0])
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -135,7 +135,8 @@ class Reader:
         view = self._checkpoint.frame(frame)
         name = f"{self._checkpoint.folder / frame.file}: {stored_key}"
         value = weights_only.load(bytes(view), name, safe_globals)
-        return value[0] if isinstance(value, list) and len(value) == 1 else value
+        in_list = self._checkpoint.manifest.decode_chunk is None  # a zarr object is a file of its own, without a list
+        return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value
 
     def _windows(
         self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block]

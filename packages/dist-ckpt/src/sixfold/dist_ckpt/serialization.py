@@ -20,10 +20,13 @@ from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from sixfold.dist_ckpt.validation import StrictHandling, parse_strict
 
 register(StrategyAction.SAVE_SHARDED, "torch_dist", 1, TorchDistSaveShardedStrategy())
 register(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy())
+register(StrategyAction.SAVE_SHARDED, "zarr", 1, ZarrSaveShardedStrategy())
+register(StrategyAction.LOAD_SHARDED, "zarr", 1, ZarrLoadShardedStrategy())
 register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
 register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
 

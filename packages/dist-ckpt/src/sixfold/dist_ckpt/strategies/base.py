@@ -125,6 +125,9 @@ class SaveShardedStrategy(SaveStrategyBase):
             checkpoint_dir: the staging folder; all ranks share it.
         """
 
+    def check_written(self, checkpoint_dir: Path) -> None:
+        """Raise if what all ranks wrote is no whole; called on the first rank before the commit."""
+
     def owns_file(self, name: str) -> bool:
         """Whether a file of this name (relative, with ``/``) is part of such a checkpoint: a save may replace it.
 

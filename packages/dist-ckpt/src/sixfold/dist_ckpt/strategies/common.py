@@ -79,14 +79,19 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
 
 def object_path(folder: Path, stored_key: str) -> Path:
-    """The file of an object.
+    """The file of an object. UnsafeError: a key that leaves the folder."""
+    return inside(folder, f"{stored_key}.pt")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """``folder / name``, for a name made of a key.
 
     Raises:
-        UnsafeError: a key that leaves the folder.
+        UnsafeError: the name leaves the folder, or is none.
     """
-    if stored_key.startswith("/") or ".." in stored_key.split("/") or "\0" in stored_key:
-        raise UnsafeError(f"the key {stored_key!r} leaves the folder as a file name")
-    return folder / f"{stored_key}.pt"
+    if {"", ".", ".."} & set(name.split("/")) or "\0" in name:
+        raise UnsafeError(f"the key {name!r} leaves the folder as a file name")
+    return folder / name
 
 
 def object_keys(folder: Path) -> list[str]:

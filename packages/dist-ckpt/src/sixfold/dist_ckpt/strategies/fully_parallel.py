@@ -93,18 +93,19 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         """This rank's records, each replaced by what this rank writes of it, or by a replica."""
         group = self.parallelization_group
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
+        whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
         if self._cached is not None:
             held, shares, _ = self._cached
             records = make()
-            if [_held(record) for record in _tensors(records)] != held:
+            if [_held(record, whole) for record in _tensors(records)] != held:
                 raise ShardingError(
                     "the state dict is another than at the first save, and do_cache_distribution is set; "
                     "make a new strategy for it"
                 )
         else:
-            records, shares = within.together(lambda: _make_and_tell(make), _distribute)
+            records, shares = within.together(lambda: _make_and_tell(make, whole), _distribute)
             if self.do_cache_distribution:
-                self._cached = [_held(record) for record in _tensors(records)], shares, within.rank
+                self._cached = [_held(record, whole) for record in _tensors(records)], shares, within.rank
         return _apply(records, shares, within.rank)
 
 
@@ -112,14 +113,15 @@ def _tensors(records: Records) -> list[ShardedTensor]:
     return [record for record in records if isinstance(record, ShardedTensor)]
 
 
-def _held(record: ShardedTensor) -> _Held:
-    main = is_main_replica(record.replica_id)
-    return _Held(identity(record), record.dtype.itemsize, cut_unit(record), main, record.data is not None)
+def _held(record: ShardedTensor, whole: bool) -> _Held:
+    same = identity(record)
+    unit = max(1, same.elements) if whole else cut_unit(record)
+    return _Held(same, record.dtype.itemsize, unit, is_main_replica(record.replica_id), record.data is not None)
 
 
-def _make_and_tell(make: Callable[[], Records]) -> tuple[Records, list[_Held]]:
+def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, list[_Held]]:
     records = make()
-    return records, [_held(record) for record in _tensors(records)]
+    return records, [_held(record, whole) for record in _tensors(records)]
 
 
 def _distribute(by_rank: list[list[_Held]]) -> Shares:

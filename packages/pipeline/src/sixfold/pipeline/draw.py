@@ -1,47 +1,95 @@
 """Pictures of programs and timelines.
 
-    Program, Timeline --> text (this file) --> tests, logs, a reader's eye
+    Program, Timeline --> text (this file)            --> tests, logs, a reader's eye
+                      --> picture.py, trace.py        --> SVG, PNG, Perfetto
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.picture import save_png, write_svg
 from sixfold.pipeline.program import Program
-from sixfold.pipeline.simulate import Timeline
+from sixfold.pipeline.simulate import Timeline, simulate
+from sixfold.pipeline.trace import write_trace
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_png"]
+
+_COLUMNS = 400  # of a text picture; actions that are then too narrow for their names lose letters
 
 
-def draw(program_or_timeline: Program | Timeline, *, format: str = "text") -> str:
-    """One line per rank: a program's actions in order, or a timeline's actions to scale.
+def draw(
+    program_or_timeline: Program | Timeline, *, format: str = "text", beside: Program | Timeline | None = None
+) -> str:
+    """A program or a timeline, alone or with a second one at the same scale, such as measured beside simulated.
 
-    In a timeline the shortest action is as wide as the longest name, and a dot
-    stands for idle time.
-
+    Args:
+        format: "text", a line per rank: a program's actions in order, a timeline's to scale, where a dot stands for
+            idle time; "svg", a picture to scale; "trace", for Perfetto: one event per action, in microseconds.
+            For the last two a program is simulated with F, I and W of 1 per rank.
+        beside: drawn below the first, which is then called simulated and this one measured.
     Raises:
-        ScheduleError: a format other than "text"; "svg" and "trace" come with the drawing issue.
+        ScheduleError: another format, or a timeline in which nothing takes time.
     """
-    if format != "text":
-        raise ScheduleError(f"format is {format!r}; this version draws 'text' (svg and trace come later)")
+    if format not in ("text", "svg", "trace"):
+        raise ScheduleError(f"format is {format!r}; it is text, svg or trace (draw_png writes PNG)")
+    if format == "text":
+        if beside is None:
+            return _text(program_or_timeline)
+        columns = _columns([_timeline(program_or_timeline), _timeline(beside)])
+        both = _named(program_or_timeline, beside)
+        return "".join(f"{name}\n{_to_scale(timeline, columns)}" for name, timeline in both.items())
+    named = _named(program_or_timeline, beside)
+    return write_svg(named) if format == "svg" else write_trace(named)
+
+
+def draw_png(
+    program_or_timeline: Program | Timeline, path: str | Path, *, beside: Program | Timeline | None = None
+) -> None:
+    """Write the picture of ``draw(..., format="svg")`` as a PNG file. Needs the extra ``plot`` (matplotlib)."""
+    save_png(_named(program_or_timeline, beside), path)
+
+
+def _named(first: Program | Timeline, second: Program | Timeline | None) -> dict[str, Timeline]:
+    if second is None:
+        return {first.name if isinstance(first, Program) else "": _timeline(first)}
+    return {"simulated": _timeline(first), "measured": _timeline(second)}
+
+
+def _timeline(program_or_timeline: Program | Timeline) -> Timeline:
+    if isinstance(program_or_timeline, Timeline):
+        return program_or_timeline
+    return simulate(program_or_timeline, Costs.per_rank(program_or_timeline))
+
+
+def _text(program_or_timeline: Program | Timeline) -> str:
     if isinstance(program_or_timeline, Program):
         return str(program_or_timeline)
-    return _to_scale(program_or_timeline)
+    return _to_scale(program_or_timeline, _columns([program_or_timeline]))
 
 
-def _to_scale(timeline: Timeline) -> str:
-    durations = [end - start for _, _, start, end in timeline.events if end > start]
+def _columns(timelines: list[Timeline]) -> float:
+    """Columns per unit of time: the shortest action is as wide as the longest name, if that is not too wide."""
+    events = [event for timeline in timelines for event in timeline.events]
+    durations = [end - start for _, _, start, end in events if end > start]
     if not durations:
         raise ScheduleError("the timeline has no action that takes time; there is nothing to draw to scale")
-    widest = max(len(str(action)) for _, action, _, _ in timeline.events)
-    columns = (widest + 1) / min(durations)  # per unit of time
+    widest = max(len(str(action)) for _, action, _, _ in events)
+    return min((widest + 1) / min(durations), _COLUMNS / max(timeline.makespan for timeline in timelines))
+
+
+def _to_scale(timeline: Timeline, columns: float) -> str:
     lines = []
     for rank in range(len(timeline.peak_activations)):
         line = ""
         for _, action, start, end in (event for event in timeline.events if event[0] == rank):
             line += "." * (round(start * columns) - len(line))
-            line += str(action).ljust(round(end * columns) - len(line))
+            width = round(end * columns) - len(line)
+            line += str(action)[: max(width, 0)].ljust(width)
         line += "." * (round(timeline.makespan * columns) - len(line))
         lines.append(f"{rank}: {line}".rstrip() + "\n")
     return "".join(lines)

@@ -1,6 +1,7 @@
 """Time and memory of a program, before any process starts.
 
     Program, Costs --> Timeline (this file) --> draw, plan
+    measured events --> Timeline (this file) --> draw(beside=...)
 
 Torch-free. A rank runs its list in order; an action starts when the rank is free
 and its inputs are there; a tensor from another rank arrives ``hop`` after its
@@ -10,6 +11,7 @@ so a program and its lowered form have one timeline.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sixfold.pipeline.action import Action, Kind
@@ -18,7 +20,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
 from sixfold.pipeline.program import Program
 
-__all__ = ["Event", "Timeline", "simulate"]
+__all__ = ["Event", "Timeline", "measured", "simulate"]
 
 Event = tuple[int, Action, float, float]  # rank, action, start, end
 
@@ -59,19 +61,42 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
     rows = [[a for a in actions if a.kind in _TAKES_TIME] for actions in program.ranks]
     events = _play(program, rows, costs)
+    activation = costs.activation if costs.activation is not None else activation_share(program)
+    peaks = peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share)
+    return _timeline(events, peaks, weight_versions(program))
+
+
+def measured(events: Iterable[Event]) -> Timeline:
+    """A timeline of what happened: events of any order, from a trace or a clock, times from 0 on.
+
+    Activations count 1/v per stage, in the order in which the actions began.
+
+    Raises:
+        ScheduleError: a rank below the highest, or a stage below the highest, has no event.
+    """
+    by_rank: dict[int, list[Event]] = {}
+    for event in sorted(events, key=lambda event: event[2:]):
+        by_rank.setdefault(event[0], []).append(event)
+    lines = (f"{rank}: {' '.join(str(event[1]) for event in row)}" for rank, row in by_rank.items())
+    program = Program.parse("\n".join(lines))
+    rows = [by_rank[rank] for rank in range(len(by_rank))]
+    return _timeline(rows, peak_activations(program, activation_share(program)), weight_versions(program))
+
+
+def _timeline(events: list[list[Event]], peaks: tuple[float, ...], versions: tuple[int, ...]) -> Timeline:
+    """Sum up the events of each rank."""
     work = [sum(end - start for _, _, start, end in row) for row in events]
     makespan = max((row[-1][3] for row in events if row), default=0.0)
     span = max((row[-1][3] - row[0][2] for row in events if row), default=0.0)
     ideal = max(work)
-    activation = costs.activation if costs.activation is not None else activation_share(program)
     return Timeline(
         makespan=makespan,
         ideal=ideal,
         bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
         bubble_over_total=1.0 - sum(work) / (len(work) * makespan) if makespan else 0.0,
         span_over_ideal=(span - ideal) / ideal if ideal else 0.0,
-        peak_activations=peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share),
-        weight_versions=weight_versions(program),
+        peak_activations=peaks,
+        weight_versions=versions,
         events=tuple(event for row in events for event in row),
     )
 

@@ -1,0 +1,302 @@
+"""The command ``sixfold-pipeline``: draw, simulate, verify, plan and export schedules.
+
+    arguments --> Program --> draw, simulate, verify, plan, export (this file) --> text, JSON or a file
+
+Torch-free. A schedule is named, or read from a file (.csv in PyTorch's form, anything else in ours) or from ``-``.
+Ends with 0, with 1 for a program or plan that cannot be, with 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sixfold.pipeline import passes, schedules
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.draw import draw, draw_png
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.plan import plan_over
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.simulate import Timeline, simulate
+from sixfold.pipeline.trace import read_trace
+from sixfold.pipeline.verify import verify
+
+__all__ = ["main"]
+
+
+class UsageError(Exception):
+    """Arguments that make no sense together."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except UsageError as error:
+        print(f"sixfold-pipeline: {error}", file=sys.stderr)
+        return 2
+    except ScheduleError as error:
+        print(f"sixfold-pipeline: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"sixfold-pipeline: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+# ---- verbs
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    program = _program(options)
+    timeline = simulate(program, _costs(program, options))
+    report = verify(program)
+    numbers = {
+        "schedule": program.name or options.schedule,
+        "ranks": len(program.ranks),
+        "microbatches": program.microbatches,
+        "chunks": program.stages // len(program.ranks),
+        **_bubbles(timeline),
+        "peak_activations": list(timeline.peak_activations),
+        "weight_versions": list(timeline.weight_versions),
+        "messages": report.messages,
+    }
+    _print(numbers, options)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    try:
+        report = verify(_program(options), memory_cap=options.memory_cap)
+    except ScheduleError as error:
+        if not options.json:
+            raise
+        refusal = {
+            "valid": False,
+            "error": str(error),
+            "rank": error.rank,
+            "position": error.position,
+            "action": None if error.action is None else str(error.action),
+            "cycle": [[rank, position, str(action)] for rank, position, action in error.cycle],
+        }
+        print(json.dumps(refusal))
+        return 1
+    numbers = {"valid": True, "messages": report.messages, "peak_activations": list(report.peak_activations)}
+    _print(numbers, options)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if options.ranks is None or options.microbatches is None:
+        raise UsageError("plan needs --ranks and --microbatches")
+    each = (1, 2) if options.chunks is None else (options.chunks,)
+    _positive(ranks=options.ranks, microbatches=options.microbatches, chunks=min(each))
+    found = plan_over(
+        [(options.microbatches, _share_costs(options, chunks)) for chunks in each],
+        ranks=options.ranks,
+        memory_cap=options.memory_cap,
+        time_limit_s=options.time_limit,
+    )
+    numbers = {
+        "makespan": found.timeline.makespan,
+        "bubble_over_ideal": found.timeline.bubble_over_ideal,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "placement": list(found.program.placement),
+        "peak_activations": list(found.timeline.peak_activations),
+        "program": str(found.program),
+    }
+    _print(numbers, options)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    program = _program(options)
+    if options.unshard is not None:
+        program = passes.unshard(program, max_active=options.unshard)
+    if options.lowered:
+        program = passes.lower(program)
+    text = program.to_csv() if options.format == "csv" else str(program)
+    summary = {
+        "schedule": program.name or options.schedule,
+        "format": options.format,
+        "actions": sum(len(row) for row in program.ranks),
+    }
+    _deliver(text, options, summary)
+    return 0
+
+
+def _draw(options: argparse.Namespace) -> int:
+    program = _program(options)
+    measured = read_trace(Path(options.measured).read_text()) if options.measured else None
+    summary = {"schedule": program.name or options.schedule, "format": options.format}
+    timeline = simulate(program, _costs(program, options))
+    if options.format == "png":
+        if options.output is None:
+            raise UsageError("draw --format png needs -o FILE")
+        draw_png(timeline, options.output, beside=measured)
+        _print_written(options, summary)
+        return 0
+    # Text of a program alone is its lists; costs or a measurement ask for a picture to scale.
+    plain = options.format == "text" and measured is None and not _costs_given(options)
+    _deliver(draw(program if plain else timeline, format=options.format, beside=measured), options, summary)
+    return 0
+
+
+# ---- programs and costs
+
+
+def _program(options: argparse.Namespace) -> Program:
+    """The named schedule, or the program in the file."""
+    name = options.schedule.replace("-", "_")
+    if name in schedules.__all__:
+        return _generated(name, options)
+    if options.schedule == "-":
+        return Program.parse(sys.stdin.read(), options.microbatches)
+    path = Path(options.schedule)
+    if not path.exists():
+        raise UsageError(f"{options.schedule!r} is neither a file nor one of {', '.join(schedules.__all__)}")
+    text = path.read_bytes().decode()
+    return Program.from_csv(text) if path.suffix == ".csv" else Program.parse(text, options.microbatches)
+
+
+def _generated(name: str, options: argparse.Namespace) -> Program:
+    if options.ranks is None or options.microbatches is None:
+        raise UsageError(f"{name} needs --ranks and --microbatches")
+    make = getattr(schedules, name)
+    known = inspect.signature(make).parameters
+    arguments = {"ranks": options.ranks, "microbatches": options.microbatches}
+    for extra in ("chunks", "waves", "steps"):
+        value = getattr(options, extra)
+        if value is not None and extra not in known:
+            raise UsageError(f"{name} takes no --{extra}")
+        if value is not None:
+            arguments[extra] = value
+    try:
+        program = make(**arguments)
+    except ScheduleError as error:
+        raise UsageError(str(error)) from None
+    assert isinstance(program, Program), f"schedules.{name} makes programs"
+    return program
+
+
+def _costs(program: Program, options: argparse.Namespace) -> Costs:
+    try:
+        return Costs.per_rank(program, options.forward, options.backward_input, options.backward_weight, options.hop)
+    except ScheduleError as error:
+        raise UsageError(str(error)) from None
+
+
+def _share_costs(options: argparse.Namespace, chunks: int) -> Costs:
+    """Costs of ``ranks * chunks`` equal stages, of which each rank has ``chunks``."""
+    stages = options.ranks * chunks
+    try:
+        return Costs(
+            [options.forward / chunks] * stages,
+            [options.backward_input / chunks] * stages,
+            [options.backward_weight / chunks] * stages,
+            options.hop,
+            activation=[1.0 / chunks] * stages,
+        )
+    except ScheduleError as error:
+        raise UsageError(str(error)) from None
+
+
+def _costs_given(options: argparse.Namespace) -> bool:
+    given = (options.forward, options.backward_input, options.backward_weight, options.hop)
+    return given != (1.0, 1.0, 1.0, 0.0)
+
+
+def _positive(**arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < 1:
+            raise UsageError(f"{name} is {value}; it is >= 1")
+
+
+# ---- output
+
+
+def _bubbles(timeline: Timeline) -> dict[str, float]:
+    names = ("makespan", "ideal", "bubble_over_ideal", "bubble_over_total", "span_over_ideal")
+    return {name: getattr(timeline, name) for name in names}
+
+
+def _print(numbers: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(numbers))
+        return
+    for name, value in numbers.items():
+        if isinstance(value, float):
+            value = f"{value:.6g}"
+        elif isinstance(value, list):
+            value = " ".join(f"{item:g}" for item in value)
+        elif isinstance(value, str) and "\n" in value:
+            value = "\n" + value.rstrip()
+        print(f"{name}: {value}")
+
+
+def _deliver(text: str, options: argparse.Namespace, summary: dict[str, Any]) -> None:
+    """Write ``text`` where it was asked for; with --json say what was done, or give it inside."""
+    if options.output is not None:
+        Path(options.output).write_bytes(text.encode())
+        _print_written(options, summary)
+    elif options.json:
+        print(json.dumps({**summary, "text": text}))
+    else:
+        sys.stdout.write(text)
+
+
+def _print_written(options: argparse.Namespace, summary: dict[str, Any]) -> None:
+    if options.json:
+        print(json.dumps({**summary, "file": options.output}))
+
+
+# ---- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sixfold-pipeline", description="Pipeline schedules as values.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    words = {
+        "simulate": (_simulate, "time, bubbles and memory of a schedule"),
+        "verify": (_verify, "prove a program free of deadlock, or show the shortest counter-example"),
+        "export": (_export, "write a program as PyTorch's CSV or as text"),
+        "draw": (_draw, "draw a schedule as text, SVG, PNG or a trace for Perfetto"),
+    }
+    for verb, (run, help_text) in words.items():
+        sub = verbs.add_parser(verb, help=help_text, description=help_text)
+        sub.add_argument("schedule", help=f"a file, - for standard input, or one of: {', '.join(schedules.__all__)}")
+        _common(sub, run)
+        if verb == "verify":
+            sub.add_argument("--memory-cap", type=float, help="most activations of a rank, in microbatches")
+        if verb == "export":
+            sub.add_argument("--lowered", action="store_true", help="with sends and receives")
+            sub.add_argument("--unshard", type=int, metavar="N", help="gather at most N stages of a rank at once")
+            sub.add_argument("--format", choices=("csv", "text"), required=True)
+        if verb == "draw":
+            sub.add_argument("--format", choices=("text", "svg", "trace", "png"), default="text")
+            sub.add_argument("--measured", metavar="FILE", help="a measured trace to draw beside the simulation")
+        if verb in ("export", "draw"):
+            sub.add_argument("-o", "--output", metavar="FILE")
+    sub = verbs.add_parser(
+        "plan", help="search a schedule for costs under a memory cap; without --chunks, with 1 and 2"
+    )
+    _common(sub, _plan)
+    sub.add_argument("--memory-cap", type=float, help="most activations of a rank, in microbatches; default: no cap")
+    sub.add_argument("--time-limit", type=float, default=5.0, metavar="S", help="seconds to search (default 5)")
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser, run: Any) -> None:
+    parser.set_defaults(run=run)
+    for name in ("ranks", "microbatches", "chunks", "waves", "steps"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("forward", "backward-input", "backward-weight"):
+        parser.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help="time on a rank's whole share (1)")
+    parser.add_argument("--hop", type=float, default=0.0, metavar="T", help="time of one message (0)")
+    parser.add_argument("--json", action="store_true")

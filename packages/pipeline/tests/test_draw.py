@@ -1,0 +1,143 @@
+"""Drawings: text by eye, SVG as XML, traces there and back, PNG where matplotlib is."""
+
+import json
+import random
+from xml.etree import ElementTree
+
+import pytest
+
+from sixfold.pipeline import (
+    Costs,
+    Program,
+    ScheduleError,
+    draw,
+    gpipe,
+    one_f_one_b,
+    pipedream_2bw,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+from sixfold.pipeline.draw import draw_png
+from sixfold.pipeline.passes import lower, unshard
+from sixfold.pipeline.trace import read_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(program, **costs):
+    return simulate(program, Costs.per_rank(program, **costs))
+
+
+def test_measured_is_drawn_beside_simulated_at_one_scale():
+    program = one_f_one_b(2, 3)
+    assert draw(timeline_of(program), beside=timeline_of(program, hop=0.5)) == (
+        "simulated\n"
+        "0: 0F0 0F1 ........0B0     0F2 0B1     ....0B2\n"
+        "1: ....1F0 1B0     1F1 1B1     1F2 1B2     ........\n"
+        "measured\n"
+        "0: 0F0 0F1 ............0B0     0F2 0B1     ........0B2\n"
+        "1: ......1F0 1B0     1F1 1B1     ....1F2 1B2     ..........\n"
+    )
+
+
+def test_a_text_picture_stays_narrow_when_one_action_is_tiny():
+    program = Program.parse("0: 0F0 0I0 0W0")
+    drawing = draw(simulate(program, Costs([1.0], [1.0], [1e-6])))
+    assert max(map(len, drawing.splitlines())) <= 404
+    assert drawing.startswith("0: 0F0 ") and "0I0" in drawing
+
+
+@pytest.mark.parametrize("program", [gpipe(3, 4), zb_v(4, 8), lower(zb_h1(2, 3)), pipedream_2bw(2, 2)])
+def test_an_svg_has_a_box_per_action_in_its_place(program):
+    timeline = timeline_of(program, hop=0.25)
+    root = ElementTree.fromstring(draw(timeline, format="svg"))
+    titles = [box.find(f"{SVG}title").text for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    assert titles == [f"{action} {start:g}..{end:g}" for _, action, start, end in timeline.events]
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    scale = 1100 / timeline.makespan
+    for box, (_, _, start, end) in zip(boxes, timeline.events, strict=True):
+        assert float(box.get("x")) == pytest.approx(54 + start * scale, abs=0.01)
+        if end > start:
+            assert float(box.get("width")) == pytest.approx((end - start) * scale, abs=0.01)
+
+
+def test_two_timelines_share_one_svg_scale():
+    program = gpipe(2, 2)
+    root = ElementTree.fromstring(draw(timeline_of(program), format="svg", beside=timeline_of(program, hop=3.0)))
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert any(w.startswith("simulated: makespan 9") for w in words) and any(
+        w.startswith("measured: makespan 15") for w in words
+    )
+    ends = [
+        float(b.get("x")) + float(b.get("width")) for b in root.iter(f"{SVG}rect") if b.find(f"{SVG}title") is not None
+    ]
+    assert max(ends[:8]) == pytest.approx(54 + 1100 * 9 / 15, abs=0.02)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_trace_has_one_event_per_action_in_microseconds_and_reads_back(seed):
+    rng = random.Random(seed)
+    program = rng.choice((gpipe(3, 4), zb_v(3, 5), lower(one_f_one_b(2, 3))))
+    timeline = timeline_of(program, forward=rng.random() + 0.1, hop=rng.random())
+    events = json.loads(draw(timeline, format="trace"))["traceEvents"]
+    assert [(e["ph"], e["tid"], e["name"]) for e in events] == [
+        ("X", rank, str(a)) for rank, a, _, _ in timeline.events
+    ]
+    assert [(e["ts"], e["dur"]) for e in events] == [
+        pytest.approx((start * 1e6, (end - start) * 1e6)) for _, _, start, end in timeline.events
+    ]
+    again = read_trace(draw(timeline, format="trace"))
+    assert again.makespan == pytest.approx(timeline.makespan)
+    assert again.peak_activations == pytest.approx(timeline.peak_activations)
+    assert [event[:2] for event in again.events] == [event[:2] for event in timeline.events]
+
+
+def test_a_measured_trace_may_hold_other_events_and_start_at_any_time():
+    events = [
+        {"name": "python", "ph": "X", "tid": 7, "ts": 0, "dur": 10},
+        {"name": "thread_name", "ph": "M", "tid": 0},
+        {"name": "0B0", "ph": "X", "tid": 0, "ts": 5_000_000, "dur": 2_000_000},
+        {"name": "0F0", "ph": "X", "tid": 0, "ts": 3_000_000, "dur": 1_000_000},
+    ]
+    timeline = read_trace(json.dumps({"traceEvents": events}))
+    assert [(str(a), start, end) for _, a, start, end in timeline.events] == [("0F0", 0, 1), ("0B0", 2, 4)]
+    assert (timeline.makespan, timeline.ideal) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "the trace is not JSON"),
+        ("{}", 'no list "traceEvents"'),
+        ('{"traceEvents": [{"name": "python", "ph": "X"}]}', "no event whose name is an action"),
+        ('{"traceEvents": [{"name": "0F0", "ph": "X", "tid": 0, "ts": -1, "dur": 2}]}', "'ts': -1"),
+        ('{"traceEvents": [{"name": "0F0", "ph": "X", "tid": "a", "ts": 1, "dur": 2}]}', "'tid': 'a'"),
+        ('{"traceEvents": [{"name": "0F0", "ph": "X", "tid": 1, "ts": 1, "dur": 2}]}', "rank 0 has no line"),
+    ],
+)
+def test_a_trace_that_is_none_is_refused(text, says):
+    with pytest.raises(ScheduleError) as error:
+        read_trace(text)
+    assert says in str(error.value)
+
+
+def test_a_program_is_drawn_to_scale_with_unit_costs():
+    program = gpipe(2, 2)
+    assert draw(program, format="trace") == draw(timeline_of(program), format="trace")
+    assert draw(unshard(lower(program)), format="svg").count("<title>") == 8
+
+
+def test_png_is_a_picture_of_both(tmp_path):
+    pytest.importorskip("matplotlib", reason="PNG is the extra plot, which needs matplotlib")
+    draw_png(zb_v(2, 3), tmp_path / "a.png", beside=timeline_of(zb_v(2, 3), hop=0.5))
+    data = (tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n") and len(data) > 5000
+
+
+def test_nothing_that_takes_time_cannot_be_drawn_to_scale():
+    program = gpipe(1, 1)
+    nothing = simulate(program, Costs([0.0], [0.0], [0.0]))
+    for format in ("text", "svg"):
+        with pytest.raises(ScheduleError, match="no action that takes time"):
+            draw(nothing, format=format)

@@ -16,6 +16,8 @@ from sixfold.pipeline import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zb_v,
@@ -38,6 +40,8 @@ FLUSH: dict[str, Make] = {
     "hanayo": hanayo,
     "hanayo of 2 waves": lambda p, m: hanayo(p, m, 2),
     "dualpipe_v": dualpipe_v,
+    "v_half": v_half,
+    "v_min": v_min,
 }
 # 2BW refuses fewer microbatches per step than ranks - 1.
 ASYNCHRONOUS: dict[str, Make] = {

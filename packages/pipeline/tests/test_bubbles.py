@@ -19,6 +19,8 @@ from sixfold.pipeline import (
     pipedream,
     pipedream_2bw,
     simulate,
+    v_half,
+    v_min,
     verify,
     zb_h1,
     zb_h2,
@@ -100,6 +102,29 @@ def test_dualpipe_v_reaches_zb_vs_bubble_although_it_pairs_actions(p):
         assert timed(dualpipe_v(p, m)).bubble_over_ideal <= (p - 1) / (6 * m) + 1e-12, f"m={m}"
     for m in EVERY_M:
         assert max(timed(dualpipe_v(p, m)).peak_activations) <= p + 0.5, f"m={m}"
+
+
+@pytest.mark.parametrize(
+    ("make", "bubbles"),
+    [
+        (v_half, {(4, 8): 6 / 48, (4, 12): 7 / 72, (8, 16): 27 / 96, (8, 32): 27 / 192}),
+        (v_min, {(4, 8): 10 / 48, (4, 12): 10 / 72, (8, 16): 33 / 96, (8, 32): 43 / 192}),
+    ],
+)
+def test_v_half_and_v_min_are_below_a_simple_greedy(make, bubbles):
+    greedy = {v_half: (0.167, 0.111, 0.302, 0.151), v_min: (0.209, 0.139, 0.386, 0.224)}[make]
+    for (p, m), bubble, floor in zip(bubbles, bubbles.values(), greedy, strict=True):
+        assert timed(make(p, m)).bubble_over_ideal == pytest.approx(bubble)
+        assert bubble <= floor, f"p={p} m={m}"
+
+
+@ranks
+def test_v_half_and_v_min_hold_what_they_promise_and_lose_less_than_naive(p):
+    for m in EVERY_M:
+        assert max(timed(v_half(p, m)).peak_activations) <= p / 2 + 1
+        assert max(timed(v_min(p, m)).peak_activations) <= p / 3 + 1.5
+        for make in (v_half, v_min):
+            assert timed(make(p, m)).bubble_over_ideal <= p - 1, f"{make.__name__} m={m}"
 
 
 @pytest.mark.parametrize("p", range(1, 5))

@@ -25,6 +25,8 @@ from sixfold.pipeline import (
     pipedream,
     pipedream_2bw,
     simulate,
+    v_half,
+    v_min,
     verify,
     zb_h1,
     zb_h2,
@@ -108,6 +110,20 @@ PICTURES = [
         """\
 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 (1F3;2B1)OVERLAP_F_B 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+""",
+    ),
+    (
+        v_half(ranks=2, microbatches=3),
+        """\
+0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 0I1 0W1 3W1 3F2 3I2 3W2 0I2 0W2
+1: 1F0 2F0 1F1 2F1 2I0 1I0 1W0 2I1 1I1 1W1 1F2 2F2 2W0 2W1 2I2 1I2 1W2 2W2
+""",
+    ),
+    (
+        v_min(ranks=2, microbatches=3),
+        """\
+0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 0I1 0W1 3W1 3F2 3I2 3W2 0I2 0W2
+1: 1F0 2F0 1F1 2F1 2I0 1I0 1W0 2I1 1I1 1W1 1F2 2F2 2W0 2W1 2I2 1I2 1W2 2W2
 """,
     ),
     (

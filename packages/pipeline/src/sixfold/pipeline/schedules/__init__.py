@@ -17,6 +17,8 @@ from sixfold.pipeline.schedules.naive import naive
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
 from sixfold.pipeline.schedules.pipedream import pipedream
 from sixfold.pipeline.schedules.pipedream_2bw import pipedream_2bw
+from sixfold.pipeline.schedules.v_half import v_half
+from sixfold.pipeline.schedules.v_min import v_min
 from sixfold.pipeline.schedules.zb_h1 import zb_h1
 from sixfold.pipeline.schedules.zb_h2 import zb_h2
 from sixfold.pipeline.schedules.zb_v import zb_v
@@ -32,6 +34,8 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "pipedream_2bw",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
     "zb_v",

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.placement import vee
+from sixfold.pipeline.program import Program
 
-__all__ = ["Listed", "list_schedule"]
+__all__ = ["Listed", "best_v", "list_schedule"]
 
 _UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 Favour = Callable[[Kind, int], float]  # kind, stage -> smaller runs first
@@ -79,3 +81,21 @@ def list_schedule(
                 break
         now += 1
     return Listed(tuple(map(tuple, rows)), max(free), peak)
+
+
+def best_v(ranks: int, microbatches: int, orders: Sequence[str], room: int, name: str) -> Program:
+    """The shortest of the list schedules of a V that favour actions in one of ``orders``.
+
+    Args:
+        orders: such as "F1 F0 I1 I0 W0 W1": kinds with the chunk, first favoured first.
+    """
+    tried = []
+    for order in orders:
+        turn = {word: at for at, word in enumerate(order.split())}
+
+        def favour(kind: Kind, stage: int, turn: dict[str, int] = turn) -> float:
+            return turn[f"{kind.value}{int(stage >= ranks)}"]
+
+        tried.append(list_schedule(vee(ranks), microbatches, favour, split=True, room=room))
+    best = min(tried, key=lambda listed: listed.makespan)
+    return Program(best.rows, microbatches, vee(ranks), name)

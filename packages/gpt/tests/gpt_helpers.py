@@ -36,6 +36,8 @@ lr = 3e-3
 warmup_steps = 2
 [fsdp]
 grad_sum = "rank_order"
+[checkpoint]
+background = false  # its worker takes a second to start
 [run]
 dir = "{run}"
 device = "cpu"

@@ -9,6 +9,7 @@ import torch
 from gpt_helpers import tiny_config
 from torch import nn
 
+from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainError, train
 
 
@@ -80,3 +81,19 @@ def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_
     assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (0, 0, where, what)
     assert [entry["step"] for entry in lines(config, "save")] == [0]
     assert lines(config, "end")[0]["reason"] == "error"
+
+
+def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at_the_end(tmp_path):
+    runs = {}
+    for mode in ("true", "false"):
+        config = tiny_config(
+            tmp_path, "checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.background={mode}", run=mode
+        )
+        train(config)
+        assert [entry["step"] for entry in lines(config, "save")] == [1, 2, 3, 4]
+        root = Path(config.run.dir) / "checkpoints"
+        runs[mode] = [dist_ckpt.load_plain_tensors(path) for _, path in dist_ckpt.retention.checkpoints(root)]
+    assert len(runs["true"]) == len(runs["false"]) == 4
+    for background, plain in zip(runs["true"], runs["false"], strict=True):
+        assert background.keys() == plain.keys()
+        assert all(torch.equal(background[key], plain[key]) for key in plain)

@@ -12,7 +12,6 @@ without optimizer state (of step 0, or weights alone) is loaded as weights with 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +71,20 @@ def _optimizer_common(rank: RankModel) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def save(
-    rank: RankModel, folder: Path, progress: Progress, data_state: Mapping[str, Any], versions: Mapping[str, str]
-) -> float:
+    rank: RankModel,
+    folder: Path,
+    progress: Progress,
+    data_state: Mapping[str, Any],
+    versions: Mapping[str, str],
+    *,
+    background: bool,
+) -> tuple[float, dist_ckpt.AsyncSave | None]:
     """Write the whole training state to ``folder``, complete or not at all. Collective over all ranks.
 
-    With ``checkpoint.background`` the save goes through ``async_save``, which in this release saves before it returns
-    and says so once.
-
+    Args:
+        background: return when the values are copied; a worker process of each rank writes them.
     Returns:
-        Seconds for which training was blocked.
+        Seconds for which training was blocked, and the handle of a background save.
     """
     start = time.monotonic()
     state: dict[str, Any] = dict(sharded_state(rank))
@@ -94,15 +98,11 @@ def save(
         "optimizer": _optimizer_common(rank),
     }
     timeout = rank.config.run.timeout_seconds
-    if not rank.config.checkpoint.background:
-        dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
-        return time.monotonic() - start
-    with warnings.catch_warnings():
-        if rank.mesh.rank:
-            warnings.simplefilter("ignore")  # one rank says for the job what kind of background this is
+    if background:
         handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
-    handle.wait(timeout)
-    return time.monotonic() - start
+        return time.monotonic() - start, handle
+    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+    return time.monotonic() - start, None
 
 
 def _set_scalars(rank: RankModel, scalars: Mapping[str, Mapping[str, float]]) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sixfold.dist_ckpt import retention
+from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch
 from sixfold.gpt.agree import gather, together, wire_errors
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank
@@ -90,6 +90,7 @@ class Run:
         self.root = Path(config.run.dir) / "checkpoints"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sixfold-data")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
 
     def note(self, kind: str, **fields: Any) -> None:
         """One line of metrics.jsonl, written by one rank."""
@@ -124,22 +125,38 @@ class Run:
             self._ahead = (step + 1, self._thread.submit(self._fetch, step + 1, after))
         return batch
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, then drop what retention says."""
-        folder = retention.step_path(self.root, self.progress.step)
+    def save(self, *, goes_on: bool) -> None:
+        """Write a checkpoint of this step: in the background if training goes on and the config says so."""
+        self.finish_save()
+        step = self.progress.step
+        folder = retention.step_path(self.root, step)
         data = self.train_data.state_dict(self.progress.samples)
-        start = time.monotonic()
-        with wire_errors(f"save of step {self.progress.step}"):
-            blocked = checkpoint.save(self.rank, folder, self.progress, data, self.versions)
+        background = goes_on and self.config.checkpoint.background
+        with wire_errors(f"save of step {step}"):
+            blocked, handle = checkpoint.save(
+                self.rank, folder, self.progress, data, self.versions, background=background
+            )
+        self._saved = step, blocked, handle
+        if handle is None:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait for the newest save, say that it is there, and drop what retention says."""
+        if self._saved is None:
+            return
+        (step, blocked, handle), self._saved = self._saved, None
+        if handle is not None:
+            with wire_errors(f"save of step {step}"):
+                handle.wait()
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
             retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
         self.note(
             "save",
-            step=self.progress.step,
-            checkpoint=str(folder),
+            step=step,
+            checkpoint=str(retention.step_path(self.root, step)),
             blocked_seconds=blocked,
-            seconds=time.monotonic() - start,
+            seconds=blocked if handle is None else handle.total_s,
         )
 
     def evaluate(self) -> None:
@@ -225,7 +242,7 @@ class Run:
             if self.config.eval.every and (step % self.config.eval.every == 0):
                 self.evaluate()
             if last or stopped or (every and step % every == 0):
-                self.save()
+                self.save(goes_on=not (last or stopped))
             if stopped and not last:
                 return "sigterm"
         return "finished"
@@ -312,11 +329,14 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
         _start_line(run, mesh, _step_of(newest))
         _restore(run, config, newest)
         if config.checkpoint.save_initial and newest is None:
-            run.save()
+            run.save(goes_on=config.train.steps > 0)
         reason = run.loop(flag)
+        run.finish_save()
         run.note("end", step=run.progress.step, reason=reason)
     except BaseException:
-        with suppress(TrainError):  # a full disk may refuse this line too; the first error is the one to raise
+        with suppress(TrainError):  # a full disk may refuse this too; the first error is the one to raise
+            run.finish_save()
+        with suppress(TrainError):
             run.note("end", step=run.progress.step, reason="error")
         raise
     finally:

@@ -12,9 +12,9 @@ import pytest
 
 OPTION = "--without-extension"
 CHUNKS = {  # option, default, cases in one test
-    "vector_chunk": ("--weight-vectors", 200, 100),
-    "history_chunk": ("--histories", 12, 6),
-    "megatron_chunk": ("--megatron-cases", 10, 10),
+    "vector_chunk": ("--weight-vectors", 140, 70),
+    "history_chunk": ("--histories", 8, 4),
+    "megatron_chunk": ("--megatron-cases", 6, 6),
 }
 
 

@@ -150,7 +150,8 @@ def test_too_many_datasets_for_int16_are_refused_when_the_config_is_made(order, 
         return config(blend=([f"d{number}" for number in range(datasets)], weights), split="1", order=order)
 
     refused(lambda: made(32_767), "32767 datasets", "int16", "fewer than 32767", 'order="stateless"')
-    assert len(made(32_766).blend[0]) == 32_766
+    if not weighted:
+        assert len(made(32_766).blend[0]) == 32_766
 
 
 def test_the_pure_orders_refuse_too_many_datasets_for_int16_too():

@@ -146,10 +146,10 @@ DAMAGE = {
 def test_a_damaged_cache_is_built_anew_and_nothing_is_unpickled(damage, prefixes, tmp_path):
     expected = contents(build(prefixes, tmp_path / "cache"))
     for what in FILES:
-        for path in (tmp_path / "cache").glob(f"*-{what}"):
-            DAMAGE[damage](path, tmp_path / "trap")
-            assert contents(build(prefixes, tmp_path / "cache")) == expected, path.name
-            assert contents_on_disk(tmp_path / "cache") == contents_on_disk(fresh(prefixes, tmp_path)), path.name
+        path = min((tmp_path / "cache").glob(f"*-{what}"))
+        DAMAGE[damage](path, tmp_path / "trap")
+        assert contents(build(prefixes, tmp_path / "cache")) == expected, path.name
+        assert contents_on_disk(tmp_path / "cache") == contents_on_disk(fresh(prefixes, tmp_path)), path.name
     assert not (tmp_path / "trap").exists()
 
 

@@ -18,7 +18,8 @@ from sixfold.blending.megatron.greedy import BlendIndices
 from sixfold.blending.permute import I64
 from sixfold.blending.shuffle import Shuffle
 
-_CHUNK = 2**18  # positions at a time: a few MiB of temporaries
+_STRETCH_BITS = 16  # 65,536 stretches at most
+_CHUNK = 2**16  # positions at a time: temporaries that stay in the cache
 
 
 class ApportionedBlend:
@@ -33,6 +34,12 @@ class ApportionedBlend:
         assert shuffle.size == self.end, f"a shuffle of {shuffle.size} for {self.end} samples"
         self._counts_D = counts_D
         self._ends_D = np.cumsum(counts_D)
+        self._begins_D = self._ends_D - counts_D
+        # The first dataset that ends behind the beginning of each stretch of 2^shift samples: nearly always the one of
+        # the whole stretch, and found without a search.
+        self._shift = max(self.end.bit_length() - _STRETCH_BITS, 0)
+        begins = np.arange((self.end >> self._shift) + 1) << self._shift
+        self._dataset_of_stretch = np.searchsorted(self._ends_D, begins, side="right")
         self._shuffle = shuffle
         self._sequence_length = sequence_length
 
@@ -47,12 +54,18 @@ class ApportionedBlend:
 
     def _split(self, number_P: I64) -> tuple[I64, I64]:
         """(dataset, sample) of samples of the unshuffled blend."""
-        dataset_P = np.searchsorted(self._ends_D, number_P, side="right")
-        return dataset_P, number_P - (self._ends_D - self._counts_D)[dataset_P]
+        dataset_P = self._dataset_of_stretch[number_P >> self._shift]
+        later = np.flatnonzero(number_P >= self._ends_D[dataset_P])
+        dataset_P[later] = np.searchsorted(self._ends_D, number_P[later], side="right")
+        return dataset_P, number_P - self._begins_D[dataset_P]
 
     def locate(self, positions: I64) -> tuple[I64, I64]:
         """(dataset, sample) of each position, int64; never waits for the arrays."""
-        return self._split(self._shuffle.at(positions))
+        dataset_P, sample_P = np.empty_like(positions), np.empty_like(positions)
+        for begin in range(0, positions.size, _CHUNK):
+            some = slice(begin, begin + _CHUNK)
+            dataset_P[some], sample_P[some] = self._split(self._shuffle.at(positions[some]))
+        return dataset_P, sample_P
 
     @cached_property
     def indices(self) -> BlendIndices:
@@ -73,7 +86,7 @@ class ApportionedBlend:
         sample = whole_number("sample", sample, 0)
         if sample >= self._counts_D[dataset]:
             raise BlendingError(f"sample {sample} of dataset {dataset} comes at no position of this blend")
-        number = int(self._ends_D[dataset] - self._counts_D[dataset]) + sample
+        number = int(self._begins_D[dataset]) + sample
         return self._shuffle.back(number)
 
     def counts(self, n: int) -> I64:

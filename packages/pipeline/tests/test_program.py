@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_helpers import FLUSH, SCHEDULES
 
-from sixfold.pipeline import Action, Kind, Program, ScheduleError, gpipe, interleaved, one_f_one_b
+from sixfold.pipeline import Action, Kind, Program, ScheduleError, gpipe, one_f_one_b
 from sixfold.pipeline.action import PER_STAGE
-from sixfold.pipeline.passes import lower, strip
+from sixfold.pipeline.passes import lower, reduce_grad, strip, unshard
 
 NUMBERED = [kind for kind in Kind if kind not in PER_STAGE and kind is not Kind.OVERLAP_F_B]
 numbers = st.integers(0, 300)
@@ -39,11 +42,15 @@ def test_pytorch_reads_our_actions_as_we_do(action):
     ]
 
 
-@pytest.mark.parametrize("program", [gpipe(2, 3), lower(one_f_one_b(4, 6)), lower(interleaved(2, 5, 3))])
-def test_programs_survive_text_and_csv(program):
-    assert Program.parse(str(program)) == program
-    assert Program.from_csv(program.to_csv()) == program
-    assert program.to_csv().count("\r\n") == len(program.ranks)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_survive_text_and_csv(name):
+    for ranks, microbatches in ((1, 1), (3, 5)):
+        made = SCHEDULES[name](ranks, microbatches)
+        for program in (made, lower(made), unshard(lower(made))):
+            assert Program.parse(str(program)) == program
+            if name in FLUSH and (program.lowered or program is made):
+                assert Program.from_csv(program.to_csv()) == program
+                assert program.to_csv().count("\r\n") == len(program.ranks)
 
 
 def test_csv_is_pytorchs_own():
@@ -98,3 +105,36 @@ def test_exporting_what_pytorch_has_no_word_for_names_it_and_strip_removes_it():
     with pytest.raises(ScheduleError, match=r"rank 0 \[1\] 0RECOMPUTE0: CSV has no RECOMPUTE"):
         program.to_csv()
     assert strip(program).to_csv() == "0F0,0B0\r\n"
+
+
+def test_an_export_that_pytorch_would_misread_is_refused():
+    messages_only = Program.parse(str(lower(gpipe(2, 2))).replace(" 1REDUCE_GRAD", ""))
+    with pytest.raises(
+        ScheduleError, match="stage 1 has 0 REDUCE_GRADs; PyTorch divides gradients by m there"
+    ) as caught:
+        messages_only.to_csv()
+    assert caught.value.rank == 1
+    assert reduce_grad(messages_only).to_csv() == lower(gpipe(2, 2)).to_csv()
+    with pytest.raises(ScheduleError, match=r"rank 0 \[0\] 0UNSHARD: PyTorch's compute-only CSV has no slots"):
+        unshard(gpipe(2, 2)).to_csv()
+    assert lower(unshard(gpipe(2, 2))).to_csv().startswith("0UNSHARD,0F0,0SEND_F0,")
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_pytorchs_runtime_loads_both_forms_of_every_flush_schedule(name, tmp_path):
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch's reader is the oracle")
+    for ranks, microbatches in ((1, 2), (2, 3), (3, 7)):
+        program = FLUSH[name](ranks, microbatches)
+        stages = [SimpleNamespace(num_stages=program.stages, group_size=ranks, group_rank=0)]
+        for form, exported in (("compute_only", program), ("compute_comms", lower(program))):
+            file = tmp_path / f"{form}.csv"
+            file.write_text(exported.to_csv(), newline="")
+            runtime = theirs._PipelineScheduleRuntime(stages, microbatches)
+            runtime._load_csv(str(file), format=form)
+            assert tuple(runtime.stage_index_to_group_rank[s] for s in range(program.stages)) == program.placement
+            loaded = runtime.pipeline_order_with_comms if form == "compute_comms" else runtime.pipeline_order
+            assert [" ".join(map(str, loaded[rank])) for rank in range(ranks)] == [
+                " ".join(map(str, row)) for row in exported.ranks
+            ]
+            runtime._dump_csv(str(tmp_path / "back.csv"), format=form)
+            assert Program.from_csv((tmp_path / "back.csv").read_text()) == exported

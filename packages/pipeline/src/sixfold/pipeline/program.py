@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 
 __all__ = ["Program"]
@@ -106,19 +106,33 @@ class Program:
         return cls._from_rows(cells, None)
 
     def to_csv(self) -> str:
-        """PyTorch's form of this program.
+        """PyTorch's form of this program: "compute_only" of one with compute actions alone, else "compute_comms".
 
         Raises:
-            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for.
+            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for; it has slots but no
+                messages, which is neither form; or it has messages but not exactly one REDUCE_GRAD per stage, at
+                which alone torch divides that stage's gradients by m.
         """
+        reduced = [0] * self.stages
+        slot = None
         for rank, position, action in self.entries():
             if action.kind in (Kind.RECOMPUTE, Kind.STEP):
-                raise ScheduleError(
-                    f"rank {rank} [{position}] {action}: CSV has no {action.kind}; passes.strip removes it",
-                    rank=rank,
-                    position=position,
-                    action=action,
-                )
+                raise _not_exported(rank, position, action, f"CSV has no {action.kind}; passes.strip removes it")
+            if action.kind in PER_STAGE:
+                slot = slot or (rank, position, action)
+                reduced[action.stage] += action.kind is Kind.REDUCE_GRAD
+        if self.lowered and set(reduced) != {1}:
+            stage = next(stage for stage, count in enumerate(reduced) if count != 1)
+            raise ScheduleError(
+                f"stage {stage} has {reduced[stage]} REDUCE_GRADs; PyTorch divides gradients by m there and nowhere "
+                "else, so a lowered CSV has one per stage (passes.reduce_grad adds it)",
+                rank=self.placement[stage],
+            )
+        if slot is not None and not self.lowered:
+            rule = (
+                "PyTorch's compute-only CSV has no slots and its other form needs the messages; passes.lower adds them"
+            )
+            raise _not_exported(*slot, rule)
         return "".join(",".join(map(str, actions)) + "\r\n" for actions in self.ranks)
 
     @classmethod
@@ -137,6 +151,10 @@ class Program:
                 raise ScheduleError(f"stage {stage} has no action; stages are 0..{max(placement)}")
         m = largest + 1 if microbatches is None else microbatches
         return cls(tuple(rows), m, tuple(placement[stage] for stage in range(len(placement))))
+
+
+def _not_exported(rank: int, position: int, action: Action, rule: str) -> ScheduleError:
+    return ScheduleError(f"rank {rank} [{position}] {action}: {rule}", rank=rank, position=position, action=action)
 
 
 def _cells(cells: Iterable[str], rank: int) -> tuple[Action, ...]:

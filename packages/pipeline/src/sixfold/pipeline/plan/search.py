@@ -261,7 +261,7 @@ _OF_ONE_CHUNK = (
     schedules.zb_h1,
     schedules.zb_h2,
 )
-_ON_A_V = (schedules.zb_v, schedules.dualpipe_v)
+_ON_A_V = (schedules.zb_v, schedules.v_half, schedules.v_min, schedules.dualpipe_v)
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

@@ -1,4 +1,4 @@
-"""A plain DataLoader over positions: any number of workers and ranks, the same samples."""
+"""A plain DataLoader over positions: any number of workers and ranks, the same samples. Others are in tests/ranks."""
 
 import pickle
 
@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="needs torch, the extra 'distributed
 
 @pytest.fixture(scope="module")
 def data():
-    return blend({"a": numbered([50, 7]), "b": numbered([33])}, [1, 2], create_cu_seqlens=True)
+    options = {"create_cu_seqlens": True, "create_document_ids": True}
+    return blend({"a": numbered([50, 7]), "b": numbered([33])}, [1, 2], **options)
 
 
 def sampler(*args):
@@ -22,22 +23,54 @@ def sampler(*args):
     return PositionSampler(*args)
 
 
+def lists(batch):
+    return {name: array.tolist() for name, array in batch.items()}
+
+
+def first(loader, steps):
+    """Its first batches; the workers of an endless sampler end with the iterator."""
+    return [lists(batch) for _, batch in zip(range(steps), loader, strict=False)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_a_loader_are_get_batch_of_the_positions(data, workers):
+    data.get_batch(range(3))  # its handles are open when workers are forked
     loader = torch.utils.data.DataLoader(data, sampler=sampler(5, 4, 0, 1), batch_size=None, num_workers=workers)
-    for step, batch in zip(range(4), loader, strict=False):
-        expected = data.get_batch(range(5 + 4 * step, 9 + 4 * step))
-        assert isinstance(batch["tokens"], torch.Tensor)
-        assert {name: array.tolist() for name, array in batch.items()} == {
-            name: array.tolist() for name, array in expected.items()
-        }
+    assert isinstance(next(iter(loader))["tokens"], torch.Tensor)
+    assert first(loader, 4) == [lists(data.get_batch(range(5 + 4 * step, 9 + 4 * step))) for step in range(4)]
 
 
-def test_a_loader_may_stack_samples_itself():
-    data = blend({"a": numbered([50, 7])}, [1])
-    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler(0, 3, 0, 1))
-    batch = next(iter(loader))
-    assert np.array_equal(batch["tokens"].numpy(), data.get_batch(range(3))["tokens"])
+def test_workers_that_persist_begin_again_at_the_begin(data):
+    loader = torch.utils.data.DataLoader(
+        data, sampler=sampler(8, 4, 0, 1), batch_size=None, num_workers=2, persistent_workers=True
+    )
+    expected = [lists(data.get_batch(range(8 + 4 * step, 12 + 4 * step))) for step in range(3)]
+    assert [first(loader, 3) for _ in range(2)] == [expected, expected]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_may_stack_samples_itself(workers):
+    data = blend({"a": numbered([50, 7])}, [1], create_document_ids=True)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler(0, 3, 0, 1), num_workers=workers)
+    assert first(loader, 3) == [lists(data.get_batch(range(3 * step, 3 * step + 3))) for step in range(3)]
+
+
+def test_a_whole_batch_is_read_at_once_where_a_loader_stacks_samples(data, monkeypatch):
+    asked, get_batch = [], data.get_batch
+    monkeypatch.setattr(type(data), "get_batch", lambda _, positions, **more: asked.append(1) or get_batch(positions))
+    samples = data.__getitems__([4, 9, 2])
+    assert len(asked) == 1
+    monkeypatch.undo()
+    assert [lists(sample) for sample in samples] == [lists(data[n]) for n in (4, 9, 2)]
+    with pytest.raises(IndexError):
+        data.__getitems__([0, len(data)])
+
+
+def test_the_error_of_a_worker_is_raised_by_the_loader(data):
+    few = blend({"a": numbered([50, 7])}, None, None)  # one epoch
+    loader = torch.utils.data.DataLoader(few, sampler=sampler(0, len(few) + 1, 0, 1), batch_size=None, num_workers=1)
+    with pytest.raises(IndexError, match=f"position {len(few)} is not in"):
+        next(iter(loader))
 
 
 def test_ranks_together_read_every_position_once_and_continue_with_another_number_of_ranks():

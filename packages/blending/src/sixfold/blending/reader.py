@@ -63,7 +63,9 @@ class BatchReader:
         ranges = None if native is None else self._searched(native, source_B, sample_B, rows.tokens.shape[1])
         if ranges is None:
             ranges = self._by_numpy(source_B, sample_B)
-            native = None
+            if native is not None:
+                for source in np.unique(source_B).tolist():
+                    self._open_map(native, source)
         gather(self._parts, () if native is None else self._maps, ranges, rows, self._unmapped)
 
     def _searched(self, native: Kernels, source_B: I64, sample_B: I64, sequence_length: int) -> I64 | None:
@@ -100,12 +102,17 @@ class BatchReader:
         except (TypeError, ValueError, BufferError):  # such as lengths of another type
             self._unsearched |= {source}
             return False
+        self._open_map(native, source)
+        self._finders = (*self._finders[:source], finder, *self._finders[source + 1 :])
+        return True
+
+    def _open_map(self, native: Kernels, source: int) -> None:
+        if self._maps[source] is not None or source in self._unmapped:
+            return
         map_ = open_map(native, self._parts[source])
         if map_ is None:
             self._unmapped |= {source}
         self._maps = (*self._maps[:source], map_, *self._maps[source + 1 :])
-        self._finders = (*self._finders[:source], finder, *self._finders[source + 1 :])
-        return True
 
     def _by_numpy(self, source_B: I64, sample_B: I64) -> I64:
         """The ranges, dataset by dataset."""

@@ -22,6 +22,7 @@ from megatron_peer import (
 )
 
 from sixfold.blending import BlendingError
+from sixfold.blending.native import forced, levels
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 FIRST_SEED = 1_000_000  # none of those that one process builds
@@ -34,9 +35,10 @@ def build_on_rank(rank: int, ranks: int, cases):
     os.fsync = lambda _: None  # it guards against a power cut, which no test makes
     warnings.simplefilter("ignore")
     found = []
-    for fields, sizes in cases:
+    for number, (fields, sizes) in enumerate(cases):
         try:
-            ours = build(fields, sizes, group=dist.group.WORLD)
+            with forced(levels()[(number + rank) % len(levels())]):  # the ranks at different ones
+                ours = build(fields, sizes, group=dist.group.WORLD)
         except BlendingError as error:
             found.append(str(error))
         else:

@@ -1,30 +1,30 @@
-"""``order="megatron"`` beside megatron-core's own builders, on the same input, results compared in the same run.
+"""``order="megatron"`` beside megatron-core's compiled builders on the same input, results compared in the same run.
 
-    OMP_NUM_THREADS=1 pytest packages/blending/benchmarks/bench_megatron.py --benchmark-only
+    OMP_NUM_THREADS=1 pytest packages/blending/benchmarks/bench_megatron.py
 
-CPU time, data in memory, no cache files. D is the number of datasets. megatron-core is
-loaded as the tests load it (``tests/megatron_peer.py``).
+CPU time, the least of three rounds, both sides in turn; data in memory, no cache files. D is the number of datasets, N
+of positions. megatron-core is loaded as the tests load it (``tests/megatron_peer.py``).
 """
 
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sixfold.blending.megatron.documents import plan_epochs
+from sixfold.blending.megatron.documents import _shuffle, plan_epochs
 from sixfold.blending.megatron.index import INDICES, build_indices, indices_fit
 from sixfold.blending.megatron.weights import normalized
+from sixfold.blending.native import Level, forced, levels
 from sixfold.blending.order import exhaustive, greedy
 from sixfold.blending.source import Part
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from megatron_peer import peer
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+from compared import compared  # noqa: E402
+from megatron_peer import peer  # noqa: E402
 
-SEED, DOCUMENTS = 1234, 300_000
-SHAPES = [(1, 1024), (3, 256)]  # epochs, sequence length
-BLEND = 50_000
+SEED = 1234
+PEERS_PATIENCE = 10**9  # datasets looked at by the peer: a second
 
 
 class Lengths:
@@ -32,27 +32,20 @@ class Lengths:
 
     dtype = np.dtype(np.uint16)
 
-    def __init__(self):
-        self.sequence_lengths = np.random.default_rng(0).integers(1, 2000, DOCUMENTS).astype(np.int32)
+    def __init__(self, documents):
+        self.sequence_lengths = np.random.default_rng(0).integers(1, 2000, documents).astype(np.int32)
         self.sequence_pointers = (np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths) * 2
 
 
-def part_and_plan(epochs, sequence_length):
-    part = Part(Lengths(), range(DOCUMENTS))
+def part_and_plan(documents, epochs, sequence_length):
+    part = Part(Lengths(documents), range(documents))
     return part, plan_epochs(part.tokens, int(part.tokens * (epochs - 0.05)) // sequence_length, sequence_length, 1)
-
-
-def timed(benchmark, function, *args, elements):
-    benchmark._timer = time.process_time
-    result = benchmark.pedantic(function, args, rounds=3, warmup_rounds=1)
-    benchmark.extra_info.update(elements=elements, ns_per_element=benchmark.stats.stats.min / elements * 1e9)
-    return result
 
 
 def peer_indices(part, plan):
     gpt, helpers, random = peer("gpt_dataset"), peer("helpers"), np.random.RandomState(SEED)
     lengths, separate = part.source.sequence_lengths, plan.before_last is not None
-    ids = np.arange(DOCUMENTS, dtype=np.int32)
+    ids = np.arange(lengths.size, dtype=np.int32)
     documents = gpt._build_document_index(ids, plan.epochs, random, separate)
     args = (plan.sequence_length, plan.epochs, plan.tokens, True, 1)
     samples = helpers.build_sample_idx(lengths, documents, *args)
@@ -60,26 +53,40 @@ def peer_indices(part, plan):
     return documents, samples, gpt._build_shuffle_index(plan.before_last if separate else n, n, random)
 
 
-@pytest.mark.parametrize(("epochs", "sequence_length"), SHAPES)
-def test_three_indices(benchmark, epochs, sequence_length):
-    part, plan = part_and_plan(epochs, sequence_length)
-    elements = DOCUMENTS * plan.epochs + plan.samples
-    built = timed(benchmark, build_indices, part, plan, SEED, elements=elements)
-    for name, array in zip(INDICES, peer_indices(part, plan), strict=True):
-        assert np.array_equal(built[name], array)
+@pytest.mark.parametrize("documents", [10**4, 10**5, 10**6])
+@pytest.mark.parametrize(("epochs", "sequence_length"), [(1, 1024), (3, 256)])
+def test_three_indices_per_shuffled_element(benchmark, say, documents, epochs, sequence_length):
+    part, plan = part_and_plan(documents, epochs, sequence_length)
+    what = f"three indices, {documents:.0e} documents, {epochs} epochs, S = {sequence_length}, {plan.samples} samples"
+    elements = documents * plan.epochs + plan.samples
+    compared(
+        benchmark,
+        say,
+        what,
+        lambda: list(map(build_indices(part, plan, SEED).get, INDICES)),
+        lambda: peer_indices(part, plan),
+        elements,
+    )
 
 
-@pytest.mark.parametrize(("epochs", "sequence_length"), SHAPES)
-def test_peer_three_indices(benchmark, epochs, sequence_length):
-    part, plan = part_and_plan(epochs, sequence_length)
-    timed(benchmark, peer_indices, part, plan, elements=DOCUMENTS * plan.epochs + plan.samples)
+@pytest.mark.parametrize(("epochs", "sequence_length"), [(1, 1024), (3, 256)])
+def test_full_check_of_a_foreign_cache(benchmark, say, epochs, sequence_length):
+    part, plan = part_and_plan(300_000, epochs, sequence_length)
+    arrays, elements = build_indices(part, plan, SEED), 300_000 * plan.epochs + plan.samples
+    assert benchmark.pedantic(indices_fit, (arrays, part, plan), rounds=3)
+    ns = benchmark.stats.stats.min / elements * 1e9
+    say(f"full check of a foreign cache of {elements} elements: {ns:.1f} ns each")
 
 
-@pytest.mark.parametrize(("epochs", "sequence_length"), SHAPES)
-def test_full_check_of_a_foreign_cache(benchmark, epochs, sequence_length):
-    part, plan = part_and_plan(epochs, sequence_length)
-    arrays, elements = build_indices(part, plan, SEED), DOCUMENTS * plan.epochs + plan.samples
-    assert timed(benchmark, indices_fit, arrays, part, plan, elements=elements)
+@pytest.mark.parametrize("N", [10**4, 10**5, 10**6, 10**7], ids="{:.0e}".format)
+def test_shuffle_of_random_state(benchmark, say, N):
+    def shuffled(shuffle):
+        random, items = np.random.RandomState(SEED), np.arange(N, dtype=np.int32)
+        shuffle(random, items)
+        return [items]
+
+    what = f"RandomState's shuffle of int32, N = {N:.0e}, beside numpy"
+    compared(benchmark, say, what, lambda: shuffled(_shuffle), lambda: shuffled(np.random.RandomState.shuffle), N)
 
 
 def weights_of(D):
@@ -98,25 +105,29 @@ def peer_exhaustive(sizes):
     return dataset, sample
 
 
+@pytest.mark.parametrize("N", [10**4, 10**5, 10**6, 10**7], ids="{:.0e}".format)
 @pytest.mark.parametrize("D", [10, 100, 1_000])
-def test_greedy(benchmark, D):
-    built = timed(benchmark, greedy, weights_of(D), BLEND, elements=BLEND)
-    assert all(map(np.array_equal, built, peer_greedy(weights_of(D), BLEND)))
+def test_greedy(benchmark, say, D, N):
+    if N * D > PEERS_PATIENCE:
+        pytest.skip(f"the peer would take {N * D / PEERS_PATIENCE:.0f} s for each round")
+    weights, rounds = weights_of(D), 3 if N * D < PEERS_PATIENCE else 1
+    what = f"greedy, D = {D}, N = {N:.0e}"
+    compared(benchmark, say, what, lambda: greedy(weights, N), lambda: peer_greedy(weights, N), N, rounds)
 
 
+@pytest.mark.parametrize("level", [level for level in levels() if level != Level.NUMPY], ids=lambda level: level.name)
+@pytest.mark.parametrize("shape", ["equal", "zipf"])
+def test_greedy_of_other_weights_and_lower_levels(benchmark, say, shape, level):
+    weights = normalized(np.ones(1_000) if shape == "equal" else 1 / np.arange(1, 1_001))
+    with forced(level):
+        what = f"greedy, D = 1000, N = 3e4, {shape} weights, {level.name}"
+        compared(benchmark, say, what, lambda: greedy(weights, 30_000), lambda: peer_greedy(weights, 30_000), 30_000)
+
+
+@pytest.mark.parametrize("N", [10**4, 10**5])
 @pytest.mark.parametrize("D", [10, 100, 1_000])
-def test_peer_greedy(benchmark, D):
-    timed(benchmark, peer_greedy, weights_of(D), BLEND, elements=BLEND)
-
-
-@pytest.mark.parametrize("D", [10, 1_000])
-def test_exhaustive(benchmark, D):
-    sizes = [int(BLEND // D)] * D
-    built = timed(benchmark, exhaustive, sizes, elements=sum(sizes))
-    assert all(map(np.array_equal, built, peer_exhaustive(sizes)))
-
-
-@pytest.mark.parametrize("D", [10, 1_000])
-def test_peer_exhaustive(benchmark, D):
-    sizes = [int(BLEND // D)] * D
-    timed(benchmark, peer_exhaustive, sizes, elements=sum(sizes))
+def test_exhaustive(benchmark, say, D, N):
+    sizes = np.random.default_rng(0).multinomial(N - D, weights_of(D)) + 1
+    what = f"exhaustive, D = {D}, N = {N:.0e}"
+    given = [int(size) for size in sizes]
+    compared(benchmark, say, what, lambda: exhaustive(given), lambda: peer_exhaustive(given), N)

@@ -1,0 +1,242 @@
+"""Tools: look at checkpoints, check, convert and compare them. What the command ``sixfold-ckpt`` prints.
+
+    folder --> inspect, verify, convert, diff (this file) --> dict --> __main__.py: text or JSON
+
+One plain process, no group. Tensors pass in batches of rows, so that memory stays bounded whatever the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt import conversion, foreign, probe, serialization, standin, tree
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.folder import open_checkpoint
+from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.probe import check_is_folder
+from sixfold.dist_ckpt.sources import comparable
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
+    """What a checkpoint holds; no tensor is read.
+
+    Args:
+        keys: a glob; tensors and objects whose key does not match are left out.
+    Returns:
+        path, backend, version, save_id, nbytes (of the tensors listed), tensors [key, dtype, shape, nbytes, chunks],
+        objects [key, shape], common [top-level keys], files [name, nbytes], integrity (whether each byte has a
+        checksum). backend and version are those of metadata.json, "torch_dist" and None for a plain DCP folder.
+    Raises:
+        CheckpointError: no such folder, or it cannot be read.
+    """
+    folder = check_is_folder(path)
+    config = foreign.read_config(folder)
+    backend, version = config[0] if config else ("torch_dist", None)
+    is_ours = backend == "torch_dist"
+    checkpoint = open_checkpoint(folder) if is_ours else None
+    chunks = {} if checkpoint is None else {k: len(t.chunks) for k, t in checkpoint.manifest.tensors.items()}
+    tensors = [
+        {
+            "key": key,
+            "dtype": str(record.dtype).removeprefix("torch."),
+            "shape": list(record.global_shape),
+            "nbytes": conversion.nbytes_of(record),
+            "chunks": chunks.get(key, probe.count_chunks(folder, key)),
+        }
+        for key, record in sorted(serialization.load_tensors_metadata(folder).items())
+        if fnmatchcase(key, keys)
+    ]
+    return {
+        "path": str(folder),
+        "backend": backend,
+        "version": version,
+        "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
+        "nbytes": sum(entry["nbytes"] for entry in tensors),
+        "tensors": tensors,
+        "objects": [entry for entry in _objects(folder) if fnmatchcase(entry["key"], keys)],
+        "common": [str(key) for key in standin.load_common(folder)],
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
+        "integrity": checkpoint is not None and checkpoint.integrity is not None,
+    }
+
+
+def _objects(folder: Path) -> list[dict[str, Any]]:
+    grids: dict[str, list[int]] = {}
+    for stored_key in conversion.object_keys(folder):
+        try:
+            record = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:  # bytes of plain DCP have no grid
+            grids[stored_key] = []
+            continue
+        grids[record.key] = list(record.global_shape)
+    return [{"key": key, "shape": shape} for key, shape in sorted(grids.items())]
+
+
+def verify(path: str | Path, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
+    """Check a checkpoint and report all damage, not the first.
+
+    Args:
+        quick: names, sizes and metadata only; otherwise every byte that has a checksum.
+        progress: called with bytes checked and bytes in all.
+    Returns:
+        path, ok, checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
+        (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
+        saves), "unfinished" (a save that never ended), "unsafe" (a pickle or a path that no checkpoint needs).
+    Raises:
+        MismatchError: there is no such folder.
+    """
+    folder = check_is_folder(path)
+    problems, checked = probe.problems(folder, quick=quick, progress=progress or (lambda done, total: None))
+    return {"path": str(folder), "ok": not problems, "checked_bytes": checked, "problems": problems}
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    max_shard_bytes: int | None = None,
+    keys: str = "*",
+    progress: Progress | None = None,
+    safe_globals: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Write a checkpoint in another format; every byte of the source that has a checksum is checked.
+
+    Args:
+        dst: a folder that does not exist or is empty; it appears complete or not at all.
+        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone.
+        max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
+        keys: a glob; other tensors and objects are left out.
+        progress: called with bytes of tensors done and in all.
+        safe_globals: as in ``load``.
+    Returns:
+        src, dst, to, tensors (their number), nbytes (of tensors), files (names).
+    Raises:
+        StorageError: ``dst`` is not empty. CheckpointError: the source cannot be read, or not be written as ``to``.
+    """
+    source = check_is_folder(src)
+    wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
+    tell = progress or (lambda done, total: None)
+    target = Path(dst).resolve()
+    if to == "safetensors":
+        files = conversion.to_safetensors(source, target, wanted, max_shard_bytes, tell)
+    elif to in ("torch_dist", "zarr"):
+        if max_shard_bytes is not None:
+            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
+        objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
+        files = conversion.to_checkpoint(source, target, wanted, objects, to, tell, safe_globals)
+    else:
+        raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
+    total = sum(map(conversion.nbytes_of, wanted.values()))
+    tell(total, total)
+    return {
+        "src": str(source),
+        "dst": str(target),
+        "to": to,
+        "tensors": len(wanted),
+        "nbytes": total,
+        "files": files,
+    }
+
+
+def _name(stored_key: str) -> str:
+    try:
+        return ShardedObject.empty_from_unique_key(stored_key).key
+    except ShardingError:
+        return stored_key
+
+
+def diff(
+    a: str | Path, b: str | Path, *, rtol: float = 0.0, keys: str = "*", progress: Progress | None = None
+) -> dict[str, Any]:
+    """Compare two checkpoints by value, whatever layout and format they were saved in.
+
+    Args:
+        rtol: values x of ``a`` and y of ``b`` are equal if |x - y| <= rtol * |y|; NaN equals NaN.
+        keys: a glob; other tensors and objects are left out.
+        progress: called with bytes of ``a`` compared and in all.
+    Returns:
+        equal, only_in_a, only_in_b (keys), different [key, reason ("shape", "dtype" or "values"), count (elements
+        that differ), max_abs], common_differs [paths]. count and max_abs are None but for values of tensors.
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    if not rtol >= 0:
+        raise CheckpointError(f"rtol is {rtol}; it is >= 0")
+    folders = check_is_folder(a), check_is_folder(b)
+    left, right = (_all_keys(folder, keys) for folder in folders)
+    different: list[dict[str, Any]] = []
+    same: dict[str, ShardedTensor] = {}
+    objects = []
+    for key in sorted(left.keys() & right.keys()):
+        one, other = left[key], right[key]
+        if one is None or other is None:
+            objects.append(key)
+        elif one.global_shape != other.global_shape or one.dtype != other.dtype:
+            reason = "shape" if one.global_shape != other.global_shape else "dtype"
+            different.append({"key": key, "reason": reason, "count": None, "max_abs": None})
+        else:
+            same[key] = one
+    different += _different_values(folders, same, rtol, progress or (lambda done, total: None))
+    for key in objects:
+        if not standin.equal(*(standin.load_object(folder, key) for folder in folders)):
+            different.append({"key": key, "reason": "values", "count": None, "max_abs": None})
+    found = {
+        "only_in_a": sorted(left.keys() - right.keys()),
+        "only_in_b": sorted(right.keys() - left.keys()),
+        "different": sorted(different, key=lambda entry: str(entry["key"])),
+        "common_differs": _differing_paths(*(standin.load_common(folder) for folder in folders)),
+    }
+    return {"equal": not any(found.values()), **found}
+
+
+def _all_keys(folder: Path, keys: str) -> dict[str, ShardedTensor | None]:
+    tensors: dict[str, ShardedTensor | None] = dict(serialization.load_tensors_metadata(folder))
+    tensors.update(dict.fromkeys(conversion.object_keys(folder)))
+    return {key: record for key, record in tensors.items() if fnmatchcase(_name(key) if record is None else key, keys)}
+
+
+def _different_values(
+    folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    counts: dict[str, int] = {}
+    largest: dict[str, float] = {}
+    total, done = sum(map(conversion.nbytes_of, tensors.values())), 0
+    for batch in conversion.batches(tensors):
+        pairs = zip(batch, *(conversion.read(folder, batch) for folder in folders), strict=True)
+        for part, x, y in pairs:
+            count, max_abs = _compare(x, y, rtol)
+            if count:
+                counts[part.key] = counts.get(part.key, 0) + count
+                largest[part.key] = max(largest.get(part.key, 0.0), max_abs)
+            done += x.numel() * x.element_size()
+        progress(done, total)
+    for key in sorted(counts):
+        yield {"key": key, "reason": "values", "count": counts[key], "max_abs": largest[key]}
+
+
+def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]:
+    """Elements that differ, and by how much at most."""
+    x, y = comparable(x), comparable(y)
+    differs = (x != y) & ~((x != x) & (y != y))
+    if not bool(differs.any()):
+        return 0, 0.0
+    kind = torch.complex128 if x.is_complex() else torch.float64
+    p, q = x[differs].to(kind), y[differs].to(kind)
+    gap = (p - q).abs()
+    gap[torch.isnan(gap)] = torch.inf  # one of the two is NaN
+    far = gap[~(gap <= rtol * q.abs())]
+    return far.numel(), float(far.max()) if far.numel() else 0.0
+
+
+def _differing_paths(left: Any, right: Any) -> list[str]:
+    x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part)} for part in (left, right))
+    missing = object()
+    return sorted(path for path in x.keys() | y.keys() if not standin.equal(x.get(path, missing), y.get(path, missing)))

@@ -1,0 +1,344 @@
+"""The tools and the command: what they report of whole, foreign and damaged folders."""
+
+import json
+import shutil
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dist_ckpt_helpers import flip_byte, one
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, MismatchError, ShardedObject, ShardedTensor, StorageError, tools
+from sixfold.dist_ckpt.__main__ import main
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "layer.0.w": torch.randn(6, 4, generator=generator),
+        "layer.1.w": torch.randn(5, 3, generator=generator).bfloat16(),
+        "ids": torch.arange(70_000),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 3),
+    }
+
+
+def state(**changed):
+    records = {key: one(key, tensor) for key, tensor in (tensors() | changed).items()}
+    w = records["layer.0.w"].data
+    records["layer.0.w"] = [
+        ShardedTensor.from_rank_offsets("layer.0.w", w[:, 2 * i : 2 * i + 2].contiguous(), (1, i, 2)) for i in range(2)
+    ]
+    rng = [ShardedObject("rng", {"seed": i}, (2,), (i,)) for i in range(2)]
+    return {"model": records, "rng": rng, "iteration": 7, "opt": {"lr": 0.5}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dist_ckpt.save(state(), tmp_path / "c")
+    return tmp_path / "c"
+
+
+def kinds(path, **options):
+    found = tools.verify(path, **options)
+    assert found["ok"] == (not found["problems"])
+    return {(problem["kind"], problem["file"]) for problem in found["problems"]}
+
+
+def test_inspect_lists_what_was_saved(folder):
+    found = tools.inspect(folder)
+    assert {key: found[key] for key in ("path", "backend", "version", "integrity")} == {
+        "path": str(folder),
+        "backend": "torch_dist",
+        "version": 1,
+        "integrity": True,
+    }
+    assert found["tensors"] == [
+        {
+            "key": key,
+            "dtype": str(tensor.dtype)[6:],
+            "shape": list(tensor.shape),
+            "nbytes": tensor.nbytes,
+            "chunks": {"layer.0.w": 2, "none": 0}.get(key, 1),
+        }
+        for key, tensor in sorted(tensors().items())
+    ]
+    assert found["nbytes"] == sum(tensor.nbytes for tensor in tensors().values())
+    assert found["objects"] == [{"key": "rng", "shape": [2]}]
+    assert found["common"] == ["iteration", "opt"]
+    assert {entry["name"]: entry["nbytes"] for entry in found["files"]} == {
+        path.name: path.stat().st_size for path in folder.iterdir()
+    }
+    assert len(found["save_id"]) == 16
+    assert [entry["key"] for entry in tools.inspect(folder, keys="layer.*")["tensors"]] == ["layer.0.w", "layer.1.w"]
+    json.dumps(found)
+
+
+def test_inspect_of_a_plain_dcp_folder(tmp_path):
+    dcp.save({"w": torch.ones(3, 2), "step": 5}, checkpoint_id=str(tmp_path / "c"))
+    found = tools.inspect(tmp_path / "c")
+    assert (found["backend"], found["version"], found["save_id"], found["integrity"]) == (
+        "torch_dist",
+        None,
+        None,
+        False,
+    )
+    assert [entry["key"] for entry in found["tensors"]] == ["w"]
+    assert found["objects"] == [{"key": "step", "shape": []}]
+
+
+def test_common_data_with_classes_is_shown_and_compared_without_importing_them(folder, tmp_path, capsys):
+    for name, rate in (("a", 0.1), ("b", 0.1), ("d", 0.2)):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / name))
+        torch.save({"args": Namespace(rate=rate), "n": 1}, tmp_path / name / "common.pt")
+    assert tools.inspect(tmp_path / "a")["common"] == ["args", "n"]
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["equal"]
+    assert tools.diff(tmp_path / "a", tmp_path / "d")["common_differs"] == ["args"]
+
+
+def test_verify_of_a_whole_folder_reads_every_byte(folder):
+    found = tools.verify(folder)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert found == {
+        "path": str(folder),
+        "ok": True,
+        "checked_bytes": sum(sizes.values()) - sizes["integrity.json"],
+        "problems": [],
+    }
+    assert tools.verify(folder, quick=True)["checked_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json"])
+def test_verify_names_every_kind_of_damage(folder, name):
+    path = folder / name
+    data = path.read_bytes()
+    flip_byte(path, len(data) // 2)
+    assert ("checksum", name) in kinds(folder)
+    path.write_bytes(bytes(len(data)))
+    assert ("checksum", name) in kinds(folder)
+    path.write_bytes(data[:-1])
+    assert ("size", name) in kinds(folder, quick=True)
+    path.write_bytes(data + b"x")
+    assert ("size", name) in kinds(folder, quick=True)
+    path.unlink()
+    assert ("missing", name) in kinds(folder, quick=True)
+    path.write_bytes(data)
+    assert kinds(folder) == set()
+
+
+def test_verify_names_the_tensors_of_a_damaged_block(folder):
+    flip_byte(folder / "__0_0.distcp", 1000)
+    (folder / "common.pt").unlink()
+    found = tools.verify(folder)
+    by_kind = {problem["kind"]: problem for problem in found["problems"]}
+    assert by_kind.keys() == {"missing", "checksum"}, "all damage is told, not the first"
+    assert by_kind["checksum"]["key"] in {"layer.0.w", "layer.1.w", "ids", "flag", "rng/shard_0_2", "rng/shard_1_2"}
+    assert "bytes 0:" in by_kind["checksum"]["detail"]
+
+
+def test_verify_tells_files_of_two_saves_unfinished_saves_and_strays(folder, tmp_path):
+    dist_ckpt.save(state(), tmp_path / "d")
+    other = (tmp_path / "d" / ".metadata").read_bytes()
+    mine = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(other)
+    assert ("mixed", ".metadata") in kinds(folder, quick=True)
+    (folder / ".metadata").write_bytes(mine)
+    shutil.copy(tmp_path / "d" / "__0_0.distcp", folder / "__7_0.distcp")
+    assert kinds(folder, quick=True) == {("extra", "__7_0.distcp")}
+    (folder / "__7_0.distcp").unlink()
+    (folder / "integrity.json").write_text("{}")
+    assert ("unreadable", "integrity.json") in kinds(folder)
+    (folder / "integrity.json").unlink()
+    assert ("missing", "integrity.json") in kinds(folder)
+    (folder / "metadata.json").unlink()
+    assert ("unfinished", "metadata.json") in kinds(folder)
+
+
+def test_verify_reads_the_crc_that_torch_ignores(tmp_path):
+    dcp.save({"w": torch.arange(5000.0), "v": torch.ones(3)}, checkpoint_id=str(tmp_path / "c"))
+    assert kinds(tmp_path / "c") == set()
+    (name,) = (path.name for path in (tmp_path / "c").glob("*.distcp"))
+    flip_byte(tmp_path / "c" / name, 9000)
+    assert kinds(tmp_path / "c") == {("checksum", name)}
+    assert [problem["key"] for problem in tools.verify(tmp_path / "c")["problems"]] == ["w"]
+
+
+def test_verify_tells_a_pickle_that_wants_to_run_code(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "c"))
+    (tmp_path / "c" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    assert kinds(tmp_path / "c") == {("unsafe", ".metadata")}
+
+
+def test_verify_raises_only_where_there_is_no_folder(tmp_path):
+    with pytest.raises(MismatchError, match="does not exist"):
+        tools.verify(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert kinds(tmp_path / "empty") == {("unreadable", ".metadata")}
+
+
+def test_convert_from_dcp_keeps_every_value(tmp_path):
+    values = tensors()
+    dcp.save(values | {"step": 5}, checkpoint_id=str(tmp_path / "c"))
+    found = tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
+    assert (found["tensors"], found["nbytes"]) == (5, sum(tensor.nbytes for tensor in values.values()))
+    assert "integrity.json" in found["files"]
+    loaded = dist_ckpt.load_plain_tensors(tmp_path / "d")
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in values.items())
+    assert dist_ckpt.load_common_state_dict(tmp_path / "d") == {"step": 5}
+    assert tools.verify(tmp_path / "d")["ok"]
+
+
+def test_convert_keeps_cuts_objects_and_common_data(folder, tmp_path):
+    seen = []
+    tools.convert(folder, tmp_path / "d", to="torch_dist", progress=lambda done, total: seen.append((done, total)))
+    assert tools.diff(folder, tmp_path / "d")["equal"]
+    a, b = tools.inspect(folder), tools.inspect(tmp_path / "d")
+    assert all(a[part] == b[part] for part in ("tensors", "objects", "common"))
+    assert seen == sorted(seen)
+    assert seen[-1] == (a["nbytes"], a["nbytes"])
+
+
+def test_convert_refuses_a_target_that_is_not_empty_and_a_damaged_source(folder, tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x").touch()
+    for to in ("torch_dist", "safetensors"):
+        with pytest.raises(StorageError, match="not empty"):
+            tools.convert(folder, tmp_path / "d", to=to)
+    flip_byte(folder / "__0_0.distcp", 1000)
+    for to in ("torch_dist", "safetensors"):
+        with pytest.raises(CheckpointError, match="__0_0"):
+            tools.convert(folder, tmp_path / "e", to=to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
+
+
+@pytest.mark.parametrize("rows", [None, 50_000])
+def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
+    safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+    if rows:
+        monkeypatch.setattr("sixfold.dist_ckpt.conversion.BATCH_BYTES", rows)
+    found = tools.convert(folder, tmp_path / "s", to="safetensors")
+    assert found["files"] == ["model.safetensors"]
+    loaded = safe.load_file(tmp_path / "s" / "model.safetensors")
+    assert loaded.keys() == tensors().keys()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors().items())
+    assert all(loaded[key].dtype == tensor.dtype for key, tensor in tensors().items())
+
+
+def test_safetensors_in_shards_have_the_index_that_hubs_read(folder, tmp_path):
+    safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+    tools.convert(folder, tmp_path / "s", to="safetensors", max_shard_bytes=200, keys="*[!s]")
+    index = json.loads((tmp_path / "s" / "model.safetensors.index.json").read_text())
+    wanted = {key: tensor for key, tensor in tensors().items() if key != "ids"}
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in wanted.values())}
+    assert index["weight_map"] == {
+        "flag": "model-00001-of-00001.safetensors",
+        "layer.0.w": "model-00001-of-00001.safetensors",
+        "layer.1.w": "model-00001-of-00001.safetensors",
+        "none": "model-00001-of-00001.safetensors",
+    }
+    tools.convert(folder, tmp_path / "t", to="safetensors", max_shard_bytes=100)
+    index = json.loads((tmp_path / "t" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 4
+    for key, name in index["weight_map"].items():
+        assert torch.equal(safe.load_file(tmp_path / "t" / name)[key], tensors()[key])
+
+
+def test_diff_finds_keys_shapes_dtypes_values_and_common_data(folder, tmp_path):
+    changed = tensors()
+    changed["layer.0.w"][2, 1] += 0.5
+    changed["layer.0.w"][0, 0] += 0.25
+    largest = float((changed["layer.0.w"] - tensors()["layer.0.w"]).double().abs().max())
+    changed["ids"] = changed["ids"].int()
+    changed["flag"] = torch.tensor([True])
+    other = state(**changed)
+    del other["model"]["none"]
+    other["model"]["new"] = one("new", torch.ones(1))
+    other["opt"]["lr"] = 0.25
+    other["rng"][1].data = {"seed": 9}
+    dist_ckpt.save(other, tmp_path / "d")
+    found = tools.diff(folder, tmp_path / "d")
+    assert (found["equal"], found["only_in_a"], found["only_in_b"]) == (False, ["none"], ["new"])
+    by_key = {entry["key"]: (entry["reason"], entry["count"], entry["max_abs"]) for entry in found["different"]}
+    assert by_key == {
+        "flag": ("shape", None, None),
+        "ids": ("dtype", None, None),
+        "layer.0.w": ("values", 2, pytest.approx(largest)),
+        "rng/shard_1_2": ("values", None, None),
+    }
+    assert found["common_differs"] == ["opt.lr"]
+    assert tools.diff(folder, tmp_path / "d", keys="layer.*", rtol=1e6)["different"] == []
+
+
+def test_diff_knows_nan_and_relative_distance(tmp_path):
+    x = torch.tensor([1.0, 100.0, torch.nan, torch.inf])
+    y = torch.tensor([1.0, 101.0, torch.nan, torch.inf])
+    for name, tensor in (("a", x), ("b", y), ("d", y.clone().fill_(torch.nan))):
+        dist_ckpt.save({"x": one("x", tensor)}, tmp_path / name)
+    assert tools.diff(tmp_path / "a", tmp_path / "a")["equal"]
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["different"][0]["max_abs"] == 1.0
+    assert tools.diff(tmp_path / "a", tmp_path / "b", rtol=0.01)["equal"]
+    assert tools.diff(tmp_path / "a", tmp_path / "d", rtol=0.01)["different"][0]["count"] == 3
+
+
+def test_exit_statuses_and_json_of_the_command(folder, tmp_path, capsys):
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        return status, capsys.readouterr().out
+
+    status, out = run("inspect", folder, "--json", "--keys", "ids")
+    assert (status, [entry["key"] for entry in json.loads(out)["tensors"]]) == (0, ["ids"])
+    assert json.loads(run("verify", folder, "--json")[1]) == tools.verify(folder)
+    assert run("convert", folder, tmp_path / "d", "--to", "torch_dist")[0] == 0
+    assert run("convert", folder, tmp_path / "d", "--to", "torch_dist")[0] == 2
+    assert run("diff", folder, tmp_path / "d") == (0, "equal\n")
+    for command in (["inspect"], ["verify"], ["diff", folder]):
+        assert run(*command, tmp_path / "none")[0] == 2
+    dist_ckpt.save(state(flag=torch.tensor(False)), tmp_path / "d")
+    status, out = run("diff", folder, tmp_path / "d")
+    assert (status, out) == (1, "flag differs in values: 1 elements, by at most 1\n")
+    flip_byte(folder / "common.pt", 20)
+    assert run("verify", folder)[0] == 1
+    assert run("inspect", folder)[0] == 2
+
+
+def test_the_text_of_inspect_can_be_read(folder, capsys):
+    main(["inspect", str(folder), "--keys", "layer*"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("checksums for every byte")
+    assert lines[1:4] == [
+        "2 tensors, 126 bytes",
+        "  layer.0.w  float32   (6, 4)  96 bytes  2 chunks",
+        "  layer.1.w  bfloat16  (5, 3)  30 bytes  1 chunks",
+    ]
+
+
+def test_zarr_and_back_keeps_every_value(folder, tmp_path):
+    """Chunks that are no regular grid are assembled on the way."""
+    uneven = torch.arange(50.0).view(10, 5)
+    cuts = [(0, 3), (3, 10)]
+    records = [
+        ShardedTensor("uneven", uneven[a:b].clone(), uneven.dtype, (b - a, 5), (10, 5), (a, 0), None) for a, b in cuts
+    ]
+    saved = state()
+    del saved["model"]["none"]
+    dist_ckpt.save(saved | {"uneven": records}, folder)
+    with pytest.warns(match="zarr"):
+        tools.convert(folder, tmp_path / "z", to="zarr")
+    found = tools.inspect(tmp_path / "z")
+    assert (found["backend"], found["version"], found["integrity"]) == ("zarr", 1, False)
+    assert {entry["key"]: entry["chunks"] for entry in found["tensors"]}["layer.0.w"] == 2
+    assert found["objects"] == [{"key": "rng", "shape": [2]}]
+    assert tools.verify(tmp_path / "z")["ok"]
+    tools.convert(tmp_path / "z", tmp_path / "back", to="torch_dist")
+    for pair in ((folder, tmp_path / "z"), (tmp_path / "z", tmp_path / "back"), (folder, tmp_path / "back")):
+        assert tools.diff(*pair)["equal"]
+    assert torch.equal(dist_ckpt.load_plain_tensors(tmp_path / "back")["uneven"], uneven)
+
+
+def test_verify_tells_a_lost_zarr_file(folder, tmp_path):
+    with pytest.warns(match="zarr"):
+        tools.convert(folder, tmp_path / "z", to="zarr", keys="layer.1*")
+    (tmp_path / "z" / "layer.1.w" / ".zarray").write_text("{")
+    assert {kind for kind, _ in kinds(tmp_path / "z")} == {"unreadable"}

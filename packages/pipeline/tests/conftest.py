@@ -1,5 +1,10 @@
-"""Options of pipeline's randomised tests: ``nox -s "tests(pipeline)" -- --mutants 2000``."""
+"""Options of pipeline's randomised and large tests.
+
+nox -s "tests(pipeline)" -- --mutants 2000
+nox -s "ranks(pipeline)" -- --all-exports
+"""
 
 
 def pytest_addoption(parser):
     parser.addoption("--mutants", type=int, default=24, help="of each schedule that verify is tested with (24)")
+    parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")

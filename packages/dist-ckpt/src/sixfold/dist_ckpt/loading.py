@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sixfold.dist_ckpt import factory, plan, tree, validation, weights_only
+from sixfold.dist_ckpt import factory, metadata, plan, tree, validation, weights_only
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
@@ -152,7 +152,7 @@ def _request(
     looked: list[_Request] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(state, path, dtype_policy, verify, safe_globals))
+        looked.append(_look(state, path, dtype_policy, verify, safe_globals, engine.with_common))
         return looked[0].shareable()
 
     if engine.parallel:
@@ -168,7 +168,12 @@ def _request(
 
 
 def _look(
-    state: Mapping[Any, Any], path: str | Path, dtype_policy: str, verify: str, safe_globals: Sequence[Any]
+    state: Mapping[Any, Any],
+    path: str | Path,
+    dtype_policy: str,
+    verify: str,
+    safe_globals: Sequence[Any],
+    with_common: bool,
 ) -> _Request:
     """What this rank wants of the checkpoint; records without data get some."""
     checkpoint = open_checkpoint(path, verify=verify)
@@ -181,7 +186,8 @@ def _look(
             parts.records[number] = (place, record)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
     reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy)
-    return _Request(checkpoint, expanded, merges, parts, tensors, reads, _common(checkpoint, safe_globals))
+    common = _common(checkpoint, safe_globals) if with_common else {}
+    return _Request(checkpoint, expanded, merges, parts, tensors, reads, common)
 
 
 def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
@@ -316,10 +322,13 @@ def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
 
 
 def _common(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
+    config = checkpoint.small_file("metadata.json")
+    if config is not None:
+        metadata.check_common_config(config)
     data = checkpoint.small_file("common.pt")
     path = checkpoint.folder / "common.pt"
     if data is None:
-        if (checkpoint.folder / "metadata.json").exists():
+        if config is not None:
             raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
         return {}
     common = weights_only.load(data, str(path), safe_globals)

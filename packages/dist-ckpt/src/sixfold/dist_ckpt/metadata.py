@@ -38,24 +38,39 @@ def encode_config() -> bytes:
     return json.dumps(CONFIG).encode()
 
 
+def read_config(data: bytes) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Sharded and common (backend, version) of a metadata.json.
+
+    Raises:
+        CorruptError: it is damaged.
+    """
+    try:
+        config = json.loads(data)
+        sharded, common = ((config[f"{k}_backend"], config[f"{k}_backend_version"]) for k in ("sharded", "common"))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptError(f"metadata.json is damaged: {type(error).__name__}: {error}") from error
+    return sharded, common
+
+
 def check_config(data: bytes) -> str:
     """The sharded backend of a metadata.json: "torch_dist" or "zarr".
 
     Raises:
         CorruptError: it is damaged. MismatchError: it names a backend that the built-in engine does not read.
     """
-    try:
-        config = json.loads(data)
-        found = tuple((config[f"{kind}_backend"], config[f"{kind}_backend_version"]) for kind in ("sharded", "common"))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptError(f"metadata.json is damaged: {type(error).__name__}: {error}") from error
-    sharded, common = found
-    if sharded not in (("torch_dist", 1), ("zarr", 1)) or common != ("torch", 1):
+    sharded, _ = read_config(data)
+    if sharded not in (("torch_dist", 1), ("zarr", 1)):
         raise MismatchError(
-            f"unknown backend {sharded} with common data {common}; ('torch_dist', 1) and ('zarr', 1) are read here, "
-            "strategies.register adds others"
+            f"unknown backend {sharded}; ('torch_dist', 1) and ('zarr', 1) are read here; strategies.register adds more"
         )
     return str(sharded[0])
+
+
+def check_common_config(data: bytes) -> None:
+    """MismatchError if a metadata.json names another backend for common data than ("torch", 1)."""
+    _, common = read_config(data)
+    if common != ("torch", 1):
+        raise MismatchError(f"unknown backend {common} of common data; ('torch', 1) is read here")
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -66,12 +66,14 @@ class LoadEngine:
         group: that group; None for all ranks that load.
         exchange_algo: how they are sent on.
         memory: what is kept between two loads of one strategy object; None: nothing.
+        with_common: read the common data too.
     """
 
     parallel: bool = False
     group: Group = None
     exchange_algo: str = "broadcast"
     memory: dict[str, Any] | None = field(default=None)
+    with_common: bool = True
 
 
 class SaveStrategyBase(ABC):  # noqa: B024

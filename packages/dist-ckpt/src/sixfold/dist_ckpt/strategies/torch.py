@@ -103,6 +103,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         loaded = loading.load(
             sharded_state_dict,
             checkpoint_dir,
+            _RecordsOnly(),
             validate_access_integrity=False,
             group=self._group,
             timeout_s=self._timeout_s,
@@ -115,3 +116,10 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
         return loading.load_sharded_metadata(checkpoint_dir)
+
+
+class _RecordsOnly(TorchDistLoadShardedStrategy):
+    """Leaves the common data to another strategy."""
+
+    def engine(self) -> LoadEngine:
+        return LoadEngine(with_common=False)

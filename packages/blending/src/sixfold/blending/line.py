@@ -211,7 +211,7 @@ class Line:
         )
 
     def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
-        """Give ``finder`` what is known of an epoch; the oldest ones go. Where it needs more, numpy makes that known."""
+        """Give ``finder`` what is known of an epoch; the oldest ones go. Where it needs more, numpy makes it known."""
         before, block = self._epoch(epoch)
         native.add_epoch(finder, epoch, before, block, _EPOCHS_KEPT - 1)
 

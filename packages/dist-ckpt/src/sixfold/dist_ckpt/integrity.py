@@ -150,17 +150,12 @@ def _read_full(file: RawIOBase, buffer: memoryview) -> int:
     return filled
 
 
-def hash_pieces(data: memoryview, start: int) -> list[Piece]:
-    """CRC-32s of ``data``, which will lie at byte ``start`` of its file, cut at the ends of blocks.
-
-    One pass serves both the frame (``join_pieces``) and the blocks (``BlockHasher.add``).
-    """
-    pieces = []
+def cut_at_blocks(data: memoryview, start: int) -> Iterator[memoryview]:
+    """``data``, which will lie at byte ``start`` of its file, in parts that lie in one block each."""
     while len(data):
         take = min(len(data), BLOCK_BYTES - start % BLOCK_BYTES)
-        pieces.append(Piece(crc32(data[:take]), take))
+        yield data[:take]
         data, start = data[take:], start + take
-    return pieces
 
 
 class Hasher:
@@ -199,7 +194,7 @@ class BlockHasher:
             view = view[take:]
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Add bytes that ``hash_pieces`` has hashed for this place of the file."""
+        """Add bytes, cut at blocks for this place of the file, that are hashed already."""
         for piece in pieces:
             self._close_block_after(shift(self._crc, piece.length) ^ piece.crc, piece.length)
 

@@ -98,13 +98,13 @@ def report(record: ShardedTensor) -> ShardReport:
     return ShardReport(record.key, record.dtype, record.global_shape, boxes, is_main_replica(record.replica_id))
 
 
-def plan_save(records: Sequence[ShardedTensor]) -> tuple[Write, ...]:
-    """The pieces of this rank's main replicas, in the order of the records."""
+def plan_save(records: Sequence[ShardedTensor], pieces: Sequence[Sequence[Piece]]) -> tuple[Write, ...]:
+    """The pieces of this rank's main replicas, in the order of the records, whose pieces are given."""
     return tuple(
         Write(index, record.key, record.dtype, piece, record.global_shape)
-        for index, record in enumerate(records)
+        for index, (record, own) in enumerate(zip(records, pieces, strict=True))
         if is_main_replica(record.replica_id)
-        for piece in record.pieces()
+        for piece in own
     )
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import pickle
 import secrets
 import warnings
+from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from sixfold.dist_ckpt import factory, metadata, plan, storage, transfer, tree, validation, weights_only
+from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.frame import tensor_bytes
@@ -26,15 +27,40 @@ from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file, save_engine
+from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 
 
 class _Report(NamedTuple):
-    """What a rank tells the first one before anything is written."""
+    """What a rank tells the first one before anything is written.
 
-    tensors: list[plan.ShardReport]
+    ``table`` is None if it is that of the save that ``token`` names.
+    """
+
+    table: Encoded | None
+    token: str
     objects: list[plan.ObjectReport]
     nbytes: int
     common_digest: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a strategy keeps of its last save in a group; ``token`` is the same on all ranks.
+
+    ``digest`` is of this rank's table. The rest is of the last save that was committed: this rank's ``places``, and on
+    the first rank what all ranks wrote, the keys, and the last ``.metadata``.
+
+    [Note: plan cache] A rank whose table has not changed sends the token instead. If all do, and mean the same save,
+    nothing is gathered or checked again: each knows that the sum of the tables is what it was. If only some do,
+    all are asked once more, for their tables.
+    """
+
+    token: str
+    digest: str
+    keys: frozenset[str] = frozenset()
+    places: bytes | None = None
+    written: list[transfer.Written] = field(default_factory=list)
+    index: tuple[str, bytes] | None = None
 
 
 class Ticket(NamedTuple):
@@ -45,6 +71,9 @@ class Ticket(NamedTuple):
     target: str
     if_exists: str
     common_differs: bool
+    token: str = ""
+    known: bool = False  # the tables are those of the save that left this token
+    again: bool = False  # nothing is decided: the first rank asks for all tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +86,8 @@ class Content:
     common: dict[Any, Any]
     common_bytes: bytes
     nbytes: int
+    table: Encoded
+    threads: int = 1
 
 
 def save(
@@ -107,15 +138,27 @@ def save(
         if_exists=if_exists,
         timeout_s=timeout_s,
     )
-    exchange, content, ticket = agreed.exchange, agreed.content, agreed.ticket
+    exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
-        exchange.together(
-            lambda: (None, write(content, ticket, exchange.rank, check_finite)),
-            lambda written: commit(written, content, ticket),
+        places, _ = exchange.together(
+            lambda: _sparing(write(content, ticket, exchange.rank, check_finite), ticket, kept),
+            lambda written: commit(written, content, ticket, kept),
         )
     except BaseException:
         agreed.abandon()
         raise
+    if kept is not None:
+        kept.places = places
+
+
+def _sparing(written: transfer.Written, ticket: Ticket, kept: _Kept | None) -> tuple[bytes | None, transfer.Written]:
+    """The places of what was written, and the message to the first rank without what it has already."""
+    places = written.places
+    if kept is not None and ticket.known and kept.places is not None:
+        written.table = None
+        if places == kept.places:
+            written.places = None
+    return places, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +168,7 @@ class Agreed:
     exchange: Exchange
     content: Content
     ticket: Ticket
+    kept: _Kept | None = None
 
     def abandon(self) -> None:
         """Remove the staging folder."""
@@ -154,20 +198,74 @@ def agree_on(
     if if_exists not in ("replace", "error"):
         raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
     exchange = Exchange(group, timeout_s)
-    target = Path(checkpoint_dir).resolve()
-    staged: list[Path] = []
+    place = f"{exchange.rank} of {exchange.ranks}"
+    kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
+    host = _Host(Path(checkpoint_dir).resolve(), if_exists, kept)
     try:
-        content, ticket = exchange.together(
-            lambda: _describe(sharded_state_dict, content_metadata, exchange, engine, preprocess),
-            lambda reports: _agree(reports, target, if_exists, staged),
+        (content, report), ticket = exchange.together(
+            lambda: _describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept), host.agree
         )
+        if ticket.again:
+            whole = report._replace(table=content.table, token="")
+            _, ticket = exchange.together(lambda: (None, whole), host.agree)
         if ticket.common_differs:
             _warn_of_differences(exchange, content, preprocess)
     except BaseException:
-        for staging in staged:
-            storage.discard(staging)
+        host.discard()
         raise
-    return Agreed(exchange, content, ticket)
+    if engine.memory is not None and not ticket.known:
+        kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
+    return Agreed(exchange, content, ticket, kept)
+
+
+class _Host:
+    """What the first rank does while a save is agreed on."""
+
+    def __init__(self, target: Path, if_exists: str, kept: _Kept | None) -> None:
+        self._target, self._if_exists, self._kept = target, if_exists, kept
+        self._staging: Path | None = None
+        self.keys: frozenset[str] = frozenset()
+
+    def agree(self, reports: list[_Report]) -> Ticket:
+        """Check that the records of all ranks fit together, and make the staging folder. See [Note: plan cache]."""
+        tables = [report.table for report in reports if report.table is not None]
+        tokens = {report.token for report in reports}
+        known = not tables and self._kept is not None and tokens == {self._kept.token}
+        if not known and len(tables) < len(reports):
+            return Ticket("", "", "", "", False, again=True)
+        self.keys = check_together(tables, reports, self._kept if known else None)
+        storage.check_target(self._target, self._if_exists, owns_file)
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        storage.check_space(self._target.parent, sum(report.nbytes for report in reports))
+        save_id = secrets.token_hex(8)
+        self._staging = storage.stage(self._target, save_id)
+        differs = len({report.common_digest for report in reports}) > 1
+        token = tokens.pop() if known else save_id
+        return Ticket(save_id, str(self._staging), str(self._target), self._if_exists, differs, token, known)
+
+    def discard(self) -> None:
+        """Remove what was made."""
+        if self._staging is not None:
+            storage.discard(self._staging)
+
+
+def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | None) -> frozenset[str]:
+    """The keys of all tensors.
+
+    Raises:
+        ShardingError: the records of all ranks do not describe each tensor and each grid once and whole.
+    """
+    objects = [report.objects for report in reports]
+    problems, keys = [], frozenset[str]()
+    if kept is not None:
+        keys = kept.keys
+    else:
+        table = merge(tables)
+        problems, keys = validation.table_problems(table, "saved"), table.keys
+    problems += validation.object_problems(objects, "saved")
+    problems += validation.name_clashes(keys, (cell.stored_key for cells in objects for cell in cells))
+    validation.raise_problems(problems, "saved", ShardingError)
+    return keys
 
 
 def _describe(
@@ -176,7 +274,8 @@ def _describe(
     exchange: Exchange,
     engine: SaveEngine,
     preprocess: Callable[..., Any] | None,
-) -> tuple[Content, _Report]:
+    kept: _Kept | None,
+) -> tuple[tuple[Content, _Report], _Report]:
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
@@ -188,13 +287,14 @@ def _describe(
     parts, rank = sorted_out[0], exchange.rank
     tensors = [record for record in records if isinstance(record, ShardedTensor)]
     objects = [record for record in records if isinstance(record, ShardedObject)]
-    for record in tensors:
-        if record.data is None and is_main_replica(record.replica_id) and any(record.pieces()):
+    table, pieces = tabulate(tensors)
+    for record, own in zip(tensors, pieces, strict=True):
+        if record.data is None and own and is_main_replica(record.replica_id):
             raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
     common = dict(parts.common)
     if content_metadata is not None:
         common["content_metadata"] = content_metadata
-    writes = plan.plan_save(tensors)
+    writes = plan.plan_save(tensors, pieces)
     stored = [
         (record.unique_key, weights_only.dump([record.data], f"the object {record}"))
         for record in objects
@@ -202,13 +302,17 @@ def _describe(
     ]
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
+    encoded = table.encode()
+    known = kept is not None and kept.digest == encoded.digest
     report = _Report(
-        [plan.report(record) for record in tensors],
+        None if known else encoded,
+        kept.token if kept is not None and known else "",
         [object_report(record) for record in objects],
         nbytes,
         crc32(repr(sorted(_leaf_digests(common, preprocess).items())).encode()),
     )
-    return Content(tensors, writes, stored, common, common_bytes, nbytes), report
+    content = Content(tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count)
+    return (content, report), report
 
 
 def object_report(record: ShardedObject) -> plan.ObjectReport:
@@ -217,69 +321,68 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
     return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
 
 
-def _check_together(reports: list[_Report]) -> None:
-    """ShardingError unless the records of all ranks describe each tensor and each grid once and whole."""
-    tensors, objects = [report.tensors for report in reports], [report.objects for report in reports]
-    problems = [
-        *validation.tensor_problems(tensors, "saved"),
-        *validation.object_problems(objects, "saved"),
-        *validation.name_clashes(
-            (shard.key for shards in tensors for shard in shards),
-            (cell.stored_key for cells in objects for cell in cells),
-        ),
-    ]
-    validation.raise_problems(problems, "saved", ShardingError)
-
-
-def _agree(reports: list[_Report], target: Path, if_exists: str, staged: list[Path]) -> Ticket:
-    _check_together(reports)
-    storage.check_target(target, if_exists, owns_file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    storage.check_space(target.parent, sum(report.nbytes for report in reports))
-    save_id = secrets.token_hex(8)
-    staged.append(storage.stage(target, save_id))
-    differs = len({report.common_digest for report in reports}) > 1
-    return Ticket(save_id, str(staged[0]), str(target), if_exists, differs)
-
-
 def write(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
     """Write this rank's share into the staging folder. No group: any process that sees the data may do it."""
     staging = Path(ticket.staging)
     with storage.full_disk_told(staging, content.nbytes):
-        return transfer.write(
-            staging, rank, content.records, content.writes, content.objects, check_finite=check_finite
+        written = transfer.write(
+            staging,
+            rank,
+            content.records,
+            content.writes,
+            content.objects,
+            check_finite=check_finite,
+            threads=content.threads,
         )
+    written.table = content.table
+    return written
 
 
-def commit(written: list[transfer.Written], content: Content, ticket: Ticket) -> None:
+def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:
     """Write the small files, metadata.json last, and move the folder into place: what the first rank does.
 
     Args:
         written: what each rank wrote, in rank order; content: the first rank's.
+        kept: of the last save, if that is known to all ranks; it is brought up to date.
     """
     staging, target = Path(ticket.staging), Path(ticket.target)
+    small = {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
     with storage.full_disk_told(staging, content.nbytes):
-        _write_small_files(staging, written, content, ticket)
+        _write_index(staging, written, ticket.save_id, small, kept)
     # Again: data took a while to write, and nothing foreign may go.
     storage.check_target(target, ticket.if_exists, owns_file)
     storage.commit(staging, target, ticket.save_id)
 
 
-def _write_small_files(staging: Path, written: list[transfer.Written], content: Content, ticket: Ticket) -> None:
-    _write_index(
-        staging, written, ticket.save_id, {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
-    )
-
-
-def _write_index(staging: Path, written: list[transfer.Written], save_id: str, small: dict[str, bytes]) -> None:
+def _write_index(
+    staging: Path, written: list[transfer.Written], save_id: str, small: dict[str, bytes], kept: _Kept | None = None
+) -> None:
     """Write ``.metadata``, the ``small`` files in their order, and ``integrity.json`` over all of them."""
     files = {name: digest for part in written for name, digest in part.files.items()}
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
             raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    for name, data in ({".metadata": metadata.encode(_manifest(written, save_id))} | small).items():
+    for name, data in ({".metadata": _index(written, save_id, kept)} | small).items():
         files[name] = storage.write_file(staging, name, data)
     storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
+
+
+def _index(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
+    """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
+    if kept is None:
+        return metadata.encode(_manifest(written, save_id))
+    objects = [part.objects for part in written]
+    unmoved = kept.index is not None and all(part.table is None and part.places is None for part in written)
+    if unmoved and kept.index is not None and objects == [part.objects for part in kept.written]:
+        before, data = kept.index
+        if data.count(before.encode()) == 1:
+            return data.replace(before.encode(), save_id.encode())
+    for part, last in zip(written, kept.written or written, strict=True):
+        part.table = last.table if part.table is None else part.table
+        part.places = last.places if part.places is None else part.places
+    data = metadata.encode(_manifest(written, save_id))
+    kept.written, kept.index = written, (save_id, data)
+    return data
 
 
 def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:
@@ -289,10 +392,10 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
     """
 
     def check(reports: list[_Report]) -> Ticket:
-        _check_together(reports)
+        check_together([report.table for report in reports if report.table is not None], reports, None)
         return Ticket(save_id, str(folder), str(folder), "replace", False)
 
-    content, ticket = exchange.together(lambda: _describe(state, None, exchange, SaveEngine(), None), check)
+    (content, _), ticket = exchange.together(lambda: _describe(state, None, exchange, SaveEngine(), None, None), check)
     exchange.together(
         lambda: (None, write(content, ticket, exchange.rank, False)),
         lambda written: _write_index(folder, written, ticket.save_id, {}),
@@ -300,14 +403,19 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
 
 
 def _manifest(written: list[transfer.Written], save_id: str) -> Manifest:
-    chunks: dict[str, list[StoredChunk]] = {}
-    kinds: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    for part in written:
-        kinds.update(part.empty)
-        for key, dtype, shape, chunk in part.chunks:
-            kinds[key] = (dtype, shape)
-            chunks.setdefault(key, []).append(chunk)
-    tensors = {key: StoredTensor(*kinds[key], tuple(sorted(chunks.get(key, [])))) for key in kinds}
+    tables = [part.table for part in written]
+    table = merge([part for part in tables if part is not None])
+    assert len(tables) == len(written) and None not in tables, "a rank has kept its table to itself"
+    places = [iter(array("q", part.places or b"")) for part in written]
+    names = [next(iter(part.files), "") for part in written]
+    chunks: list[list[StoredChunk]] = [[] for _ in table.kinds]
+    for rank, box, kind in table.main_boxes():
+        start, length = next(places[rank]), next(places[rank])
+        chunks[kind].append(StoredChunk(box, ByteRange(names[rank], start, length)))
+    tensors = {
+        kind.key: StoredTensor(kind.dtype, kind.shape, tuple(sorted(found)))
+        for kind, found in zip(table.kinds, chunks, strict=True)
+    }
     objects: dict[str, ByteRange] = dict(entry for part in written for entry in part.objects)
     return Manifest(tensors, objects, save_id, needs_metadata_json=True)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -95,6 +95,14 @@ class Table:
         axes = len(self.kinds[kind].shape)
         box = Box(tuple(numbers[:axes]), tuple(numbers[self.dims : self.dims + axes]))
         return Row(int(self.ranks_N[index]), kind, bool(main), box)
+
+    def main_boxes(self) -> Iterator[tuple[int, Box, int]]:
+        """Rank, box and kind of each main replica's box that has elements, in the order of the rows."""
+        axes, dims = [len(kind.shape) for kind in self.kinds], self.dims
+        for rank, (kind, main, *numbers) in zip(self.ranks_N.tolist(), self.rows_NW.tolist(), strict=True):
+            size = tuple(numbers[dims : dims + axes[kind]])
+            if main and 0 not in size:
+                yield rank, Box(tuple(numbers[: axes[kind]]), size), kind
 
     def encode(self) -> Encoded:
         """The bytes that travel."""

@@ -8,33 +8,39 @@ No group and no decision: what goes where was planned. Tensors on other devices 
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
 
 from sixfold.dist_ckpt import frame as frames
-from sixfold.dist_ckpt.crc import crc32, join_pieces
+from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.integrity import FileDigest, hash_pieces
-from sixfold.dist_ckpt.manifest import ByteRange, StoredChunk
+from sixfold.dist_ckpt.integrity import FileDigest
+from sixfold.dist_ckpt.manifest import ByteRange
 from sixfold.dist_ckpt.mapping import ShardedTensor
-from sixfold.dist_ckpt.plan import Write
+from sixfold.dist_ckpt.plan import Write, total_bytes
 from sixfold.dist_ckpt.sources import comparable
 from sixfold.dist_ckpt.storage import FrameFile
-
-_HASH_ONCE_BYTES = 1 << 20  # joining CRC-32s costs some 20 us a piece, as much as hashing this much again
+from sixfold.dist_ckpt.table import Encoded
 
 
 @dataclass(slots=True)
 class Written:
-    """What one rank wrote; ``empty`` are tensors without a single element, which have no chunk."""
+    """What one rank wrote, all into one file.
 
-    chunks: list[tuple[str, torch.dtype, tuple[int, ...], StoredChunk]] = field(default_factory=list)
+    ``places`` are int64 pairs, start and length of the frame of each write of the plan. ``table`` is the rank's
+    table, whose main replicas are these writes in their order; the two are None where the first rank has them.
+    """
+
+    table: Encoded | None = None
+    places: bytes | None = b""
     objects: list[tuple[str, ByteRange]] = field(default_factory=list)
     files: dict[str, FileDigest] = field(default_factory=dict)
-    empty: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def write(
@@ -45,42 +51,54 @@ def write(
     objects: Sequence[tuple[str, bytes]],
     *,
     check_finite: bool,
+    threads: int = 1,
 ) -> Written:
     """Write this rank's chunks and objects as frames of ``__<rank>_0.distcp``; no file if there are none."""
-    written = Written(empty={r.key: (r.dtype, r.global_shape) for r in records if 0 in r.global_shape})
+    written = Written()
     if not plan and not objects:
         return written
-    with FrameFile(staging, f"__{rank}_0.distcp") as file:
+    nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
+    places = array("q")
+    with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads) as file:
         for step in plan:
-            tensor = _on_cpu(records[step.record].view(step.piece))
-            if check_finite:
-                _check_finite(tensor, step, rank)
-            frame = _append_frame(file, tensor, step)
-            written.chunks.append((step.key, step.dtype, step.shape, StoredChunk(step.piece.box, frame)))
-        for stored_key, data in objects:
             start = file.position
+            _add_frame(file, records[step.record], step, rank, check_finite)
+            places.extend((start, file.position - start))
+        for stored_key, data in objects:
+            written.objects.append((stored_key, ByteRange(file.name, file.position, len(data))))
             file.append(data)
-            written.objects.append((stored_key, ByteRange(file.name, start, len(data))))
         written.files[file.name] = file.finish()
+    written.places = places.tobytes()
     return written
 
 
-def _append_frame(file: FrameFile, tensor: torch.Tensor, step: Write) -> ByteRange:
+def _add_frame(file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool) -> None:
     """Write one chunk. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
-    start, raw = file.position, frames.tensor_bytes(tensor)
-    pickled = frames.data_pickle(step.dtype, step.piece.box.size)
-    if len(raw) < _HASH_ONCE_BYTES:
-        pieces, crc = None, crc32(raw)
-    else:
-        # The CRC-32 stands in the head but does not change its length.
-        head_bytes = len(frames.build(pickled, len(raw), 0, start).head)
-        pieces = hash_pieces(raw, start + head_bytes)
-        crc = join_pieces(pieces)
-    frame = frames.build(pickled, len(raw), crc, start)
-    file.append(frame.head)
-    file.append(raw, pieces)
-    file.append(frame.tail)
-    return ByteRange(file.name, start, file.position - start)
+    data, flat, size = record.data, step.piece.flat, step.piece.box.size
+    if data is None or not data.is_cpu or not _is_plain(data):
+        data, flat = _on_cpu(record.view(step.piece)), None
+    if check_finite:
+        _check_finite(record.view(step.piece), step, rank)
+    elements, itemsize = prod(size), step.dtype.itemsize
+    first = 0 if flat is None else flat[0]
+    assert first + elements <= data.numel(), f"{step} leaves its tensor"
+    address, nbytes = data.data_ptr() + first * itemsize, elements * itemsize
+    template = frames.template(step.dtype, size, file.position)
+    if nbytes < frames.LARGE_BYTES:
+        raw = ctypes.string_at(address, nbytes)
+        crc = crc32(raw).to_bytes(4, "little")
+        (head, more_head), (tail, more_tail) = template.head, template.tail
+        file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+        return
+    if data is not record.data:
+        file.keep(data)
+    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    file.add_large(template.head_bytes, view, template.fill)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a CPU tensor is its values in row-major order."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+from schedule_helpers import FUSED, SCHEDULES
 from torch import Tensor, nn
 
 from sixfold.pipeline import (
@@ -19,9 +20,9 @@ from sixfold.pipeline import (
     naive,
     one_f_one_b,
 )
-from sixfold.pipeline.passes import lower
+from sixfold.pipeline.passes import lower, optimizer_step, recompute
 
-PROGRAMS = [naive(2, 5), gpipe(3, 5), one_f_one_b(4, 5), interleaved(2, 5, 2), lower(interleaved(3, 5, 3))]
+PROGRAMS = [*(SCHEDULES[name](3, 5) for name in FUSED), lower(interleaved(3, 5, 3)), naive(1, 5)]
 
 
 def stages_of(modules: list[nn.Module]) -> list[Stage]:
@@ -292,6 +293,20 @@ def make(program: Program | None = None, modules: list[nn.Module] | None = None,
 def test_what_cannot_work_is_refused_by_name(act, words):
     with pytest.raises(ScheduleError, match=words):
         act()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(program for name, make in SCHEDULES.items() if name not in FUSED for program in [make(2, 4)]),
+        recompute(gpipe(2, 4)),
+        optimizer_step(gpipe(2, 4)),
+    ],
+    ids=lambda program: program.name,
+)
+def test_programs_with_actions_of_the_later_executor_are_refused_before_anything_runs(program):
+    with pytest.raises(ScheduleError, match=r"rank 0 \[\d+\] .*: executing (I|OVERLAP_F_B|RECOMPUTE|STEP) comes"):
+        make(program, layers(program.stages))
 
 
 def test_a_stage_must_return_tensors():

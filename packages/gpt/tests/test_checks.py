@@ -42,9 +42,9 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
     [
         "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2", "parallel.schedule=zb_h1",
         "model.num_experts=4", "train.precision=fp8", "train.compile=true",
-        "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon", "data.order=megatron",
+        "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon",
         "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true", "log.tensorboard=true",
-        "log.profile_steps=[3]", "data.changes=[{at = 64, blend = ['data/wiki'], weights = [1.0]}]",
+        "log.profile_steps=[3]", "data.changes=[{at = 64, sequence_length = 64}]",
     ],
 )  # fmt: skip
 def test_what_this_release_lacks_is_refused_by_key_and_said_to_come_later(override):
@@ -52,6 +52,49 @@ def test_what_this_release_lacks_is_refused_by_key_and_said_to_come_later(overri
         config_with(override)
     assert words_of(error).startswith(override.partition("=")[0] + " is ")
     assert "comes with a later release" in words_of(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            "[{at = 70, weights = [1, 2]}]",
+            "data.changes[0].at is 70, inside a step; it is where a step begins: 64 or 80",
+        ),
+        ("[{at = 64, weights = [1]}]", "data.changes[0].weights has 1 entries and the blend has 2"),
+        ("[{at = 64, blend = ['a'], weights = [1, 2]}]", "weights has 2 entries and the blend has 1"),
+        ("[{at = 64}]", "data.changes[0] at 64 changes nothing"),
+        ("[{at = 64, blend = ['a']}, {at = 64, blend = ['b']}]", "data.changes[1].at is 64, and 64 comes before it"),
+    ],
+)
+def test_a_change_of_the_blend_that_cannot_work_is_refused(changes, words):
+    with pytest.raises(ConfigError) as error:
+        config_with(f"data.changes={changes}")
+    assert words in words_of(error)
+
+
+def test_a_change_lies_on_a_step_of_the_ramp():
+    change = "data.changes=[{at = 96, weights = [1, 2]}]"  # 4 steps of 16, then one of 32
+    assert config_with("train.batch_ramp=[[4, 32]]", change).data.changes[0].at == 96
+    with pytest.raises(ConfigError, match=r"at is 96, inside a step; it is where a step begins: 80 or 112 works"):
+        config_with("train.batch_ramp=[[5, 32]]", change)
+
+
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_an_order_with_an_index_takes_no_changes_and_no_other_number_of_steps(order):
+    with pytest.raises(ConfigError, match=rf"data\.order is '{order}', whose index is built for one blend"):
+        config_with(f"data.order={order}", "data.changes=[{at = 64, blend = ['a']}]")
+    with pytest.raises(ConfigError, match=r"cannot change train\.steps"):
+        resume_changes(config_with(f"data.order={order}"), config_with(f"data.order={order}", "train.steps=200"))
+
+
+def test_a_resumed_run_may_change_the_blend_ahead_of_it_alone():
+    past, future = "{at = 32, blend = ['data/wiki']}", "{at = 64, blend = ['data/code']}"
+    both = config_with(f"data.changes=[{past}, {future}]")
+    resume_changes(both, config_with(f"data.changes=[{past}]"), step=4)
+    resume_changes(both, config_with(f"data.changes=[{past.replace('data', 'moved')}]"), step=4)
+    with pytest.raises(ConfigError, match=r"cannot change data\.changes"):
+        resume_changes(both, config_with(f"data.changes=[{future}]"), step=4)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -33,8 +34,12 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("train.offload_activations", lambda value: not value, "false", "offloaded activations"),
     ("train.cuda_graphs", lambda value: not value, "false", "graph capture"),
     ("optimizer.name", lambda value: value == "adamw", "adamw", "Muon"),
-    ("data.order", lambda value: value == "stateless", "stateless", "this order"),
-    ("data.changes", lambda value: not value, "[]", "a blend that changes within a run"),
+    (
+        "data.changes",
+        lambda value: not any(change.sequence_length for change in value),
+        "changes of blend and weights",
+        "a sequence length that changes within a run",
+    ),
     (
         "fsdp.gathered_bytes",
         lambda value: isinstance(value, str),
@@ -61,6 +66,7 @@ def check_config(config: "TrainConfig") -> None:
     _check_tensor_parallel(config)
     _check_stages(config)
     _check_schedule_lr(config)
+    _check_changes(config)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
     for key, has, present, what in _LATER:
@@ -191,6 +197,31 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
         )
 
 
+def _check_changes(config: "TrainConfig") -> None:
+    """A blend changes between two steps, later than the change before it, and only in the order that has no index."""
+    changes, order = config.data.changes, config.data.order
+    if changes and order != "stateless":
+        raise ConfigError(
+            f"data.changes has {len(changes)} entries and data.order is {order!r}, whose index is built for one blend; "
+            "data.order = 'stateless' works"
+        )
+    for number, change in enumerate(changes):
+        what = f"data.changes[{number}]"
+        if number and change.at <= changes[number - 1].at:
+            raise ConfigError(f"{what}.at is {change.at}, and {changes[number - 1].at} comes before it; at ascends")
+        if not change.blend and not change.weights and not change.sequence_length:
+            raise ConfigError(f"{what} at {change.at} changes nothing; give blend or weights")
+        blend = config.data.blend_at(number)
+        if change.weights and len(change.weights) != len(blend):
+            raise ConfigError(
+                f"{what}.weights has {len(change.weights)} entries and the blend has {len(blend)}; give one each"
+            )
+        step = bisect_left(range(change.at + 1), change.at, key=lambda step: _samples(config, step))
+        if _samples(config, step) != change.at:
+            near = " or ".join(str(_samples(config, one)) for one in (step - 1, step))
+            raise ConfigError(f"{what}.at is {change.at}, inside a step; it is where a step begins: {near} works")
+
+
 def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
     """Key -> value of all that a resumed run keeps."""
     values: dict[str, Any] = {}
@@ -200,7 +231,13 @@ def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
                 {f"{table}.{key}": value for key, value in keys.items() if f"{table}.{key}" not in _FREE_KEYS}
             )
     values["train.batch_ramp"] = [list(entry) for entry in config.train.batch_ramp if entry[0] < step]
-    values["data.changes"] = [change for change in values["data.changes"] if change["at"] < _samples(config, step)]
+    values["data.changes"] = [
+        change | {"blend": list(config.data.names_of(change["blend"]))}
+        for change in values["data.changes"]
+        if change["at"] < _samples(config, step)
+    ]
+    if config.data.order != "stateless":  # an index is built for the samples of the whole run
+        values["train.steps"] = config.train.steps
     values["data.blend"] = list(config.data.dataset_names)
     values["data.valid"] = [prefix.rpartition("/")[2] for prefix in config.data.valid]
     del values["data.names"]  # told as data.blend

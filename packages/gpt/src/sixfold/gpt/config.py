@@ -6,7 +6,7 @@ No torch: a typing error is reported within milliseconds, before a rank is start
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
@@ -186,6 +186,21 @@ class DataConfig(Table):
     def dataset_names(self) -> tuple[str, ...]:
         """Names that fix the order of a run: ``names``, else base names, so that a moved folder changes nothing."""
         return self.names or tuple(PurePath(prefix).name for prefix in self.blend)
+
+    def names_of(self, prefixes: Iterable[str]) -> tuple[str, ...]:
+        """Names of any prefixes: those of the blend as ``dataset_names`` has them, else base names."""
+        known = dict(zip(self.blend, self.dataset_names, strict=True))
+        return tuple(known.get(prefix, PurePath(prefix).name) for prefix in prefixes)
+
+    def blend_at(self, change: int) -> tuple[str, ...]:
+        """The prefixes blended from ``changes[change]`` on."""
+        named = [self.blend, *(one.blend for one in self.changes[: change + 1] if one.blend)]
+        return named[-1]
+
+    @property
+    def train_prefixes(self) -> tuple[str, ...]:
+        """Every prefix that training reads: those of the blend, then those that changes add."""
+        return tuple(dict.fromkeys([*self.blend, *(prefix for one in self.changes for prefix in one.blend)]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which tokens a step trains on: positions of one endless blended order, cut into microbatches.
+"""Which tokens a step trains on: positions of one blended order, cut into microbatches.
 
     config.data --> sixfold.blending --> TokenStream (this file) --> step.py
                                       `-> global_batches (whole batches, one process, no group)
@@ -22,9 +22,12 @@ from sixfold.gpt.errors import ConfigError, TrainError
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
+    import torch.distributed as dist
 
-    from sixfold.blending import BlendedDataset, GPTDataset
+    from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset
     from sixfold.gpt.config import TrainConfig
+
+    Datasets = tuple[BlendedDataset, BlendedDataset | GPTDataset | None]  # train, valid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +65,10 @@ def preflight(config: TrainConfig) -> None:
     from sixfold.gpt.tokenizer import check_identity
     from sixfold.indexed_data import IndexedDataset
 
-    for prefix in (*config.data.blend, *config.data.valid):
+    prefixes = (*config.data.train_prefixes, *config.data.valid)
+    for prefix in prefixes:
         IndexedDataset(prefix).close()
-    check_identity((*config.data.blend, *config.data.valid), config.data.tokenizer)
+    check_identity(prefixes, config.data.tokenizer)
 
 
 def train_samples(config: TrainConfig, steps: int | None = None) -> int:
@@ -79,20 +83,24 @@ def train_samples(config: TrainConfig, steps: int | None = None) -> int:
     )
 
 
-def build_datasets(config: TrainConfig) -> tuple[BlendedDataset, BlendedDataset | GPTDataset | None]:
-    """Open the blend and its validation part. Builds no index: the order is computed from positions.
+def dataset_builder(config: TrainConfig, group: dist.ProcessGroup | None = None) -> BlendedMegatronDatasetBuilder:
+    """What `build_datasets` builds with; opens nothing.
 
-    Returns:
-        (train, valid); valid is None where the split leaves it nothing.
+    Args:
+        group: all ranks, where ``data.order`` has an index: each builds a share of it.
     """
-    from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.tokenizer import tokenizer_of
 
     data = config.data
     # One prefix gets the weight 1, so that the part is a BlendedDataset whatever the number of prefixes.
     weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
     train_blend = (list(data.blend), weights)
-    names = dict(zip(data.blend, data.dataset_names, strict=True))
+    names = dict(zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True))
+    changes = [
+        BlendChange(at=change.at, blend=(list(data.blend_at(number)), list(change.weights) or None))
+        for number, change in enumerate(data.changes)
+    ]
     parts: dict[str, Any]
     if data.valid:
         for prefix in data.valid:
@@ -105,16 +113,40 @@ def build_datasets(config: TrainConfig) -> tuple[BlendedDataset, BlendedDataset 
         sequence_length=data.seq_length,
         tokenizer=tokenizer_of(data.blend, data.tokenizer),
         order=data.order,
+        changes=changes,
         dataset_names=names,
         eod_mask_loss=data.eod_mask_loss,
         path_to_cache=data.cache_dir or None,
         create_cu_seqlens=True,
         **parts,
     )
-    sizes = [train_samples(config), config.eval.batches * config.train.global_batch_size, 0]
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options).build()
+    return BlendedMegatronDatasetBuilder(GPTDataset, _sizes(config), lambda: True, options, group=group)
+
+
+def _sizes(config: TrainConfig) -> list[int]:
+    return [train_samples(config), config.eval.batches * config.train.global_batch_size, 0]
+
+
+def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None) -> Datasets:
+    """Open the blend and its validation part. The stateless order builds no index: it is computed from positions.
+
+    Args:
+        builder: of ``dataset_builder``; every rank of its group calls this.
+    Returns:
+        (train, valid); valid is None where the split leaves it nothing.
+    """
+    from sixfold.blending import BlendedDataset, GPTDataset
+
+    data, sizes = config.data, _sizes(config)
+    train, valid, _ = (builder or dataset_builder(config)).build()
     if train is None:
         raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
+    for what, part, size in (("train", train, sizes[0]), ("valid", valid, sizes[1] if config.eval.every else 0)):
+        if part is not None and len(part) < size:
+            raise ConfigError(
+                f"data.order is {data.order!r} without weights, which gives the {len(part)} samples of the {what} data "
+                f"once, and {size} are asked; give data.weights (and one prefix in data.valid)"
+            )
     assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
     assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
     return train, valid

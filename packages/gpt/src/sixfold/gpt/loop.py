@@ -27,7 +27,7 @@ from sixfold.gpt.agree import gather, together, wire_errors
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world, resume_changes
-from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, preflight
+from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder, preflight
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh, make_mesh
@@ -39,6 +39,7 @@ from sixfold.gpt.stop import StopFlag
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
+    from sixfold.gpt.data import Datasets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +73,11 @@ def versions() -> dict[str, str]:
 class Run:
     """One rank's view of a run: what it trains, where it stands, and what it writes."""
 
-    def __init__(self, config: TrainConfig, rank: RankModel, metrics: MetricsWriter | None) -> None:
+    def __init__(self, config: TrainConfig, rank: RankModel, metrics: MetricsWriter | None, data: Datasets) -> None:
         self.config = config
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
-        self.train_data, valid = build_datasets(config)
+        self.train_data, valid = data
         self.stream = TokenStream(self.train_data, config)
         if valid is None and config.eval.every:
             raise ConfigError(
@@ -295,6 +296,15 @@ def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
     )
 
 
+def _datasets(config: TrainConfig, mesh: RankMesh) -> Datasets:
+    """Opened by every rank for itself; an index is built in shares, and blending raises an error of one on all."""
+    group = None if config.data.order == "stateless" else mesh.control
+    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group))
+    if group is not None:
+        return build_datasets(config, builder)
+    return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
+
+
 def _write_config(config: TrainConfig) -> None:
     """run.dir/config.toml, whole or not at all."""
     folder = Path(config.run.dir)
@@ -323,7 +333,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     newest = together(mesh.control, mesh.size, prepare)
     rank = build_rank(config, mesh, world, model_provider=model_provider)
     metrics = MetricsWriter(Path(config.run.dir) / "metrics.jsonl") if mesh.rank == 0 else None
-    run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics))
+    data = _datasets(config, mesh)
+    run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
     flag = StopFlag()
     try:
         _start_line(run, mesh, _step_of(newest))

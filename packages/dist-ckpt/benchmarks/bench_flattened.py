@@ -1,0 +1,58 @@
+"""Flattened ranges beside the same tensors unflattened: save, and load at another layout. The peer is the plain form.
+
+    OMP_NUM_THREADS=1 pytest packages/dist-ckpt/benchmarks/bench_flattened.py
+    DIST_CKPT_BENCH_MIB=512 ... at another size (default 64 MiB of float32 in 8 tensors)
+
+One process holds all shards; files lie in a temporary folder and are warm. The time of flattened / plain is the
+figure; a flattened tensor is cut over DP besides TP, so that as many bytes go through more pieces.
+"""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import ShardedTensor
+
+MIB = int(os.environ.get("DIST_CKPT_BENCH_MIB", "64"))
+COLUMNS = 1024
+ROWS = MIB * 2**20 // 4 // 8 // COLUMNS
+AXES = [0, 1] * 4
+
+
+def state(tp, dp, *, flattened):
+    made = {}
+    for i, axis in enumerate(AXES):
+        shape = [ROWS, COLUMNS]
+        shape[axis] //= tp
+        elements = shape[0] * shape[1]
+        bounds = [elements * d // dp for d in range(dp + 1)] if flattened else [0, elements]
+        made[f"w{i}"] = [
+            ShardedTensor.from_rank_offsets_flat(
+                f"w{i}", torch.ones(b - a), tuple(shape), (axis, t, tp), flattened_range=slice(a, b)
+            )
+            if flattened
+            else ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(*shape), (axis, t, tp))
+            for t in range(tp)
+            for a, b in pairwise(bounds)
+        ]
+    return made
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["plain", "flattened"])
+def test_save(benchmark, tmp_path, flattened):
+    saved = state(2, 2, flattened=flattened)
+    benchmark.extra_info.update(mib=MIB, tp=2, dp=2)
+    benchmark.pedantic(dist_ckpt.save, (saved, tmp_path / "c"), rounds=5, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (4, 1), (1, 8)], ids=str)
+@pytest.mark.parametrize("flattened", [False, True], ids=["plain", "flattened"])
+def test_load(benchmark, tmp_path, flattened, layout):
+    dist_ckpt.save(state(2, 2, flattened=flattened), tmp_path / "c")
+    asked = state(*layout, flattened=flattened)
+    benchmark.extra_info.update(mib=MIB, tp=layout[0], dp=layout[1])
+    benchmark.pedantic(dist_ckpt.load, (asked, tmp_path / "c"), rounds=5, warmup_rounds=1)
+    assert all(bool((record.data == 1).all()) for shards in asked.values() for record in shards)

@@ -9,7 +9,7 @@
    taken, reaches a threshold a little below the largest lag of now. They are copied to a short list, in the order of
    their numbers, and only the list is looked at while its largest lag stays above the threshold. Below it, or at the
    window's end, a new list is made. Nothing else can win: a slack above the sum of all roundings is in the bound. Of equal
-   datasets no more are listed than the window has positions. There are two windows, a short one inside of a long one. */
+   datasets no more are listed than the window has positions. There are two windows, a near one inside of a far one. */
 
 #include "kernels.h"
 
@@ -18,10 +18,10 @@
 #include <string.h>
 
 #define MOST_DATASETS 32767
-#define NEAR_WINDOW 16   /* positions; this and the next three are measured */
-#define FAR_FACTOR 4     /* of the root of D */
-#define FEW_DATASETS 40  /* one list for all positions */
-#define SOME_DATASETS 96 /* one window instead of two */
+#define NEAR_WINDOW 16    /* positions; this and the next three are measured */
+#define FAR_FACTOR 4      /* of the root of D */
+#define FEW_DATASETS 40   /* one list for all positions, in registers as far as they reach */
+#define SOME_DATASETS 200 /* one window instead of two */
 #define PADDING 8 /* lists are padded to a multiple of it: whole vectors at every level */
 
 /* Some of the datasets, in the order of their numbers, padded by such as are never taken. */
@@ -55,12 +55,17 @@ INLINE double factor(int64_t position) { return position ? (double)position : 1.
 typedef double Two __attribute__((vector_size(16)));
 typedef int64_t TwoBits __attribute__((vector_size(16)));
 #define VECTOR Two
+#define MASK TwoBits
 INLINE Two larger_plain(Two a, Two b) {
     TwoBits which = a > b;
     return (Two)(((TwoBits)a & which) | ((TwoBits)b & ~which));
 }
 INLINE double largest_plain(Two a) { return a[0] > a[1] ? a[0] : a[1]; }
-INLINE uint64_t equals_plain(Two a, double b) { return (uint64_t)(a[0] == b) | (uint64_t)(a[1] == b) << 1; }
+INLINE TwoBits equal_plain(Two a, double b) { return a == b; }
+INLINE TwoBits reaches_plain(Two a, double b) { return a >= b; }
+INLINE uint64_t bits_plain(TwoBits mask) { return (uint64_t)(mask[0] & 1) | (uint64_t)(mask[1] & 2); }
+INLINE TwoBits mask_plain(uint64_t bits) { return -(TwoBits){(int64_t)(bits & 1), (int64_t)(bits >> 1 & 1)}; }
+INLINE Two count_plain(Two a, TwoBits mask) { return a + (Two)((TwoBits)(Two){1, 1} & mask); }
 #include "greedy_level.h"
 
 #if HAS_AVX
@@ -70,19 +75,25 @@ INLINE uint64_t equals_plain(Two a, double b) { return (uint64_t)(a[0] == b) | (
 #define TARGET AVX2
 #define LANES 4
 #define VECTOR __m256d
+#define MASK __m256d
 AVX2 INLINE __m256d larger_avx2(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
 AVX2 INLINE double largest_avx2(__m256d a) {
     __m128d two = _mm_max_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
     return _mm_cvtsd_f64(_mm_max_sd(two, _mm_unpackhi_pd(two, two)));
 }
-AVX2 INLINE uint64_t equals_avx2(__m256d a, double b) {
-    return (uint64_t)_mm256_movemask_pd(_mm256_cmp_pd(a, _mm256_set1_pd(b), _CMP_EQ_OQ));
+AVX2 INLINE __m256d equal_avx2(__m256d a, double b) { return _mm256_cmp_pd(a, _mm256_set1_pd(b), _CMP_EQ_OQ); }
+AVX2 INLINE __m256d reaches_avx2(__m256d a, double b) { return _mm256_cmp_pd(a, _mm256_set1_pd(b), _CMP_GE_OQ); }
+AVX2 INLINE uint64_t bits_avx2(__m256d mask) { return (uint64_t)_mm256_movemask_pd(mask); }
+AVX2 INLINE __m256d mask_avx2(uint64_t bits) {
+    __m256i lane = _mm256_set_epi64x(8, 4, 2, 1);
+    return _mm256_castsi256_pd(_mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x((int64_t)bits), lane), lane));
 }
+AVX2 INLINE __m256d count_avx2(__m256d a, __m256d mask) { return a + _mm256_and_pd(mask, _mm256_set1_pd(1)); }
 #include "greedy_level.h"
 #else
 #define fill_avx2 fill_plain
 #endif
-#define fill_avx512 fill_avx2 /* lists are so short that wider vectors do not pay (measured) */
+#define fill_avx512 fill_avx2 /* the lists are so short that wider vectors do not pay (measured) */
 
 typedef void (*Fill)(Blend *, int64_t);
 

@@ -1,6 +1,8 @@
 /* The greedy loop for one level of instructions; greedy.c includes it once for each.
 
-       lists of datasets, LEVEL, TARGET, LANES, VECTOR --> fill (this file) --> greedy.c */
+       lists of datasets --> fill (this file) --> greedy.c
+
+   LEVEL(name) names a function of the level, TARGET is its attribute; a VECTOR has LANES lags, a MASK says which of them. */
 
 /* The largest lag at a position; the lags by the way, if there is room for them. */
 TARGET INLINE double LEVEL(largest_lag)(const List *list, int64_t position, double *lag) {
@@ -18,62 +20,99 @@ TARGET INLINE double LEVEL(largest_lag)(const List *list, int64_t position, doub
 /* Make the list of a window: what can reach the threshold before its end; see [Note: window]. */
 TARGET INLINE void LEVEL(list_window)(
     const List *above, List *list, int64_t begin, int64_t end, double threshold, const Blend *blend) {
-    const double *weight = above->weight, *given = above->given;
-    uint8_t *flags = blend->flags;
-    double n = (double)end, bound = threshold - (blend->largest * n + n) * 0x1p-48;
-    for (int64_t at = 0; at < above->items; at++) flags[at] = weight[at] * n - given[at] >= bound;
-    int64_t listed = 0, equal = 0;
-    for (int64_t at = 0; at < above->items; at += 8) {
-        uint64_t word;
-        memcpy(&word, flags + at, sizeof word);
+    double n = (double)end, bound = threshold - (blend->largest * n + n) * 0x1p-48, *weight = list->weight, *given = list->given;
+    int64_t listed = 0, equal = 0, items = above->items, window = end - begin;
+    for (int64_t first = 0; first < items; first += 64) {
+        uint64_t word = 0;
+        for (int64_t at = first; at < items && at < first + 64; at += LANES) {
+            VECTOR lags = *(VECTOR *)(above->weight + at) * n - *(VECTOR *)(above->given + at);
+            word |= LEVEL(bits)(LEVEL(reaches)(lags, bound)) << (at - first);
+        }
         for (; word; word &= word - 1) {
-            int64_t place = at + __builtin_ctzll(word) / 8;
-            double w = weight[place], c = given[place];
-            equal = listed && w == list->weight[listed - 1] && c == list->given[listed - 1] ? equal + 1 : 0;
-            list->weight[listed] = w;
-            list->given[listed] = c;
+            int64_t place = first + __builtin_ctzll(word);
+            double w = above->weight[place], c = above->given[place];
+            equal = listed && w == weight[listed - 1] && c == given[listed - 1] ? equal + 1 : 0;
+            weight[listed] = w;
+            given[listed] = c;
             list->above[listed] = (int16_t)place;
-            listed += equal < end - begin;
+            listed += equal < window;
         }
     }
-    for (; listed % PADDING; listed++) list->weight[listed] = 0, list->given[listed] = INFINITY;
+    for (; listed % PADDING; listed++) weight[listed] = 0, given[listed] = INFINITY;
     list->items = listed;
 }
 
-/* The first place with this lag: 64 of them at a time, since a branch at each would be guessed wrong. */
-TARGET INLINE int64_t LEVEL(first_place)(const double *lag, double most, int64_t items) {
-    for (int64_t begin = 0;; begin += 64) {
-        uint64_t same = 0;
-        int64_t some = items - begin < 64 ? items - begin : 64;
-        for (int64_t at = 0; at < some; at += LANES)
-            same |= LEVEL(equals)(*(const VECTOR *)(lag + begin + at), most) << at;
-        if (same) return begin + __builtin_ctzll(same);
-    }
-}
-
-/* Give a position to a place of the near list. */
-TARGET INLINE void LEVEL(take)(Blend *blend, int64_t place, int64_t position) {
-    static const double units[2 * LANES] = {[LANES] = 1.0}; /* a vector of them has the 1 in any one lane */
-    List *all = &blend->all, *far = &blend->far, *near = &blend->near;
-    int64_t far_place = near->above[place], number = far->above[far_place];
-    double given = all->given[number] + 1.0;
+/* Give a position to a place of the near list; whether its dataset is used up by that. */
+TARGET INLINE int LEVEL(take)(Blend *blend, int64_t place, int64_t position) {
+    int64_t far_place = blend->near.above[place], number = blend->far.above[far_place];
+    double given = blend->all.given[number] + 1.0;
+    int used_up = blend->left && --blend->left[number] == 0;
     blend->dataset[position] = (int16_t)number;
-    blend->sample[position] = (int64_t)all->given[number];
-    if (blend->left && --blend->left[number] == 0) given = near->given[place] = INFINITY;
-    all->given[number] = far->given[far_place] = given;
-    VECTOR one; /* a whole vector: one that is stored in part and then read as a whole is slow */
-    memcpy(&one, units + LANES - place % LANES, sizeof one);
-    *(VECTOR *)(near->given + place / LANES * LANES) += one;
+    blend->sample[position] = (int64_t)blend->all.given[number];
+    blend->all.given[number] = blend->far.given[far_place] = used_up ? INFINITY : given;
+    return used_up;
 }
 
-/* Fill positions while the near list's largest lag reaches the threshold; the position behind the last. */
-TARGET INLINE int64_t LEVEL(fill_near)(Blend *blend, int64_t position, int64_t end, double threshold) {
+/* Fill positions while the near list's largest lag reaches the threshold; the position behind the last. A list of few vectors
+   stays in registers: the next position waits for what this one changes, and memory would be a detour of many cycles. */
+TARGET INLINE int64_t LEVEL(fill_few)(Blend *blend, int64_t position, int64_t end, double threshold, int vectors) {
+    List *near = &blend->near;
+    VECTOR w[FEW_DATASETS / LANES], c[FEW_DATASETS / LANES], lag[FEW_DATASETS / LANES];
+    for (int at = 0; at < vectors; at++) {
+        w[at] = *(VECTOR *)(near->weight + at * LANES);
+        c[at] = *(VECTOR *)(near->given + at * LANES);
+    }
     for (; position < end; position++) {
-        double most = LEVEL(largest_lag)(&blend->near, position, blend->lag);
+        double n = factor(position);
+        VECTOR many = lag[0] = w[0] * n - c[0];
+        for (int at = 1; at < vectors; at++) {
+            lag[at] = w[at] * n - c[at];
+            many = LEVEL(larger)(lag[at], many);
+        }
+        double most = LEVEL(largest)(many);
         if (most < threshold) break;
-        LEVEL(take)(blend, LEVEL(first_place)(blend->lag, most, blend->near.items), position);
+        uint64_t same = 0;
+        MASK equal[FEW_DATASETS / LANES];
+        for (int at = 0; at < vectors; at++) {
+            equal[at] = LEVEL(equal)(lag[at], most);
+            same |= LEVEL(bits)(equal[at]) << at * LANES;
+        }
+        int place = __builtin_ctzll(same);
+        if (__builtin_expect(same & (same - 1), 0)) /* the first alone of several */
+            for (int at = 0; at < vectors; at++) equal[at] = LEVEL(mask)((same & -same) >> at * LANES);
+        for (int at = 0; at < vectors; at++) c[at] = LEVEL(count)(c[at], equal[at]);
+        if (LEVEL(take)(blend, place, position)) {
+            double given[FEW_DATASETS];
+            for (int at = 0; at < vectors; at++) *(VECTOR *)(given + at * LANES) = c[at];
+            given[place] = INFINITY;
+            for (int at = 0; at < vectors; at++) c[at] = *(VECTOR *)(given + at * LANES);
+        }
     }
     return position;
+}
+
+/* The same for any number of vectors, in memory. */
+TARGET INLINE int64_t LEVEL(fill_many)(Blend *blend, int64_t position, int64_t end, double threshold) {
+    List *near = &blend->near;
+    for (; position < end; position++) {
+        double most = LEVEL(largest_lag)(near, position, blend->lag);
+        if (most < threshold) break;
+        int64_t place = 0;
+        while (blend->lag[place] != most) place++;
+        near->given[place] = LEVEL(take)(blend, place, position) ? INFINITY : near->given[place] + 1.0;
+    }
+    return position;
+}
+
+TARGET INLINE int64_t LEVEL(fill_near)(Blend *blend, int64_t position, int64_t end, double threshold) {
+    switch (blend->near.items) {
+        case 8: return LEVEL(fill_few)(blend, position, end, threshold, 8 / LANES);
+        case 16: return LEVEL(fill_few)(blend, position, end, threshold, 16 / LANES);
+        case 24: return LEVEL(fill_few)(blend, position, end, threshold, 24 / LANES);
+        case 32: return LEVEL(fill_few)(blend, position, end, threshold, 32 / LANES);
+        case 40: return LEVEL(fill_few)(blend, position, end, threshold, 40 / LANES);
+        default: return LEVEL(fill_many)(blend, position, end, threshold);
+    }
 }
 
 /* The same for the far list, window by window. */
@@ -105,3 +144,4 @@ TARGET static void LEVEL(fill)(Blend *blend, int64_t size) {
 #undef TARGET
 #undef LANES
 #undef VECTOR
+#undef MASK

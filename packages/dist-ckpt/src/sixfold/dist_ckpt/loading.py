@@ -22,6 +22,7 @@ from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
 from sixfold.dist_ckpt.integrity import Span
 from sixfold.dist_ckpt.manifest import Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.reader import Reader, check_policy
 from sixfold.dist_ckpt.relay import Relay, relay_through
 from sixfold.dist_ckpt.saving import object_report
@@ -61,6 +62,7 @@ class _Request:
     merges: list[factory.Merge]
     parts: tree.Split
     tensors: list[ShardedTensor]
+    table: Encoded
     reads: plan.LoadPlan
     common: dict[Any, Any]
     relay: Relay | None = None
@@ -185,9 +187,11 @@ def _look(
             record.init_data("cpu")
             parts.records[number] = (place, record)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy)
+    with collection_paused():
+        table, pieces = tabulate(tensors)
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy, pieces=pieces)
     common = _common(checkpoint, safe_globals) if with_common else {}
-    return _Request(checkpoint, expanded, merges, parts, tensors, reads, common)
+    return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
 def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
@@ -198,7 +202,7 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
     unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
     keys = frozenset([*manifest.tensors, *manifest.objects])
     return _Report(
-        tabulate(tensors)[0].encode(),
+        wanted.table,
         [object_report(record) for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],

@@ -9,10 +9,7 @@ layout of before 0.15 becomes ordinary boxes here, so that nothing else knows of
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any, TypeGuard
 
@@ -22,6 +19,7 @@ from sixfold.dist_ckpt import dcp_pickle
 from sixfold.dist_ckpt.box import Box, range_boxes
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, Run, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.unpickle import Node, kind_of, loads
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
@@ -97,20 +95,8 @@ def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
         CorruptError: it is not what such a file is, or contradicts itself.
         UnsafeError: a foreign global, or a file name that leaves the folder.
     """
-    with _collection_paused():
+    with collection_paused():
         return _decode(loads(data, trusted_bytes=trusted_bytes))
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """No garbage is collected inside: a large pickle makes objects by the million and none of them is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _decode(root: Any) -> Manifest:
@@ -146,7 +132,7 @@ def _tensor(key: str, entry: Node, places: dict[tuple[str, Any], ByteRange]) -> 
             raise CorruptError(f"a chunk of {key} is {kind_of(chunk)}")
         offset = _ints(chunk.get("offsets"), f"offsets of {key}")
         box = Box(offset, _ints(chunk.get("sizes"), f"sizes of {key}"))
-        if not box.within(shape):
+        if (box.size != shape or any(offset) or len(offset) != len(shape)) and not box.within(shape):
             raise CorruptError(f"{key}: chunk {box.offset} + {box.size} leaves the shape {shape}")
         if 0 not in box.size:
             chunks.append(StoredChunk(box, _place(places, key, offset)))

@@ -108,8 +108,14 @@ def plan_save(records: Sequence[ShardedTensor], pieces: Sequence[Sequence[Piece]
     )
 
 
-def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_policy: str) -> LoadPlan:
-    """Intersect what is asked for with what is stored.
+def plan_load(
+    records: Sequence[ShardedTensor],
+    manifest: Manifest,
+    *,
+    dtype_policy: str,
+    pieces: Sequence[Sequence[Piece]] | None = None,
+) -> LoadPlan:
+    """Intersect what is asked for with what is stored; ``pieces`` of the records, if they are known already.
 
     Raises:
         CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory).
@@ -129,7 +135,7 @@ def plan_load(records: Sequence[ShardedTensor], manifest: Manifest, *, dtype_pol
         if problem:
             mismatches.append(problem)
             continue
-        for piece in record.pieces():
+        for piece in record.pieces() if pieces is None else pieces[index]:
             wanted: Box | None = piece.box
             if not piece.box.within(stored.shape):
                 wanted = intersect(piece.box, whole(stored.shape))

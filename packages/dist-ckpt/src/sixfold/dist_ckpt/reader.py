@@ -33,6 +33,7 @@ from sixfold.dist_ckpt.folder import Checkpoint
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block, Hasher
 from sixfold.dist_ckpt.manifest import ByteRange
 from sixfold.dist_ckpt.mapping import ShardedTensor
+from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plan import LoadPlan, Read
 from sixfold.dist_ckpt.sources import Sources, comparable
 
@@ -106,7 +107,8 @@ class Reader:
         """
         for index, piece in plan.zeroed:
             records[index].view(piece).zero_()
-        windows = self._windows(records, plan, blocks)
+        with collection_paused():
+            windows = self._windows(records, plan, blocks)
         order = sorted(windows)
         last = {step.record: place for place in order for step in windows[place].steps}
         left = [index for index in range(len(records)) if index not in last]
@@ -189,6 +191,15 @@ class Reader:
         """Give a run's bytes to this rank's blocks, and the rest to the window that holds them."""
         file, size = step.chunk.frame.file, self._block_bytes
         number = run.start // size
+        if run.stop <= (number + 1) * size:  # most runs of small tensors
+            window = windows[file, number * size // WINDOW_BYTES]
+            window.steps.append(step)
+            wanted = window.blocks.get(number)
+            if wanted is not None and not (wanted and wanted[-1].stop > run.start):
+                wanted.append(run)
+            else:
+                window.runs.append(run)
+            return
         while run.start < run.stop:
             window = windows[file, number * size // WINDOW_BYTES]
             part = run.cut(run.start, (number + 1) * size)

@@ -26,6 +26,7 @@ from sixfold.dist_ckpt.frame import tensor_bytes
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file, save_engine
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 
@@ -287,14 +288,15 @@ def _describe(
     parts, rank = sorted_out[0], exchange.rank
     tensors = [record for record in records if isinstance(record, ShardedTensor)]
     objects = [record for record in records if isinstance(record, ShardedObject)]
-    table, pieces = tabulate(tensors)
+    with collection_paused():
+        table, pieces = tabulate(tensors)
+        writes = plan.plan_save(tensors, pieces)
     for record, own in zip(tensors, pieces, strict=True):
         if record.data is None and own and is_main_replica(record.replica_id):
             raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
     common = dict(parts.common)
     if content_metadata is not None:
         common["content_metadata"] = content_metadata
-    writes = plan.plan_save(tensors, pieces)
     stored = [
         (record.unique_key, weights_only.dump([record.data], f"the object {record}"))
         for record in objects
@@ -370,7 +372,8 @@ def _write_index(
 def _index(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
     """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
     if kept is None:
-        return metadata.encode(_manifest(written, save_id))
+        with collection_paused():
+            return metadata.encode(_manifest(written, save_id))
     objects = [part.objects for part in written]
     unmoved = kept.index is not None and all(part.table is None and part.places is None for part in written)
     if unmoved and kept.index is not None and objects == [part.objects for part in kept.written]:
@@ -380,7 +383,8 @@ def _index(written: list[transfer.Written], save_id: str, kept: _Kept | None) ->
     for part, last in zip(written, kept.written or written, strict=True):
         part.table = last.table if part.table is None else part.table
         part.places = last.places if part.places is None else part.places
-    data = metadata.encode(_manifest(written, save_id))
+    with collection_paused():
+        data = metadata.encode(_manifest(written, save_id))
     kept.written, kept.index = written, (save_id, data)
     return data
 

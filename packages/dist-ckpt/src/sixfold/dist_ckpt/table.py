@@ -119,7 +119,7 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
     for record in records:
         shape = record.global_shape
         kind = kinds.setdefault(Kind(record.key, record.dtype, shape), len(kinds))
-        own = list(record.pieces())
+        own = [*record.pieces()]
         # An empty range of a scalar: its box has volume 1, being of no dimensions.
         main, more = int(is_main_replica(record.replica_id) and bool(own or shape)), dims - len(shape)
         pieces.append(own)

@@ -154,6 +154,19 @@ def test_data_that_changed_under_the_metadata_file_is_never_read_through_a_stale
     assert after == contents(build(prefixes, tmp_path / "fresh"))
 
 
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_mapped_indices_hold_no_descriptor_and_stay_when_their_files_go(order, prefixes, tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    parts = build(prefixes, tmp_path / "cache", order=order)
+    assert len(os.listdir("/proc/self/fd")) == before
+    first = contents(parts)
+    for path in (tmp_path / "cache").iterdir():
+        path.unlink()
+    assert contents(parts) == first
+    with pytest.raises(ValueError, match="read-only"):
+        parts[0].datasets[0].shuffle_index[0] = 0
+
+
 def test_two_blends_of_the_same_samples_share_the_arrays(prefixes, tmp_path, calls):
     build(prefixes, tmp_path / "cache", split="1")
     calls.clear()

@@ -23,6 +23,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.mapping import map_bytes
 
 Arrays = dict[str, npt.NDArray[Any]]
 Stamp = list[int]  # size and time of the last change of a file
@@ -144,15 +146,16 @@ class MappedArrays(Arrays):
 
 def _mapped(file: BinaryIO, size: int) -> npt.NDArray[Any]:
     """One .npy, mapped. Nothing is ever unpickled: a file of objects is a ValueError."""
-    found = _HEADER.fullmatch(file.read(_HEADER_BYTES))
+    raw = map_bytes(file.fileno(), size)
+    found = _HEADER.fullmatch(raw[:_HEADER_BYTES].tobytes())
     if found is None:
-        file.seek(0)
         return np.lib.format.open_memmap(file.name, mode="r")
     dtype = np.dtype(found[1].decode())
     shape = tuple(int(number) for number in found.groups()[1:] if number is not None)
-    if _HEADER_BYTES + dtype.itemsize * int(np.prod(shape, dtype=object)) > size:
+    end = _HEADER_BYTES + dtype.itemsize * prod(shape)
+    if end > size:
         raise ValueError(f"{file.name} is cut")
-    return np.memmap(file, dtype=dtype, mode="r", offset=_HEADER_BYTES, shape=shape)
+    return raw[_HEADER_BYTES:end].view(dtype).reshape(shape)
 
 
 def _mapped_again(paths: Mapping[str, str], stamps: dict[str, Stamp]) -> MappedArrays:

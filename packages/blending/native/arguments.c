@@ -24,7 +24,8 @@ static char kind_of(const char *format) {
     if (format == NULL) return 'u'; /* plain bytes */
     if (*format == '@' || *format == '=') format++;
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-    else if (*format == '<') format++;
+    else if (*format == '<')
+        format++;
 #endif
     if (format[0] == '\0' || format[1] != '\0') return 0;
     if (strchr("bhilq", format[0])) return 'i';
@@ -81,7 +82,8 @@ int integer_of(PyObject *object, const char *name, int64_t least, int64_t most, 
     long long number = PyLong_AsLongLong(object);
     if (number == -1 && PyErr_Occurred()) return 0;
     if (number < least || number > most) {
-        PyErr_Format(PyExc_ValueError, "%s is %lld; it lies in %lld..%lld", name, number, (long long)least, (long long)most);
+        PyErr_Format(PyExc_ValueError, "%s is %lld; it lies in %lld..%lld", name, number, (long long)least,
+                     (long long)most);
         return 0;
     }
     *value = number;

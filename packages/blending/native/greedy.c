@@ -8,8 +8,9 @@
    [Note: window] In the next few positions only those datasets can win whose lag at the window's end, were none of them
    taken, reaches a threshold a little below the largest lag of now. They are copied to a short list, in the order of
    their numbers, and only the list is looked at while its largest lag stays above the threshold. Below it, or at the
-   window's end, a new list is made. Nothing else can win: a slack above the sum of all roundings is in the bound. Of equal
-   datasets no more are listed than the window has positions. There are two windows, a near one inside of a far one. */
+   window's end, a new list is made. Nothing else can win: the bound has a slack above the sum of all roundings. Of
+   equal datasets no more are listed than the window has positions. There are two windows, a near one inside of a far
+   one. */
 
 #include "kernels.h"
 
@@ -22,7 +23,7 @@
 #define FAR_FACTOR 4      /* of the root of D */
 #define FEW_DATASETS 40   /* one list for all positions, in registers as far as they reach */
 #define SOME_DATASETS 200 /* one window instead of two */
-#define PADDING 8 /* lists are padded to a multiple of it: whole vectors at every level */
+#define PADDING 8         /* lists are padded to a multiple of it: whole vectors at every level */
 
 /* Some of the datasets, in the order of their numbers, padded by such as are never taken. */
 typedef struct {
@@ -134,14 +135,14 @@ static void choose_windows(Blend *blend, int64_t datasets, int64_t size) {
 static int are_fit(const double *weight, const int64_t *left, int64_t datasets, int64_t size) {
     int64_t total = 0;
     for (int64_t at = 0; at < datasets; at++) {
-        if (!(weight[at] >= 0 && weight[at] < 1e300)) return 0;
+        if (!(weight[at] >= 0 && weight[at] < 1e290)) return 0;
         if (left && (left[at] < 1 || __builtin_add_overflow(total, left[at], &total))) return 0;
     }
     return size < (int64_t)1 << 52 && (!left || total == size);
 }
 
-/* greedy(weight, left, dataset, sample) -> None. weight: f8 (D,) >= 0; left: i8 (D,) samples of each dataset, which is used
-   up to zeros, or of no item: endless; dataset: i2, sample: i8, both (size,), with left the sum of it. */
+/* greedy(weight, left, dataset, sample) -> None. weight: f8 (D,) >= 0; left: i8 (D,) samples of each dataset, which is
+   used up to zeros, or of no item: endless; dataset: i2, sample: i8, both (size,), with left the sum of it. */
 KERNEL(greedy) {
     (void)module;
     static const Wanted wanted[] = {{"weight", "f8", 0}, {"left", "i8", 1}, {"dataset", "i2", 1}, {"sample", "i8", 1}};
@@ -149,13 +150,15 @@ KERNEL(greedy) {
     if (!arguments_are("greedy", count, 4) || !open_arrays(arguments, wanted, arrays, 4)) return NULL;
     const double *weight = arrays[0].data;
     int64_t datasets = arrays[0].items, size = arrays[2].items;
-    Blend blend = {.left = arrays[1].items ? arrays[1].data : NULL, .dataset = arrays[2].data, .sample = arrays[3].data};
+    Blend blend = {
+        .left = arrays[1].items ? arrays[1].data : NULL, .dataset = arrays[2].data, .sample = arrays[3].data};
     PyObject *result = NULL;
     void *room = NULL;
-    if (datasets < 1 || datasets >= MOST_DATASETS || (blend.left && arrays[1].items != datasets) || arrays[3].items != size)
+    if (datasets < 1 || datasets >= MOST_DATASETS || (blend.left && arrays[1].items != datasets) ||
+        arrays[3].items != size)
         refuse("greedy: 1 to 32,766 weights, as many left or none, and dataset and sample of one length");
     else if (!are_fit(weight, blend.left, datasets, size))
-        refuse("greedy: weights are >= 0 and below 1e300; left is > 0, and its sum is the length of dataset");
+        refuse("greedy: weights are >= 0 and below 1e290; left is > 0, and its sum is the length of dataset");
     else if (!(room = room_for(&blend, datasets, weight)))
         PyErr_NoMemory();
     else {

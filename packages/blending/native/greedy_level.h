@@ -2,7 +2,7 @@
 
        lists of datasets --> fill (this file) --> greedy.c
 
-   LEVEL(name) names a function of the level, TARGET is its attribute; a VECTOR has LANES lags, a MASK says which of them. */
+   LEVEL(name) names a function of the level, TARGET is its attribute; a VECTOR has LANES lags, a MASK says which. */
 
 /* The largest lag at a position; the lags by the way, if there is room for them. */
 TARGET INLINE double LEVEL(largest_lag)(const List *list, int64_t position, double *lag) {
@@ -18,9 +18,10 @@ TARGET INLINE double LEVEL(largest_lag)(const List *list, int64_t position, doub
 }
 
 /* Make the list of a window: what can reach the threshold before its end; see [Note: window]. */
-TARGET INLINE void LEVEL(list_window)(
-    const List *above, List *list, int64_t begin, int64_t end, double threshold, const Blend *blend) {
-    double n = (double)end, bound = threshold - (blend->largest * n + n) * 0x1p-48, *weight = list->weight, *given = list->given;
+TARGET INLINE void LEVEL(list_window)(const List *above, List *list, int64_t begin, int64_t end, double threshold,
+                                      const Blend *blend) {
+    double n = (double)end, bound = threshold - (blend->largest * n + n) * 0x1p-48;
+    double *weight = list->weight, *given = list->given;
     int64_t listed = 0, equal = 0, items = above->items, window = end - begin;
     for (int64_t first = 0; first < items; first += 64) {
         uint64_t word = 0;
@@ -53,8 +54,9 @@ TARGET INLINE int LEVEL(take)(Blend *blend, int64_t place, int64_t position) {
     return used_up;
 }
 
-/* Fill positions while the near list's largest lag reaches the threshold; the position behind the last. A list of few vectors
-   stays in registers: the next position waits for what this one changes, and memory would be a detour of many cycles. */
+/* Fill positions while the near list's largest lag reaches the threshold; the position behind the last. A list of few
+   vectors stays in registers: the next position waits for what this one changes, and memory would be a detour of many
+   cycles. */
 TARGET INLINE int64_t LEVEL(fill_few)(Blend *blend, int64_t position, int64_t end, double threshold, int vectors) {
     List *near = &blend->near;
     VECTOR w[FEW_DATASETS / LANES], c[FEW_DATASETS / LANES], lag[FEW_DATASETS / LANES];

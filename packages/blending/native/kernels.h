@@ -37,7 +37,7 @@ KERNEL(use_level);
 
 /* ---- arguments (arguments.c) */
 
-/* An array that a kernel asks for. Types are a kind (i, u, f) and a number of bytes each, separated by blanks: "i4 i8". */
+/* An array that a kernel asks for. A type is a kind (i, u, f) and a number of bytes; blanks between them: "i4 i8". */
 typedef struct {
     const char *name;
     const char *types;
@@ -85,10 +85,11 @@ PyObject *refuse(const char *message);
 
 enum { LEVEL_PLAIN = 0, LEVEL_AVX2 = 1, LEVEL_AVX512 = 2 };
 
-/* The level in use: the best that this processor has, or a lower one that a test has asked for. Read it with the GIL held. */
+/* The level in use: the best of this processor, or a lower one that a test has asked for. Read it with the GIL held. */
 int current_level(void);
 
 /* Call the variant of the current level. */
-#define AT_LEVEL(level, name) ((level) == LEVEL_AVX512 ? name##_avx512 : (level) == LEVEL_AVX2 ? name##_avx2 : name##_plain)
+#define AT_LEVEL(level, name) \
+    ((level) == LEVEL_AVX512 ? name##_avx512 : (level) == LEVEL_AVX2 ? name##_avx2 : name##_plain)
 
 #endif

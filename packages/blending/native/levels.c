@@ -9,7 +9,8 @@
 static int best(void) {
 #if HAS_AVX
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2")) return LEVEL_PLAIN;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("bmi2"))
+        return LEVEL_PLAIN;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl"))
         return LEVEL_AVX512;
@@ -36,7 +37,8 @@ KERNEL(level) {
 KERNEL(use_level) {
     (void)module;
     int64_t asked;
-    if (!arguments_are("use_level", count, 1) || !integer_of(arguments[0], "level", LEVEL_PLAIN, best(), &asked)) return NULL;
+    if (!arguments_are("use_level", count, 1) || !integer_of(arguments[0], "level", LEVEL_PLAIN, best(), &asked))
+        return NULL;
     in_use = (int)asked;
     return PyBool_FromLong(1);
 }

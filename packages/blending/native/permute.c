@@ -2,8 +2,8 @@
 
        keys, sizes, numbers --> permute, permute_range (this file) --> permute.py, shuffle.py
 
-   A block of numbers makes one pass together, in vector instructions; those that are still outside of the permutation are
-   moved to the front and make another. Oracle: the numpy statement in permute.py. */
+   A block of numbers makes one pass together, in vector instructions; those that are still outside of the permutation
+   are moved to the front and make another. Oracle: the numpy statement in permute.py. */
 
 #include "permute.h"
 
@@ -56,8 +56,8 @@ static int64_t first_outside(const int64_t *size, int64_t size_step, const int64
     return number;
 }
 
-/* permute(key, size, index, out) -> place of the first index outside of 0..size-1 or size above 2^53 (then out is as it was),
-   or their number. key: u8, size: i8, of one item or as many as index has; index, out: i8, equally many. */
+/* permute(key, size, index, out) -> place of the first index outside of 0..size-1 or size above 2^53 (then out is as it
+   was), or their number. key: u8, size: i8, of one item or as many as index has; index, out: i8, equally many. */
 KERNEL(permute) {
     (void)module;
     static const Wanted wanted[] = {{"key", "u8", 0}, {"size", "i8", 0}, {"index", "i8", 0}, {"out", "i8", 1}};
@@ -67,7 +67,8 @@ KERNEL(permute) {
     const int64_t *size = arrays[1].data, *index = arrays[2].data, number = arrays[2].items;
     int64_t *out = arrays[3].data, key_step = arrays[0].items != 1, size_step = arrays[1].items != 1, wrong = 0;
     PyObject *result = NULL;
-    if ((key_step && arrays[0].items != number) || (size_step && arrays[1].items != number) || arrays[3].items != number)
+    if ((key_step && arrays[0].items != number) || (size_step && arrays[1].items != number) ||
+        arrays[3].items != number)
         refuse("permute: key and size have one item or as many as index, out has as many");
     else {
         int level = current_level();

@@ -4,21 +4,22 @@
 
    At a node of n items per period of which l go left, L(m) = floor((2*m*l + n) / (2*n)) of its first m items do.
 
-   [Note: share] With s = ceil(l * 2^64 / n), L(m) is the whole part of m * s / 2^64 + 1/2: s is too large by less than 1, so the
-   sum by less than m / 2^64 <= n / 2^64; the exact value is a multiple of 1 / (2n), so the next whole number is at least
-   1 / (2n) away, and n / 2^64 < 1 / (2n) for n <= 2^31. Item m goes left iff the next item's sum passes a whole number,
-   that is, iff adding s to the fraction overflows. No division is left. Larger trees are walked with divisions of 128 bits. */
+   [Note: share] With s = ceil(l * 2^64 / n), L(m) is the whole part of m * s / 2^64 + 1/2: s is too large by less than
+   1, so the sum by less than m / 2^64 <= n / 2^64; the exact value is a multiple of 1 / (2n), so the next whole number
+   is at least 1 / (2n) away, and n / 2^64 < 1 / (2n) for n <= 2^31. Item m goes left iff the next item's sum passes a
+   whole number, that is, iff adding s to the fraction overflows. No division is left. Larger trees are walked with
+   divisions of 128 bits. */
 
 #include "kernels.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define NARROW ((int64_t)1 << 31)  /* period up to which shares are exact */
-#define MOST ((int64_t)1 << 62)    /* period at all */
-#define BLOCK 64                   /* positions that walk together */
-#define RANGE_BLOCK 32768          /* positions of a range that are parted together; fits 16 bits */
-#define DEEPEST 96                 /* a Huffman tree of totals up to 2^62 has fewer than log_1.618(2^62) levels */
+#define NARROW ((int64_t)1 << 31) /* period up to which shares are exact */
+#define MOST ((int64_t)1 << 62)   /* period at all */
+#define BLOCK 64                  /* positions that walk together */
+#define RANGE_BLOCK 32768         /* positions of a range that are parted together; fits 16 bits */
+#define DEEPEST 64 /* a Huffman tree of a period up to 2^31 has fewer than 48 levels, one more segment each */
 
 typedef unsigned __int128 Wide;
 
@@ -60,7 +61,8 @@ static void plant(Tree *tree, Item *leaf, int64_t leaves) {
     for (int32_t made = 0; made < leaves - 1; made++) {
         Node *node = &tree->node[made];
         for (int side = 1; side >= 0; side--) { /* the larger of the two goes left */
-            int takes_leaf = next_node == made || (next_leaf < leaves && leaf[next_leaf].total <= tree->total[next_node]);
+            int takes_leaf =
+                next_node == made || (next_leaf < leaves && leaf[next_leaf].total <= tree->total[next_node]);
             node->child[side] = takes_leaf ? leaf[next_leaf++].child : (int32_t)next_node++;
         }
         int64_t left = total_of(tree, node->child[0]), n = left + total_of(tree, node->child[1]);
@@ -111,10 +113,11 @@ static Tree *tree_of(const int64_t *quota, int64_t datasets, int64_t leaves, int
 /* One step down from a node: the item's number in the child. */
 INLINE uint64_t step(const Node *node, uint64_t m, int *goes_right) {
     Wide product = (Wide)m * node->share;
-    uint64_t fraction = (uint64_t)product ^ (uint64_t)1 << 63; /* + 1/2 ... */
+    uint64_t fraction = (uint64_t)product ^ (uint64_t)1 << 63; /* half of 2^64 added */
     uint64_t left = (uint64_t)(product >> 64) + ((uint64_t)product >> 63);
     *goes_right = fraction <= ~node->share;
-    uint64_t right = m - left, which = (uint64_t)0 - (uint64_t)*goes_right; /* no branch: half of the guesses would be wrong */
+    /* No branch: half of the guesses would be wrong. */
+    uint64_t right = m - left, which = (uint64_t)0 - (uint64_t)*goes_right;
     return left ^ ((left ^ right) & which);
 }
 
@@ -138,7 +141,7 @@ static void locate_wide(const Tree *tree, int64_t position, int64_t *dataset, in
     finish(tree, at, m, position / tree->period, dataset, sample);
 }
 
-/* Up to BLOCK positions, all of them a level deeper in each round: their walks are independent, so the processor overlaps them. */
+/* Up to BLOCK positions, all a level deeper in each round: independent walks, which the processor overlaps. */
 static void locate_block(const Tree *tree, const int64_t *position, int number, int64_t *dataset, int64_t *sample) {
     uint64_t m[BLOCK], walking[BLOCK];
     int64_t turns[BLOCK];
@@ -173,7 +176,8 @@ static void locate_all(const Tree *tree, const int64_t *position, int64_t number
         if (tree->total)
             locate_wide(tree, position[at], &dataset[at], &sample[at]);
         else
-            locate_block(tree, position + at, (int)(number - at < BLOCK ? number - at : BLOCK), &dataset[at], &sample[at]);
+            locate_block(tree, position + at, (int)(number - at < BLOCK ? number - at : BLOCK), &dataset[at],
+                         &sample[at]);
 }
 
 /* ---- ranges */
@@ -200,9 +204,10 @@ INLINE int part(uint64_t share, uint64_t fraction, uint16_t *slot, int number, u
     return left;
 }
 
-/* Up to RANGE_BLOCK positions of one turn from the root's item m on. */
-static void range_block(const Tree *tree, uint64_t m, int64_t turns, int number, int64_t *dataset, int64_t *sample) {
-    uint16_t slot[RANGE_BLOCK], aside[RANGE_BLOCK];
+/* Positions of one turn from the root's item m on; slot has room for twice their number, at most RANGE_BLOCK. */
+static void range_block(const Tree *tree, uint64_t m, int64_t turns, int number, uint16_t *slot, int64_t *dataset,
+                        int64_t *sample) {
+    uint16_t *aside = slot + number;
     Segment stack[DEEPEST] = {{tree->root, 0, number, m}};
     for (int at = 0; at < number; at++) slot[at] = (uint16_t)at;
     for (int depth = 1; depth;) {
@@ -224,16 +229,19 @@ static void range_block(const Tree *tree, uint64_t m, int64_t turns, int number,
 }
 
 /* Consecutive positions: parted in blocks, if these are large beside the tree. */
-static void locate_consecutive(const Tree *tree, const int64_t *position, int64_t number, int64_t *dataset, int64_t *sample) {
+static void locate_consecutive(const Tree *tree, const int64_t *position, int64_t number, int64_t *dataset,
+                               int64_t *sample) {
+    uint16_t *slot = malloc(2 * sizeof *slot * (size_t)(number < RANGE_BLOCK ? number : RANGE_BLOCK));
     for (int64_t at = 0, some; at < number; at += some) {
         int64_t turns = position[at] / tree->period, m = position[at] - turns * tree->period;
         some = number - at < RANGE_BLOCK ? number - at : RANGE_BLOCK;
         some = tree->period - m < some ? tree->period - m : some;
-        if (!tree->total && some >= tree->datasets)
-            range_block(tree, (uint64_t)m, turns, (int)some, dataset + at, sample + at);
+        if (slot && !tree->total && some >= tree->datasets)
+            range_block(tree, (uint64_t)m, turns, (int)some, slot, dataset + at, sample + at);
         else
             locate_all(tree, position + at, some, dataset + at, sample + at);
     }
+    free(slot);
 }
 
 /* ---- kernels */

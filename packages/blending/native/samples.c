@@ -8,17 +8,19 @@
 
 #define AHEAD 32 /* places whose lengths are fetched in advance: documents are in random order */
 
-/* Rows 1..samples; a row behind the last token is (last place, its length - extra). The first place without a length, or places. */
+/* Rows 0..samples; a row behind the last token is (last place, its length - extra). Returns the first place without a
+   length, or places. */
 INLINE int64_t fill_rows(const int32_t *document, int64_t places, const int64_t *length, int64_t documents, int64_t low,
                          int64_t sequence_length, int64_t extra, void *rows, int64_t samples, int bytes) {
-#define PUT(row, place, offset)                                                                                         \
-    do {                                                                                                                \
-        if (bytes == 4)                                                                                                 \
-            ((int32_t *)rows)[2 * (row)] = (int32_t)(place), ((int32_t *)rows)[2 * (row) + 1] = (int32_t)(offset);      \
-        else                                                                                                            \
-            ((int64_t *)rows)[2 * (row)] = (place), ((int64_t *)rows)[2 * (row) + 1] = (offset);                        \
+#define PUT(row, place, offset)                                                                                    \
+    do {                                                                                                           \
+        if (bytes == 4)                                                                                            \
+            ((int32_t *)rows)[2 * (row)] = (int32_t)(place), ((int32_t *)rows)[2 * (row) + 1] = (int32_t)(offset); \
+        else                                                                                                       \
+            ((int64_t *)rows)[2 * (row)] = (place), ((int64_t *)rows)[2 * (row) + 1] = (offset);                   \
     } while (0)
-    int64_t row = 1, token = sequence_length, end = 0; /* the next row, where it begins, and the end of the places so far */
+    /* The next row, the token where it begins, and the end of the places so far. */
+    int64_t row = 1, token = sequence_length, end = 0;
     PUT(0, 0, 0);
     for (int64_t place = 0; place < places && row <= samples; place++) {
         if (place + AHEAD < places) {
@@ -42,8 +44,8 @@ INLINE int64_t fill_rows(const int32_t *document, int64_t places, const int64_t 
 #undef PUT
 }
 
-/* sample_rows(document, length, low, sequence_length, extra, rows) -> place of the first document without a length, or how many
-   there are. document: i4 (K,), K > 0; length: i8 of documents low, low + 1, ...; rows: i4 or i8 (n + 1, 2). */
+/* sample_rows(document, length, low, sequence_length, extra, rows) -> place of the first document without a length, or
+   how many there are. document: i4 (K,), K > 0; length: i8 of documents low and on; rows: i4 or i8 (n + 1, 2). */
 KERNEL(sample_rows) {
     (void)module;
     static const Wanted wanted[] = {{"document", "i4", 0}, {"length", "i8", 0}, {"rows", "i4 i8", 1}};
@@ -63,9 +65,11 @@ KERNEL(sample_rows) {
     else {
         Py_BEGIN_ALLOW_THREADS
         if (arrays[2].item_bytes == 4)
-            done = fill_rows(document, places, length, documents, low, sequence_length, extra, arrays[2].data, samples, 4);
+            done =
+                fill_rows(document, places, length, documents, low, sequence_length, extra, arrays[2].data, samples, 4);
         else
-            done = fill_rows(document, places, length, documents, low, sequence_length, extra, arrays[2].data, samples, 8);
+            done =
+                fill_rows(document, places, length, documents, low, sequence_length, extra, arrays[2].data, samples, 8);
         Py_END_ALLOW_THREADS
         result = PyLong_FromLongLong(done);
     }

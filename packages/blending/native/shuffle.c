@@ -2,9 +2,10 @@
 
        state of MT19937, array --> shuffle (this file) --> megatron/documents.py
 
-   For i = n-1 down to 1: draw j in 0..i and swap places i and j. A j is 32 bits, of which the low ones under the mask of i
-   are kept, drawn again while it is above i; 64 bits, the high word first, once i > 2^32-1. Draws do not depend on what is
-   shuffled, so they are made a block ahead, and the places of a block are fetched while the block before is swapped. */
+   For i = n-1 down to 1: draw j in 0..i and swap places i and j. A j is 32 bits, of which the low ones under the mask
+   of i are kept, drawn again while it is above i; 64 bits, the high word first, once i > 2^32-1. Draws do not depend on
+   what is shuffled, so they are made a block ahead, and the places of a block are fetched while the block before is
+   swapped. */
 
 #include "kernels.h"
 
@@ -59,8 +60,8 @@ static uint32_t draw(Twister *twister) {
 
 INLINE uint64_t mask_of(uint64_t i) { return ~(uint64_t)0 >> __builtin_clzll(i | 1); }
 
-/* Places for i = top, top - 1, ..., number of them, all below 2^32 and all under one mask. No branch on a refusal: it would be
-   guessed wrong; what is refused is written over. */
+/* Places for i = top, top - 1, ..., number of them, all below 2^32 and all under one mask. No branch on a refusal: it
+   would be guessed wrong; what is refused is written over. */
 static void draw_places(Twister *twister, uint64_t top, int number, uint64_t *place) {
     uint32_t mask = (uint32_t)mask_of(top), i = (uint32_t)top;
     for (int made = 0; made < number;) {
@@ -122,8 +123,8 @@ INLINE void shuffle_items(Twister *twister, void *items, uint64_t n, uint64_t lo
     }
 }
 
-/* shuffle(key, next, items, lowest) -> next. key: u4 (624,), the state of RandomState, which goes on; next: its "pos"; items: of 4
-   or 8 bytes; lowest: the last i, >= 1, and 1 for all of the shuffle. */
+/* shuffle(key, next, items, lowest) -> next. key: u4 (624,), the state of RandomState, which goes on; next: its "pos";
+   items: of 4 or 8 bytes; lowest: the last i, >= 1, and 1 for all of the shuffle. */
 KERNEL(shuffle) {
     (void)module;
     static const Wanted wanted[] = {{"key", "u4", 1}, {"items", "i4 u4 i8 u8", 1}};

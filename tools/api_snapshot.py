@@ -25,7 +25,15 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 # Modules that DESIGN.md names to users beside the package itself.
 PUBLIC_MODULES = {
     "blending": ("order", "torch"),
-    "dist-ckpt": ("retention", "strategies.torch", "strategies.fully_parallel", "strategies.zarr", "optimizers"),
+    "dist-ckpt": (
+        "retention",
+        "strategies",
+        "strategies.torch",
+        "strategies.fully_parallel",
+        "strategies.zarr",
+        "optimizers",
+        "tools",
+    ),
     "fsdp": ("cost_model", "layout", "residency"),
     "pipeline": ("passes",),
 }

@@ -21,6 +21,13 @@ from sixfold.dist_ckpt import tree
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
+__all__ = [
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state",
+]
+
 ModelRecord = ShardedTensor | ShardedTensorFactory
 
 

@@ -22,6 +22,8 @@ from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor,
 from sixfold.dist_ckpt.relay import EXCHANGE_ALGORITHMS, Identity, cut_unit, identity, part_of, relay_through
 from sixfold.dist_ckpt.strategies.base import LoadEngine, LoadShardedStrategy, Records, SaveEngine, SaveShardedStrategy
 
+__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
+
 _REPLICA = 1  # any replica id but the main one
 
 
@@ -67,6 +69,9 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         return self.base_strategy.can_handle_sharded_objects
+
+    def check_written(self, checkpoint_dir: Path) -> None:
+        self.base_strategy.check_written(checkpoint_dir)
 
     def owns_file(self, name: str) -> bool:
         return self.base_strategy.owns_file(name)

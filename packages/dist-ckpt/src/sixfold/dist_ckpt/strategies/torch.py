@@ -24,6 +24,8 @@ from sixfold.dist_ckpt.strategies.base import (
     SaveShardedStrategy,
 )
 
+__all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"]
+
 BACKEND, VERSION = "torch_dist", 1
 
 

@@ -25,6 +25,8 @@ from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.common import inside
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
+__all__ = ["ZarrLoadShardedStrategy", "ZarrSaveShardedStrategy"]
+
 _CHUNK = re.compile(r".+/\d+(\.\d+)*")
 _OTHER = re.compile(r".+/\.z(array|attrs|group)")
 

@@ -81,15 +81,14 @@ def check_arrays(data, lists, n, sample):
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_every_sample_is_what_plain_loops_make_of_its_ranges(level, order, options):
     data, lists = data_of(order, **options)
-    for n in range(0, len(data), 3):
+    for n in range(0, len(data), 7):
         check_arrays(data, lists, n, data[n])
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_batch_is_its_samples_stacked(level, order, seed):
-    data, _ = data_of(order, seed, **OPTIONS[1])
-    positions = np.random.default_rng(seed).integers(0, len(data), 23).tolist()
+def test_a_batch_is_its_samples_stacked(level, order):
+    data, _ = data_of(order, 1, **OPTIONS[1])
+    positions = np.random.default_rng(1).integers(0, len(data), 23).tolist()
     batch, samples = data.get_batch(positions), [data[n] for n in positions]
     for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids", "dataset_id"):
         assert np.array_equal(batch[name], np.stack([sample[name] for sample in samples])), name
@@ -195,7 +194,7 @@ def test_a_damaged_source_raises_and_never_gives_other_tokens(level, harm, order
     except BlendingError:
         return
     refused = 0
-    for n in range(60):
+    for n in range(30):  # an epoch and a bit
         try:
             batch = data.get_batch([n])
         except BlendingError:

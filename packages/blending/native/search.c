@@ -301,11 +301,13 @@ INLINE void permute_places(uint64_t key, int size, uint8_t *member) {
     uint8_t moved[BLOCK_AT_MOST];
     Bytes table[ROUNDS], x = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Permutation by = permutation_of(key, (uint64_t)size);
-    for (int round = 0; round < ROUNDS; round++) {
-        uint8_t values[16];
-        for (int right = 0; right < 16; right++) values[right] = (uint8_t)(mix((uint64_t)right ^ by.round_key[round]) & by.mask);
-        memcpy(&table[round], values, sizeof values);
-    }
+    uint64_t keys[16 * ROUNDS], mixed[16 * ROUNDS];
+    for (int at = 0; at < 16 * ROUNDS; at++) keys[at] = by.round_key[at >> 4];
+    /* One loop over all rounds: of this the compiler makes vectors, a loop of 16 it unrolls before. */
+    for (int at = 0; at < 16 * ROUNDS; at++) mixed[at] = mix((uint64_t)(at & 15) ^ keys[at]) & by.mask;
+    uint8_t values[16 * ROUNDS];
+    for (int at = 0; at < 16 * ROUNDS; at++) values[at] = (uint8_t)mixed[at];
+    memcpy(table, values, sizeof table);
     for (int begin = 0; begin < 1 << 2 * by.half; begin += 16, x += 16) {
         Bytes left = x >> (uint8_t)by.half, right = x & (uint8_t)by.mask;
         for (int round = 0; round < ROUNDS; round++) {
@@ -315,11 +317,10 @@ INLINE void permute_places(uint64_t key, int size, uint8_t *member) {
         Bytes to = left << (uint8_t)by.half | right;
         memcpy(moved + begin, &to, sizeof to);
     }
-    for (int place = 0; place < size; place++) {
-        int to = moved[place];
-        while (to >= size) to = moved[to];
-        member[place] = (uint8_t)to;
-    }
+    memcpy(member, moved, (size_t)size);
+    if (size == 1 << 2 * by.half) return;
+    for (int place = 0; place < size; place++)
+        while (member[place] >= size) member[place] = moved[member[place]];
 }
 
 /* The sequences of a block from its first on: their lengths in the order of the block; false if they are damaged. */

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from blending_helpers import ListDataset, config, numbered
 
-from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, indices
+from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, cache, indices
 from sixfold.blending.source import ListSource
 
 indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
@@ -165,6 +165,22 @@ def test_mapped_indices_hold_no_descriptor_and_stay_when_their_files_go(order, p
     assert contents(parts) == first
     with pytest.raises(ValueError, match="read-only"):
         parts[0].datasets[0].shuffle_index[0] = 0
+
+
+def test_every_array_is_flushed_before_the_file_that_vouches_for_it_is_there(prefixes, tmp_path, monkeypatch):
+    flushed, kept = [], []
+
+    def flush(path):
+        flushed.append(Path(path).name)
+        kept.extend(records(tmp_path / "cache"))
+
+    monkeypatch.setattr(cache, "_flush", flush)
+    build(prefixes, tmp_path / "cache")
+    assert sorted(flushed) == sorted(name for name in files(tmp_path / "cache") if name.endswith(".npy"))
+    assert not kept
+    flushed.clear()
+    build(prefixes, tmp_path / "cache")
+    assert not flushed
 
 
 def test_two_blends_of_the_same_samples_share_the_arrays(prefixes, tmp_path, calls):

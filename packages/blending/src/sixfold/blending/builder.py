@@ -188,6 +188,8 @@ class BlendedMegatronDatasetBuilder:
             cost = build_cost(len(part), part.tokens, samples, self.config.sequence_length) if kept else 0
             costs.append(cost)
         self._build([tasks[number] for number in shares(costs, places)[place] if costs[number]])
+        for record in self._records.values():
+            record.flush()
         return {split: record.notes for split, record in self._records.items()}
 
     def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], place: int) -> None:

@@ -80,6 +80,15 @@ def test_two_billion_apportioned_samples_of_a_thousand_datasets(full_size, say):
         table_s, table = cpu(lambda: shuffle.table)
         assert table.dtype == np.uint32
         assert int(table.max()) == N - 1
+        anywhere = np.random.default_rng(0).integers(0, N, SLICE // 4)
+        looked, sent = cpu(table.__getitem__, anywhere)
+        computed, same = cpu(shuffle.at, anywhere)
+        assert np.array_equal(sent, same)
+        looked_ns, computed_ns = (seconds / anywhere.size * 1e9 for seconds in (looked, computed))
+        say(
+            f"a random position of the shuffle of 2e9: {looked_ns:.0f} ns looked up in the table, "
+            f"{computed_ns:.0f} ns computed"
+        )
         del table
         how = "made in full"
     else:

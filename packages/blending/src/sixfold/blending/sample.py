@@ -2,7 +2,7 @@
 
     gather.py --> TokenRows --> SampleLayout (this file) --> get_batch
 
-Pure numpy, a batch at a time: B samples of S tokens. Meanings as in megatron-core's
+A batch at a time, by the compiled kernel or numpy: B samples of S tokens. Meanings as in megatron-core's
 ``gpt_dataset.py``, but every array belongs to the caller: nothing is shared between samples.
 """
 

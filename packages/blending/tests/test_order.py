@@ -47,7 +47,7 @@ def test_the_order_is_that_of_version_1():
 @pytest.mark.parametrize("lengths", [[5], EMPTY_ONES_TOO, [1] * 30], ids=["one", "mixed", "ones"])
 def test_samples_are_those_of_the_plain_statement(lengths, S):
     data = dataset(sequences_of(lengths), sequence_length=S)
-    samples = min(40, 1500 // S)
+    samples = min(40, 1000 // S)
     assert where(data, range(samples)) == naive_where(NaiveLine(lengths, S), samples)
 
 

@@ -104,6 +104,8 @@ static int fits_map(const Range *range, const View *map) {
     return range->begin >= 0 && range->begin <= map->items && range->length <= map->items - range->begin;
 }
 
+static const View LEFT_OUT; /* stands for a source whose ranges are not read here */
+
 /* The maps of a list, NULL for None; NULL and an exception if one is something else. */
 static const View **maps_of(PyObject *list, int64_t *number) {
     if (!PyTuple_Check(list)) {
@@ -116,7 +118,7 @@ static const View **maps_of(PyObject *list, int64_t *number) {
     for (int64_t at = 0; at < *number; at++) {
         PyObject *object = PyTuple_GetItem(list, (Py_ssize_t)at);
         if (object == Py_None) continue;
-        maps[at] = PyCapsule_GetPointer(object, MAP);
+        maps[at] = object == Py_False ? &LEFT_OUT : (const View *)PyCapsule_GetPointer(object, MAP);
         if (maps[at] == NULL) {
             PyMem_Free(maps);
             return NULL;
@@ -126,7 +128,8 @@ static const View **maps_of(PyObject *list, int64_t *number) {
 }
 
 /* gather(maps, found, pad, rows, ranges, tokens, labels, begins) -> found, or the first range that does not fit its map or
-   row: then nothing was read. maps: a tuple of capsules of open_map, or None for sources whose ranges are left out here.
+   row: then nothing was read. maps: a tuple of capsules of open_map, None where no range may be, False for sources whose
+   ranges are left out here.
    ranges: i8 (at least found, RANGE_FIELDS). tokens, labels: i8 (rows, width), every item is written: pad where no range
    is. begins: u1 (rows, width), 1 in column 0 and where a range shows its first token, else 0. */
 KERNEL(gather) {
@@ -160,8 +163,8 @@ KERNEL(gather) {
         int64_t shown = 0, labelled = 0;
         for (; wrong < found; wrong++) {
             const Range *range = &ranges[wrong];
-            if (range->source < 0 || range->source >= number || !fits_row(range, rows, width)) break;
-            if (maps[range->source] && !fits_map(range, maps[range->source])) break;
+            const View *map = range->source < 0 || range->source >= number ? NULL : maps[range->source];
+            if (map == NULL || !fits_row(range, rows, width) || (map != &LEFT_OUT && !fits_map(range, map))) break;
             shown += range->shown;
             labelled += range->labels;
         }
@@ -173,9 +176,9 @@ KERNEL(gather) {
             for (int64_t at = 0; at < found; at++) {
                 const Range *range = &ranges[at], *later = range + AHEAD;
                 int64_t row = range->row * width;
-                if (at + AHEAD < found && maps[later->source]) fetch(maps[later->source], later);
+                if (at + AHEAD < found && maps[later->source] != &LEFT_OUT) fetch(maps[later->source], later);
                 if (range->shown) begins[row + range->column] = 1;
-                if (maps[range->source]) copy(maps[range->source], range, tokens + row, labels + row);
+                if (maps[range->source] != &LEFT_OUT) copy(maps[range->source], range, tokens + row, labels + row);
             }
         }
         Py_END_ALLOW_THREADS

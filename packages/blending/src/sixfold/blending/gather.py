@@ -50,7 +50,7 @@ def gather(
 
     Args:
         parts: (D,) by source.
-        maps: (D,) of ``open_map``; () for numpy alone.
+        maps: (D,) of ``open_map``, False where it is None; () for numpy alone.
         ranges: (R, len(FIELDS)) C-contiguous.
         without: sources that have no map although the kernel read others.
     Raises:

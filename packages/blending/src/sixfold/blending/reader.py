@@ -8,6 +8,7 @@ keep maps and indices open; they are made when a dataset is first read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,16 +42,24 @@ class Readable(Protocol):
     def order(self) -> Order: ...
 
 
+@dataclass(frozen=True)
+class _Handles:
+    """What the kernels have open of D datasets; a value, so that threads that open at once lose at worst an opening."""
+
+    finders: tuple[object | None, ...]
+    maps: tuple[object | None, ...]  # None: not yet; False: its source has none
+    unsearched: frozenset[int] = frozenset()  # datasets that numpy has to search
+    unmapped: frozenset[int] = frozenset()  # and those that it has to read
+
+
 class BatchReader:
     """Reads D datasets; see the module."""
 
     def __init__(self, datasets: Sequence[Readable]) -> None:
         self._datasets = datasets
         self._parts = [dataset.part for dataset in datasets]
-        self._finders: tuple[object | None, ...] = (None,) * len(self._datasets)
-        self._maps: tuple[object | None, ...] = self._finders
-        self._unsearched: frozenset[int] = frozenset()  # datasets that numpy has to search
-        self._unmapped: frozenset[int] = frozenset()  # and those that it has to read
+        none: tuple[object | None, ...] = (None,) * len(datasets)
+        self._handles = _Handles(none, none)
         self._room = 64  # ranges; it grows with what batches need
 
     def read(self, source_B: I64, sample_B: I64, rows: TokenRows) -> None:
@@ -60,59 +69,62 @@ class BatchReader:
             The source's own error, or BlendingError: its data is damaged, or ids do not fit the rows.
         """
         native = kernels()
-        ranges = None if native is None else self._searched(native, source_B, sample_B, rows.tokens.shape[1])
+        if native is None:
+            gather(self._parts, (), self._by_numpy(source_B, sample_B), rows)
+            return
+        handles = self._handles
+        ranges, handles = self._searched(native, handles, source_B, sample_B, rows.tokens.shape[1])
         if ranges is None:
             ranges = self._by_numpy(source_B, sample_B)
-            if native is not None:
-                for source in np.unique(source_B).tolist():
-                    self._open_map(native, source)
-        gather(self._parts, () if native is None else self._maps, ranges, rows, self._unmapped)
+            for source in np.unique(source_B).tolist():
+                handles = self._with_map(native, handles, source)
+        self._handles = handles
+        gather(self._parts, handles.maps, ranges, rows, handles.unmapped)
 
-    def _searched(self, native: Kernels, source_B: I64, sample_B: I64, sequence_length: int) -> I64 | None:
-        """The ranges by the kernel; None if it cannot say."""
+    def _searched(
+        self, native: Kernels, handles: _Handles, source_B: I64, sample_B: I64, sequence_length: int
+    ) -> tuple[I64 | None, _Handles]:
+        """The ranges by the kernel, None if it cannot say; and what is open now."""
         given: set[tuple[int, int, bool]] = set()
         for _ in range(_ATTEMPTS):
             ranges = np.empty((self._room, len(FIELDS)), dtype=np.int64)
-            found = native.find_samples(self._finders, sequence_length, source_B, sample_B, ranges)
+            found = native.find_samples(handles.finders, sequence_length, source_B, sample_B, ranges)
             if isinstance(found, tuple):
                 source, epoch = found
-                what = (source, epoch, self._finders[source] is None)
-                if what in given:  # a batch of more epochs than a finder keeps would turn them over for ever
-                    return None
+                finder = handles.finders[source]
+                what = (source, epoch, finder is None)
+                if what in given or source in handles.unsearched:
+                    break  # a batch of more epochs than a finder keeps would turn them over for ever
                 given.add(what)
-                if source in self._unsearched or not self._open(native, source, epoch):
-                    return None
+                if finder is None:
+                    handles = self._with_finder(native, handles, source)
+                else:
+                    self._datasets[source].order.add_epoch(native, finder, epoch)
             elif found >= 0:
-                return ranges[:found]
+                return ranges[:found], handles
             elif found == _TOO_LITTLE_ROOM:
                 self._room *= 2
             else:
-                return None
-        return None
+                break
+        return None, handles
 
-    def _open(self, native: Kernels, source: int, epoch: int) -> bool:
-        """Give the kernel a dataset or an epoch that it lacks; False if it cannot be given."""
-        order = self._datasets[source].order
-        finder = self._finders[source]
-        if finder is not None:
-            order.add_epoch(native, finder, epoch)
-            return True
+    def _with_finder(self, native: Kernels, handles: _Handles, source: int) -> _Handles:
+        """With a dataset's finder and map, or the dataset among the unsearched."""
         try:
-            finder = order.finder(native)
+            finder = self._datasets[source].order.finder(native)
         except (TypeError, ValueError, BufferError):  # such as lengths of another type
-            self._unsearched |= {source}
-            return False
-        self._open_map(native, source)
-        self._finders = (*self._finders[:source], finder, *self._finders[source + 1 :])
-        return True
+            return replace(handles, unsearched=handles.unsearched | {source})
+        finders = (*handles.finders[:source], finder, *handles.finders[source + 1 :])
+        return self._with_map(native, replace(handles, finders=finders), source)
 
-    def _open_map(self, native: Kernels, source: int) -> None:
-        if self._maps[source] is not None or source in self._unmapped:
-            return
+    def _with_map(self, native: Kernels, handles: _Handles, source: int) -> _Handles:
+        """With a dataset's map, if it is not there."""
+        if handles.maps[source] is not None:
+            return handles
         map_ = open_map(native, self._parts[source])
-        if map_ is None:
-            self._unmapped |= {source}
-        self._maps = (*self._maps[:source], map_, *self._maps[source + 1 :])
+        unmapped = handles.unmapped if map_ is not None else handles.unmapped | {source}
+        maps = (*handles.maps[:source], False if map_ is None else map_, *handles.maps[source + 1 :])
+        return replace(handles, maps=maps, unmapped=unmapped)
 
     def _by_numpy(self, source_B: I64, sample_B: I64) -> I64:
         """The ranges, dataset by dataset."""

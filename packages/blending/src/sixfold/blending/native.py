@@ -101,7 +101,7 @@ class Kernels(Protocol):
         """A finder of ranges through indices; see ``megatron.index.IndexOrder.finder``."""
 
     def add_epoch(self, finder: object, epoch: int, before: I64, block: Ints, keep: int, /) -> object:
-        """Give a line's finder the sums and blocks of an epoch; of the earlier ones the last ``keep`` stay."""
+        """Give a line's finder the first slots of an epoch; of the earlier ones the last ``keep`` stay."""
 
     def find_samples(
         self, finders: tuple[object, ...], sequence_length: int, source: I64, sample: I64, ranges: I64, /

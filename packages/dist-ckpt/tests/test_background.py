@@ -142,6 +142,19 @@ def test_a_stopped_worker_is_told_within_timeout_s_and_killed(saver, stopped, tm
     assert names(tmp_path) == ["c"]
 
 
+def test_signals_that_reach_a_whole_process_group_do_not_end_the_worker(saver, stopped, tmp_path):
+    """Ctrl-C, and the SIGTERM of a launcher, which a trainer answers with a last save."""
+    handle = saver.save(state(2), tmp_path / "c")
+    assert handle.progress() < 1
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(stopped, number)
+    handle.wait(60)
+    assert handle.progress() == 1
+    assert handle.total_s >= handle.blocked_s
+    assert loaded_value(tmp_path / "c") == 2
+    assert saver.save(state(3), tmp_path / "c").worker_pid == stopped
+
+
 def test_an_error_that_nobody_waited_for_is_told_by_the_next_call(saver, stopped, tmp_path):
     saver.save(state(2), tmp_path / "c")
     os.kill(stopped, signal.SIGKILL)

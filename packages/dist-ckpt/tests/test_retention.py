@@ -91,6 +91,22 @@ def test_what_a_killed_prune_left_is_removed_by_the_next(tmp_path, model):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
+    make(tmp_path, model, (2, 4, 6))
+    for step in (1, 3, 5, 7):
+        (tmp_path / f".step-{step:08d}.tmp-dead").mkdir()
+        (tmp_path / f".step-{step:08d}.job-dead").mkdir()
+    retention.prune(tmp_path, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step-00000005.job-dead",
+        ".step-00000005.tmp-dead",
+        ".step-00000007.job-dead",
+        ".step-00000007.tmp-dead",
+        "step-00000004",
+        "step-00000006",
+    ], "a save of step 5 or 7 may be in flight"
+
+
 def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):
     make(tmp_path, model, [1, 2])
     retention.step_path(tmp_path, 2).rename(tmp_path / ".step-00000002.old-ab")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
+import shutil
 import sys
 import threading
 from contextlib import suppress
@@ -82,6 +82,7 @@ class _Parent:
         job = self.current
         if job is not None and job.rank == 0:
             storage.discard(Path(job.ticket.staging))
+            shutil.rmtree(control.control_of(job).path, ignore_errors=True)  # the other ranks see that it is gone
         os._exit(0)
 
     def report(self, outcome: Outcome) -> None:
@@ -92,7 +93,6 @@ class _Parent:
 def main() -> None:
     """Serve jobs until the parent goes."""
     channel, arena_fd, pid = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     torch.set_num_threads(1)
     parent = _Parent(Connection(channel), pid)
     threading.Thread(target=parent.listen, daemon=True).start()

@@ -152,7 +152,8 @@ class Arena:
         try:
             # Allocates every page: without it a machine without memory would answer a copy with SIGBUS.
             os.posix_fallocate(self.fd, 0, size)
-            self._bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+            mapped = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no fault per page later
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         except OSError as error:
             raise StorageError(
                 f"no memory for a staging arena of {size} bytes ({error.strerror}); free memory or save synchronously",

@@ -18,6 +18,7 @@ import copy
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -67,6 +68,10 @@ class AsyncSave:
         """Seconds from the call until the checkpoint was committed or the save had failed; None until then."""
         ended = self._flight.ended_at
         return None if ended is None else ended - self._started
+
+    def progress(self) -> float:
+        """Share of this rank's bytes that its worker has written, 0 to 1; 1 when the save has ended. Never blocks."""
+        return 1.0 if self.done() else self._flight.written_share()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
@@ -238,11 +243,17 @@ class _Worker:
     def __init__(self, arena_fd: int) -> None:
         self.connection, theirs = Pipe()
         arguments = [theirs.fileno(), arena_fd, os.getpid()]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), arena_fd),
-        )
+        # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
+        # process group, and a trainer answers them by ending in order, after its save in flight.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), arena_fd),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def is_alive(self) -> bool:
@@ -278,6 +289,14 @@ class _Flight:
     def join(self) -> None:
         """Wait for the end, which has a deadline of its own."""
         self._thread.join()
+
+    def written_share(self) -> float:
+        """As far as the sizes of this rank's files tell."""
+        job, written = self._job, 0
+        for file in Path(job.ticket.staging).glob(f"__{job.rank}_*"):
+            with suppress(OSError):
+                written += file.stat().st_size
+        return min(1.0, written / max(1, job.content.nbytes))
 
     def raise_error(self) -> None:
         """What went wrong, if anything did."""

@@ -281,12 +281,11 @@ def is_committed(job: Job) -> bool:
 
 
 def remove(job: Job, folder: ControlFolder) -> None:
-    """The first rank's last act: when all have acknowledged, or soon, the folder goes, and those of dead saves."""
+    """The first rank's last act: when all have acknowledged, or soon, the folder goes."""
     watch, until = Watch(folder, job), time.monotonic() + _ACKNOWLEDGED_S
     while names := folder.names():
         waiting = {rank for rank in range(1, job.ranks) if f"alive-{rank}" in names}
         if waiting <= set(watch.dead(waiting, names)) or time.monotonic() > until:
             break
         time.sleep(_SHORTEST_S)
-    for leftover in (folder.path, *storage.siblings(Path(job.ticket.target), "job")):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(folder.path, ignore_errors=True)

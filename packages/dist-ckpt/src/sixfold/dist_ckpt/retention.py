@@ -14,6 +14,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from sixfold.dist_ckpt import storage
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.folder import is_complete
 
@@ -21,6 +22,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it.
 _REPLACED = re.compile(r"\.(step-\d{8,})\.old-.+")
 _PRUNED = re.compile(r"\.step-\d{8,}\.gone-.+")
+_UNFINISHED = re.compile(r"\.step-(\d{8,})\.(tmp|job)-.+")
 
 
 def step_path(root: str | Path, step: int) -> Path:
@@ -44,7 +46,8 @@ def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) ->
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
     Oldest first, each renamed aside before it is deleted, so that a kill leaves no half folder under
-    a step's name. Incomplete folders are left alone.
+    a step's name. What dead saves of steps before the last ``keep_last`` left behind goes too; other
+    incomplete folders are left alone.
 
     Returns:
         The deleted paths.
@@ -64,7 +67,16 @@ def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) ->
             continue
         typed(partial(_delete, path))
         deleted.append(path)
+    if kept := found[len(old) :]:
+        _delete_unfinished(folder, before=kept[0][0])
     return deleted
+
+
+def _delete_unfinished(folder: Path, *, before: int) -> None:
+    for leftover in _named(folder, _UNFINISHED):
+        match = _UNFINISHED.fullmatch(leftover.name)
+        if match and int(match.group(1)) < before:
+            storage.discard(leftover)
 
 
 def _delete(path: Path) -> None:

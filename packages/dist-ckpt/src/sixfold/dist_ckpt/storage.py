@@ -264,7 +264,8 @@ def commit(staging: Path, target: Path, save_id: str) -> None:
     sync_folder(target.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
-    for leftover in (*siblings(target, "tmp"), *siblings(target, "old")):
+    jobs = [path for path in siblings(target, "job") if not path.name.endswith(save_id)]
+    for leftover in (*siblings(target, "tmp"), *siblings(target, "old"), *jobs):
         discard(leftover)
 
 

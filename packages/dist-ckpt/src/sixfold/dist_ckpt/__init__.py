@@ -24,7 +24,6 @@ from sixfold.dist_ckpt.errors import (
     StorageError,
     UnsafeError,
 )
-from sixfold.dist_ckpt.loading import check_is_distributed_checkpoint, load_content_metadata
 from sixfold.dist_ckpt.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -32,8 +31,10 @@ from sixfold.dist_ckpt.mapping import (
     ShardedTensorFactory,
 )
 from sixfold.dist_ckpt.serialization import (
+    check_is_distributed_checkpoint,
     load,
     load_common_state_dict,
+    load_content_metadata,
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,

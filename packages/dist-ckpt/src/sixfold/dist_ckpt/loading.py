@@ -9,7 +9,7 @@ import os
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,8 +19,8 @@ from sixfold.dist_ckpt import factory, metadata, plan, tree, validation, weights
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
-from sixfold.dist_ckpt.integrity import Span
-from sixfold.dist_ckpt.manifest import Manifest
+from sixfold.dist_ckpt.integrity import Block, Span
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.reader import Reader, check_policy
@@ -66,6 +66,7 @@ class _Request:
     reads: plan.LoadPlan
     common: dict[Any, Any]
     relay: Relay | None = None
+    before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
 
     def shareable(self) -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
         """The tensors that can be loaded, and the place of the last frame that each of them needs."""
@@ -162,10 +163,10 @@ def _request(
         relay = relay_through(look, within, engine.memory)
         wanted = looked[0]
         reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=dtype_policy)
-        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
+        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay, before_read=engine.before_read)
     else:
         look()
-        wanted = request = looked[0]
+        wanted = request = replace(looked[0], before_read=engine.before_read)
     return request, _report(request, wanted, exchange.rank)
 
 
@@ -291,7 +292,11 @@ def _read(
     request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
 ) -> dict[tree.Path, Any]:
     checkpoint, relay = request.checkpoint, request.relay
-    blocks = (block for span in share for block in span.blocks())
+    blocks = [block for span in share for block in span.blocks()]
+    if request.before_read is not None:
+        stored, objects = checkpoint.manifest.objects, (record for _, record in request.parts.records)
+        keys = [record.unique_key for record in objects if isinstance(record, ShardedObject)]
+        request.before_read(request.reads.frames() | {stored[key] for key in keys if key in stored}, blocks)
     if relay is None:
         reader.run(request.tensors, request.reads, blocks)
     else:
@@ -347,18 +352,6 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence
     Raises: as ``load``. {} for a plain DCP folder.
     """
     return typed(lambda: _common(open_checkpoint(checkpoint_dir), safe_globals))
-
-
-def load_content_metadata(
-    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[Any, Any] | None = None
-) -> Any:
-    """What ``save`` was given as ``content_metadata``, or None; from a folder or from loaded common data."""
-    if (checkpoint_dir is None) == (preloaded_state_dict is None):
-        raise CheckpointError("load_content_metadata takes a folder or a preloaded_state_dict, one of the two")
-    if preloaded_state_dict is None:
-        assert checkpoint_dir is not None, "one of the two is given"
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
-    return preloaded_state_dict.get("content_metadata")
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:

@@ -204,13 +204,13 @@ def agree_on(
     host = _Host(Path(checkpoint_dir).resolve(), if_exists, kept)
     try:
         (content, report), ticket = exchange.together(
-            lambda: _describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept), host.agree
+            lambda: describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept), host.agree
         )
         if ticket.again:
             whole = report._replace(table=content.table, token="")
             _, ticket = exchange.together(lambda: (None, whole), host.agree)
         if ticket.common_differs:
-            _warn_of_differences(exchange, content, preprocess)
+            warn_of_differences(exchange, content, preprocess)
     except BaseException:
         host.discard()
         raise
@@ -269,7 +269,7 @@ def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | 
     return keys
 
 
-def _describe(
+def describe(
     state: Mapping[Any, Any],
     content_metadata: dict[str, Any] | None,
     exchange: Exchange,
@@ -364,12 +364,12 @@ def _write_index(
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
             raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    for name, data in ({".metadata": _index(written, save_id, kept)} | small).items():
+    for name, data in ({".metadata": index_of(written, save_id, kept)} | small).items():
         files[name] = storage.write_file(staging, name, data)
     storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
 
 
-def _index(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
+def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
     """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
     if kept is None:
         with collection_paused():
@@ -399,7 +399,7 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
         check_together([report.table for report in reports if report.table is not None], reports, None)
         return Ticket(save_id, str(folder), str(folder), "replace", False)
 
-    (content, _), ticket = exchange.together(lambda: _describe(state, None, exchange, SaveEngine(), None, None), check)
+    (content, _), ticket = exchange.together(lambda: describe(state, None, exchange, SaveEngine(), None, None), check)
     exchange.together(
         lambda: (None, write(content, ticket, exchange.rank, False)),
         lambda written: _write_index(folder, written, ticket.save_id, {}),
@@ -443,7 +443,7 @@ def _leaf_digest(leaf: Any) -> int:
     return crc32(buffer.getvalue())
 
 
-def _warn_of_differences(exchange: Exchange, content: Content, preprocess: Callable[..., Any] | None) -> None:
+def warn_of_differences(exchange: Exchange, content: Content, preprocess: Callable[..., Any] | None) -> None:
     def differing(digests: list[dict[str, int]]) -> list[str]:
         paths = {path for found in digests for path in found}
         return sorted(path for path in paths if len({found.get(path) for found in digests}) > 1)

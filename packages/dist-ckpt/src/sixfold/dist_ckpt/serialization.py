@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import foreign, loading, saving
+from sixfold.dist_ckpt import foreign, loading, remote, saving
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange import Group
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -70,6 +70,20 @@ def save(
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
+    checkpoint_dir = remote.local_path(checkpoint_dir)
+    if remote.is_url(checkpoint_dir):
+        remote.save(
+            sharded_state_dict,
+            str(checkpoint_dir),
+            base.save_engine(sharded_strategy, common_strategy),
+            preprocess_common_before_consistancy_check,
+            content_metadata,
+            group=group,
+            if_exists=if_exists,
+            check_finite=check_finite,
+            timeout_s=timeout_s,
+        )
+        return
     if base.save_engine(sharded_strategy, common_strategy) is not None:
         saving.save(
             sharded_state_dict,
@@ -140,6 +154,20 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
+    checkpoint_dir = remote.local_path(checkpoint_dir)
+    if remote.is_url(checkpoint_dir):
+        return remote.load(
+            sharded_state_dict,
+            str(checkpoint_dir),
+            base.load_engine(sharded_strategy, common_strategy),
+            validate_access_integrity,
+            strict,
+            group=group,
+            dtype_policy=dtype_policy,
+            verify=verify,
+            safe_globals=safe_globals,
+            timeout_s=timeout_s,
+        )
     strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
     if strategies is not None:
         return foreign.load(
@@ -192,28 +220,31 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence
 
     Raises: as ``load``. {} for a plain DCP folder.
     """
-    strategies = _foreign_strategies(checkpoint_dir, None, None)
-    if strategies is not None:
-        return strategies[1].load_common(Path(checkpoint_dir))
-    return loading.load_common_state_dict(checkpoint_dir, safe_globals=safe_globals)
+    with remote.local_view(checkpoint_dir) as folder:
+        strategies = _foreign_strategies(folder, None, None)
+        if strategies is not None:
+            return strategies[1].load_common(folder)
+        return loading.load_common_state_dict(folder, safe_globals=safe_globals)
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, None)
-    if strategies is not None:
-        return strategies[0].load_tensors_metadata(Path(checkpoint_dir))
-    return loading.load_tensors_metadata(checkpoint_dir)
+    with remote.local_view(checkpoint_dir) as folder:
+        strategies = _foreign_strategies(folder, sharded_strategy, None)
+        if strategies is not None:
+            return strategies[0].load_tensors_metadata(folder)
+        return loading.load_tensors_metadata(folder)
 
 
 def load_sharded_metadata(
     checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
-    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
-    if strategies is not None:
-        return foreign.listing(Path(checkpoint_dir), *strategies)
-    return loading.load_sharded_metadata(checkpoint_dir)
+    with remote.local_view(checkpoint_dir) as folder:
+        strategies = _foreign_strategies(folder, sharded_strategy, common_strategy)
+        if strategies is not None:
+            return foreign.listing(folder, *strategies)
+        return loading.load_sharded_metadata(folder)
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -221,6 +252,31 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
     tensors = load_tensors_metadata(checkpoint_dir)
     loaded = load(tensors, checkpoint_dir, group=None)
     return {key: loaded[key] for key in tensors}
+
+
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[Any, Any] | None = None
+) -> Any:
+    """What ``save`` was given as ``content_metadata``, or None; from a folder or from loaded common data."""
+    if (checkpoint_dir is None) == (preloaded_state_dict is None):
+        raise CheckpointError("load_content_metadata takes a folder or a preloaded_state_dict, one of the two")
+    if preloaded_state_dict is None:
+        assert checkpoint_dir is not None, "one of the two is given"
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get("content_metadata")
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether the folder opens as a whole checkpoint, here or by a registered strategy; no tensor is read."""
+    try:
+        with remote.local_view(checkpoint_dir) as folder:
+            strategies = _foreign_strategies(folder, None, None)
+            if strategies is None:
+                return loading.check_is_distributed_checkpoint(folder)
+            foreign.listing(folder, *strategies)
+            return True
+    except CheckpointError:
+        return False
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:

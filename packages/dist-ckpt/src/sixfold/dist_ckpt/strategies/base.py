@@ -25,6 +25,8 @@ from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
     from sixfold.dist_ckpt.exchange import Exchange, Group
+    from sixfold.dist_ckpt.integrity import Block
+    from sixfold.dist_ckpt.manifest import ByteRange
 
 
 class StrategyAction(Enum):
@@ -67,6 +69,7 @@ class LoadEngine:
         exchange_algo: how they are sent on.
         memory: what is kept between two loads of one strategy object; None: nothing.
         with_common: read the common data too.
+        before_read: called with the frames and the blocks that this rank is about to read.
     """
 
     parallel: bool = False
@@ -74,6 +77,7 @@ class LoadEngine:
     exchange_algo: str = "broadcast"
     memory: dict[str, Any] | None = field(default=None)
     with_common: bool = True
+    before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
 
 
 class SaveStrategyBase(ABC):  # noqa: B024

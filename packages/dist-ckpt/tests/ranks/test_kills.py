@@ -22,7 +22,7 @@ from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, backg
 KILLS = int(os.environ.get("DIST_CKPT_KILLS", "20"))
 RANKS = 2
 WORKER_KILLS = 4  # per job: the other rank's worker stays
-SHARES = {"steps": 0.25, "overwrite": 0.25, "aside": 0.15, "prune": 0.15, "async": 0.1, "worker": 0.1}
+SHARES = {"steps": 0.3, "overwrite": 0.3, "aside": 0.17, "prune": 0.17, "async": 0.03, "worker": 0.03}
 
 
 def state(rank, ranks, value):

@@ -17,6 +17,10 @@ from sixfold.pipeline.program import Program
 
 __all__ = ["lower"]
 
+# Names of their own: Python 3.11 needs a quarter of a microsecond to find Kind.F, once per action in the loop below.
+_F, _SEND_F, _RECV_F, _SEND_B, _RECV_B = Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
+_TAKES_GRADIENT = frozenset({Kind.B, Kind.I})
+
 
 def lower(program: Program) -> Program:
     """Add the messages between ranks, and a REDUCE_GRAD to each stage that has none.
@@ -47,7 +51,7 @@ def lower(program: Program) -> Program:
             entry = program.ranks[rank][cursor[rank]]
             parts = entry.parts or (entry,)
             for part in parts:
-                there = inputs if part.kind is Kind.F else gradients if part.kind in _TAKES_GRADIENT else None
+                there = inputs if part.kind is _F else gradients if part.kind in _TAKES_GRADIENT else None
                 if there is not None and not there[part.stage * m + part.microbatch]:  # type: ignore[operator]
                     break
             else:
@@ -57,40 +61,38 @@ def lower(program: Program) -> Program:
                 row.append(entry)
                 for part in parts:
                     stage, kind, k = part.stage, part.kind, part.microbatch
-                    if kind is Kind.F and stage + 1 < stages:
+                    if kind is _F and stage + 1 < stages:
                         inputs[(stage + 1) * m + k] = 1  # type: ignore[operator]
                         if crosses[stage]:
-                            row.append(Action(stage, Kind.SEND_F, k))
-                            rows[placement[stage + 1]].append(Action(stage + 1, Kind.RECV_F, k))
+                            row.append(Action(stage, _SEND_F, k))
+                            rows[placement[stage + 1]].append(Action(stage + 1, _RECV_F, k))
                     elif kind in _TAKES_GRADIENT and stage:
                         gradients[(stage - 1) * m + k] = 1  # type: ignore[operator]
                         if crosses[stage - 1]:
-                            row.append(Action(stage, Kind.SEND_B, k))
-                            rows[placement[stage - 1]].append(Action(stage - 1, Kind.RECV_B, k))
+                            row.append(Action(stage, _SEND_B, k))
+                            rows[placement[stage - 1]].append(Action(stage - 1, _RECV_B, k))
         if not moved:
             raise _stuck(program, left[0], cursor[left[0]])
         left = [rank for rank in left if cursor[rank] < len(program.ranks[rank])]
     return reduce_grad(replace(program, ranks=tuple(map(tuple, rows))))
 
 
-_TAKES_GRADIENT = frozenset({Kind.B, Kind.I})
-
-
 def _check_actions(program: Program) -> None:
     m, stages = program.microbatches, program.stages
     numbered = _TAKES_GRADIENT | {Kind.F}
     for rank, position, entry in program.entries():
-        rule = ""
-        if entry.kind in MESSAGES:
-            rule = "the program has messages; lower takes compute actions only"
         for part in entry.parts or (entry,):
+            k, rule = part.microbatch, ""
             if not 0 <= part.stage < stages:
                 rule = f"stages are 0..{stages - 1}"
-            elif part.kind in numbered and not (part.microbatch is not None and 0 <= part.microbatch < m):
-                rule = f"microbatches are 0..{m - 1}"
-        if rule:
-            message = f"rank {rank} [{position}] {entry}: {rule}"
-            raise ScheduleError(message, rank=rank, position=position, action=entry)
+            elif part.kind in numbered:
+                if k is None or not 0 <= k < m:
+                    rule = f"microbatches are 0..{m - 1}"
+            elif part.kind in MESSAGES:
+                rule = "the program has messages; lower takes compute actions only"
+            if rule:
+                message = f"rank {rank} [{position}] {entry}: {rule}"
+                raise ScheduleError(message, rank=rank, position=position, action=entry)
 
 
 def _stuck(program: Program, rank: int, position: int) -> ScheduleError:

@@ -7,7 +7,8 @@ Torch-free. Memory follows from the order of a list alone; no clock is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
@@ -52,30 +53,37 @@ def peak_activations(
         Kind.I: [-whole * input_share for whole in activation],
         Kind.W: [-whole * (1.0 - input_share) for whole in activation],
     }
-    limit = float("inf") if cap is None else cap + _ROUNDING
     peaks = []
     for rank, actions in enumerate(program.ranks):
-        again = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
-        held = peak = 0.0
-        for position, entry in enumerate(actions):
-            for action in entry.parts or (entry,):
-                added = adds.get(action.kind)
-                if added is None:
-                    continue
-                if again and action.kind is Kind.F and (action.stage, action.microbatch) in again:
-                    added = kept
-                held += added[action.stage]
-            if held > peak:
-                peak = held
-                if held > limit:
-                    raise ScheduleError(
-                        f"rank {rank} [{position}] {entry}: holds {held:g} of activations; memory_cap is {cap:g}",
-                        rank=rank,
-                        position=position,
-                        action=entry,
-                    )
+        kinds = {entry.kind for entry in actions}
+        flat = [part for entry in actions for part in entry.each()] if Kind.OVERLAP_F_B in kinds else actions
+        changes = [table[a.stage] for a in flat if (table := adds.get(a.kind)) is not None]
+        if Kind.RECOMPUTE in kinds:
+            again = {(a.stage, a.microbatch) for a in flat if a.kind is Kind.RECOMPUTE}
+            for at, a in enumerate(a for a in flat if a.kind in adds):
+                if a.kind is Kind.F and (a.stage, a.microbatch) in again:
+                    changes[at] = kept[a.stage]
+        peak = max(accumulate(changes), default=0.0)
+        if cap is not None and peak > cap + _ROUNDING:
+            raise _over(program, rank, adds, changes, cap)
         peaks.append(peak)
     return tuple(peaks)
+
+
+def _over(
+    program: Program, rank: int, adds: Mapping[Kind, object], changes: Sequence[float], cap: float
+) -> ScheduleError:
+    """The first action of ``rank`` that goes over ``cap``."""
+    places = [(i, a) for i, e in enumerate(program.ranks[rank]) for a in (e.parts or (e,)) if a.kind in adds]
+    held, (position, action) = next(
+        (held, place) for held, place in zip(accumulate(changes), places, strict=True) if held > cap + _ROUNDING
+    )
+    return ScheduleError(
+        f"rank {rank} [{position}] {action}: holds {held:g} of activations; memory_cap is {cap:g}",
+        rank=rank,
+        position=position,
+        action=action,
+    )
 
 
 def weight_versions(program: Program) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sixfold.pipeline.action import COMPUTE, Action, Kind
 from sixfold.pipeline.counterexample import broken, missing
 from sixfold.pipeline.program import Program
@@ -77,10 +79,10 @@ def check_steps(program: Program, starts: list[int], ends: list[int]) -> None:
                 raise broken(program, rank, position, action, rule)
 
 
-def check_one_reduction(program: Program, rank: int, ends: list[int]) -> None:
+def check_one_reduction(program: Program, slots: Iterable[tuple[int, int, Action]], ends: list[int]) -> None:
     """Without STEPs: at most one REDUCE_GRAD per stage, behind its last backward; ``ends`` as in ``check_steps``."""
     m, reduced = program.microbatches, set[int]()
-    for position, action in enumerate(program.ranks[rank]):
+    for rank, position, action in slots:
         if action.kind is Kind.REDUCE_GRAD:
             if action.stage in reduced:
                 raise broken(program, rank, position, action, _TWICE)

@@ -81,7 +81,7 @@ def verify(
     _check_compute(found)
     _check_messages(found)
     _check_slots(found)
-    if not (found.lowered and transport == "rendezvous" and meet(_meetings(program))):
+    if not (found.lowered and transport == "rendezvous" and meet(found.messages)):
         waits = _message_waits(found, transport) if found.lowered else _compute_waits(found)
         lengths = [len(actions) for actions in program.ranks]
         done = run_to_the_end(waits, lengths)
@@ -102,23 +102,26 @@ def verify(
 
 
 class _Found:
-    """Where each numbered action stands; making it refuses actions that belong nowhere, and second ones.
+    """Where each action stands; making it refuses actions that belong nowhere, and second ones.
 
     Attributes:
         kinds: that occur.
         lowered: as ``Program.lowered``.
         starts, ends: per stage * m + microbatch the position of its B or I, and of its B or W.
+        slots: (rank, position, action) of those without a microbatch, and of the STEPs.
+        messages: per rank its messages in order, as numbers; a SEND and its RECV have one number.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.kinds: set[Kind] = set()
-        for actions in program.ranks:
-            self.kinds.update(part.kind for entry in actions for part in entry.parts or (entry,))
-        self._absent = [-1] * (program.microbatches * program.stages)
-        self._at = {kind: self._absent.copy() for kind in self.kinds}
-        for rank in range(len(program.ranks)):
-            self._read(rank)
+        self.kinds = {entry.kind for actions in program.ranks for entry in actions}
+        if Kind.OVERLAP_F_B in self.kinds:
+            self.kinds.update(part.kind for _, _, entry in program.entries() for part in entry.each())
+        numbers = program.microbatches * program.stages
+        self._absent = [-1] * numbers
+        self._at = {kind: self._absent.copy() for kind in self.kinds - PER_STAGE - {Kind.STEP}}
+        self.slots: list[tuple[int, int, Action]] = []
+        self.messages: list[list[int]] = [self._read(rank) for rank in range(len(program.ranks))]
         local = all(a == b for a, b in pairwise(program.placement))
         self.lowered = bool(self.kinds & MESSAGES) or (local and Kind.REDUCE_GRAD in self.kinds)
         self.starts = list(map(max, self[Kind.B], self[Kind.I]))
@@ -128,29 +131,45 @@ class _Found:
         """Per stage * m + microbatch the position of its action of ``kind`` in its rank's list, or -1."""
         return self._at.get(kind, self._absent)
 
-    def _read(self, rank: int) -> None:
-        program, at = self.program, self._at
-        m, placement, stages = program.microbatches, program.placement, program.stages
-        unnumbered = PER_STAGE | {Kind.STEP}
-        for position, entry in enumerate(program.ranks[rank]):
+    def _read(self, rank: int) -> list[int]:
+        program = self.program
+        m, holders = program.microbatches, dict(enumerate(program.placement))
+        # Of a message its number is that of the receiver's stage and microbatch; gradients come after all activations.
+        backward = m * program.stages
+        first = {Kind.SEND_F: m, Kind.RECV_F: 0, Kind.SEND_B: backward - m, Kind.RECV_B: backward}
+        tables = {kind: (row, first.get(kind)) for kind, row in self._at.items()}
+        messages: list[int] = []
+        for position, action in self._flat(rank):
+            stage = action.stage
+            if holders.get(stage) != rank:
+                on = f"stage {stage} is on rank {holders.get(stage)}"
+                rule = on if stage in holders else f"stages are 0..{program.stages - 1}"
+                raise broken(program, rank, position, action, rule)
+            table = tables.get(action.kind)
+            if table is None:
+                self.slots.append((rank, position, action))
+                continue
+            k = action.microbatch
+            if k is None or not 0 <= k < m:
+                raise broken(program, rank, position, action, f"microbatches are 0..{m - 1}")
+            row, offset = table
+            index = stage * m + k
+            if row[index] >= 0:
+                raise broken(program, rank, position, action, f"it is already at [{row[index]}]; each runs once")
+            row[index] = position
+            if offset is not None:
+                messages.append(offset + index)
+        return messages
+
+    def _flat(self, rank: int) -> Iterable[tuple[int, Action]]:
+        """(position, action) of a rank, an overlap as its parts."""
+        actions = self.program.ranks[rank]
+        if Kind.OVERLAP_F_B not in self.kinds and not any(entry.parts for entry in actions):
+            return enumerate(actions)
+        for position, entry in enumerate(actions):
             if entry.parts or entry.kind is Kind.OVERLAP_F_B:
                 self._check_overlap(rank, position, entry)
-            for action in entry.parts or (entry,):
-                stage, kind = action.stage, action.kind
-                if not 0 <= stage < stages:
-                    raise broken(program, rank, position, action, f"stages are 0..{stages - 1}")
-                if placement[stage] != rank:
-                    raise broken(program, rank, position, action, f"stage {stage} is on rank {placement[stage]}")
-                if kind in unnumbered:
-                    continue
-                k = action.microbatch
-                if k is None or not 0 <= k < m:
-                    raise broken(program, rank, position, action, f"microbatches are 0..{m - 1}")
-                index = stage * m + k
-                row = at[kind]
-                if row[index] >= 0:
-                    raise broken(program, rank, position, action, f"it is already at [{row[index]}]; each runs once")
-                row[index] = position
+        return [(position, action) for position, entry in enumerate(actions) for action in entry.parts or (entry,)]
 
     def _check_overlap(self, rank: int, position: int, entry: Action) -> None:
         if entry.kind is not Kind.OVERLAP_F_B or not entry.parts:
@@ -269,25 +288,14 @@ def _check_slots(found: _Found) -> None:
     """UNSHARD, RESHARD, REDUCE_GRAD and STEP of each stage."""
     if Kind.STEP in found.kinds:
         check_steps(found.program, found.starts, found.ends)
-    for rank in range(len(found.program.ranks)):
-        if found.kinds & {Kind.UNSHARD, Kind.RESHARD}:
+    if found.kinds & {Kind.UNSHARD, Kind.RESHARD}:
+        for rank in range(len(found.program.ranks)):
             check_gathers(found.program, rank)
-        if Kind.REDUCE_GRAD not in found.kinds:
-            continue
-        if Kind.STEP in found.kinds:
+    if Kind.REDUCE_GRAD in found.kinds and Kind.STEP in found.kinds:
+        for rank in range(len(found.program.ranks)):
             check_reductions(found.program, rank)
-        else:
-            check_one_reduction(found.program, rank, found.ends)
-
-
-def _meetings(program: Program) -> list[list[int]]:
-    """Per rank its messages in order; a SEND and its RECV have one number."""
-    m, backward = program.microbatches, program.microbatches * program.stages
-    first = {Kind.SEND_F: m, Kind.RECV_F: 0, Kind.SEND_B: backward - m, Kind.RECV_B: backward}
-    return [
-        [first[a.kind] + a.stage * m + a.microbatch for a in actions if a.kind in first]  # type: ignore[operator]
-        for actions in program.ranks
-    ]
+    else:
+        check_one_reduction(found.program, found.slots, found.ends)
 
 
 def _message_waits(found: _Found, transport: str) -> list[list[Wait]]:

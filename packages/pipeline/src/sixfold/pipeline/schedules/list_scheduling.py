@@ -38,9 +38,12 @@ def list_schedule(
 
     Args:
         split: backwards are I and W, else B.
-        room: stages' activations that a rank may hold, at least its number of stages. A forward starts only if its
-            microbatch's later stages on the rank would still fit, so that no choice ends in a deadlock.
+        room: stages' activations that a rank may hold, at least its number of stages.
     Cost: O(makespan * ranks), a constant per action.
+
+    [Note: room] A forward starts only if its microbatch's later stages on the rank would still fit, so that no choice
+    ends in a deadlock. The last stage but one may take the last place if the rank holds something of its last stage:
+    that comes back by itself, since each rank lets microbatches pass in order and backwards need no room.
     """
     ranks, last = max(placement) + 1, len(placement) - 1
     back = Kind.I if split else Kind.B
@@ -53,6 +56,7 @@ def list_schedule(
     ready[Kind.F, 0].extend((0, k) for k in range(microbatches))
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     free, held, peak = [0] * ranks, [0] * ranks, 0
+    deep = [0] * ranks  # what a rank holds of its last stage
     left, now = microbatches * len(placement) * len(kinds), 0
     while left:
         assert now <= max(free), f"nothing can run at {now} with room for {room}"
@@ -62,12 +66,15 @@ def list_schedule(
                 if not queue or queue[0][0] > now:
                     continue
                 if kind is Kind.F:
-                    if room is not None and held[rank] + spare[stage] > room:
+                    places = 1 if spare[stage] == 2 and deep[rank] else spare[stage]
+                    if room is not None and held[rank] + places > room:
                         continue
                     held[rank] += 1
+                    deep[rank] += spare[stage] == 1
                     peak = max(peak, held[rank])
                 elif kind is not Kind.I:
                     held[rank] -= 1
+                    deep[rank] -= spare[stage] == 1
                 _, k = queue.popleft()
                 end = free[rank] = now + _UNITS[kind]
                 rows[rank].append(Action(stage, kind, k))

@@ -27,7 +27,7 @@ from sixfold.pipeline import (
     zb_v,
 )
 
-EVERY_M = (1, 2, 3, 4, 5, 7, 8, 11, 16, 23)
+EVERY_M = (1, 2, 3, 4, 5, 8, 13)
 ranks = pytest.mark.parametrize("p", range(1, 9))
 
 
@@ -38,7 +38,7 @@ def timed(program: Program, **costs: float) -> Timeline:
 
 def from_(start: int) -> list[int]:
     """Several m from ``start`` on."""
-    return [start, start + 1, start + 3, 2 * start + 1, 3 * start]
+    return [start, start + 1, start + 3, 2 * start + 1]
 
 
 @ranks

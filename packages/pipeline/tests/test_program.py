@@ -24,7 +24,7 @@ actions = st.one_of(simple, st.lists(parts, min_size=2, max_size=3).map(lambda p
 
 
 @given(actions)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_an_action_is_read_back_from_its_text(action):
     assert Action.parse(str(action)) == action
 
@@ -123,7 +123,7 @@ def test_an_export_that_pytorch_would_misread_is_refused():
 @pytest.mark.parametrize("name", FLUSH)
 def test_pytorchs_runtime_loads_both_forms_of_every_flush_schedule(name, tmp_path):
     theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch's reader is the oracle")
-    for ranks, microbatches in ((1, 2), (2, 3), (3, 7)):
+    for ranks, microbatches in ((1, 2), (3, 5)):
         program = FLUSH[name](ranks, microbatches)
         stages = [SimpleNamespace(num_stages=program.stages, group_size=ranks, group_rank=0)]
         for form, exported in (("compute_only", program), ("compute_comms", lower(program))):

@@ -195,8 +195,8 @@ def order(program: Program, stage: int, kinds: tuple[Kind, ...]) -> list[int | N
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_forwards_and_both_gradients_ascend_on_each_stage_and_the_program_is_proved(name):
-    for p in range(1, 9):
-        for m in (1, 2, 3, 5, 8, 2 * p + 1):
+    for p in (1, 2, 3, 4, 5, 8):
+        for m in (1, 2, 3, 5, 2 * p):
             program = SCHEDULES[name](p, m)
             report = verify(program)
             for stage in range(program.stages):

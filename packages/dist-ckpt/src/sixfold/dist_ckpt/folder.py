@@ -29,6 +29,8 @@ from sixfold.dist_ckpt.errors import (
 from sixfold.dist_ckpt.integrity import Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 
+_MADV_POPULATE_READ = 22
+_POPULATE_BYTES = 1 << 16  # less is not worth a system call
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -56,11 +58,21 @@ class Checkpoint:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[name]
 
-    def address(self, name: str) -> int:
-        """Where the mapping of a file begins in memory. The mapping lives as long as this checkpoint."""
+    def memory(self, name: str, start: int, stop: int) -> int:
+        """Where bytes [start, stop) of a file's mapping lie in memory, as long as this checkpoint lives.
+
+        They are read here: a disk that fails is an error of the system now, and no SIGBUS when they are used.
+        """
         if name not in self._addresses:
             self._addresses[name] = ctypes.addressof(ctypes.c_char.from_buffer(self.map(name)))
-        return self._addresses[name]
+        if stop - start >= _POPULATE_BYTES:
+            first = start - start % mmap.PAGESIZE
+            try:
+                self._maps[name].madvise(_MADV_POPULATE_READ, first, stop - first)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it
+                    raise OSError(errno.EIO, "the disk does not give these bytes", str(self.folder / name)) from error
+        return self._addresses[name] + start
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened.

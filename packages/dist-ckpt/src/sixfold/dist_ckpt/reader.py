@@ -2,10 +2,10 @@
 
     load plan + this rank's blocks --> windows of work --> Reader (this file) --> the caller's tensors
 
-[Note: one pass over a block] The rank that hashes a block reads it with ``preadv``, in steps that stay in
-its cache, straight into the tensors that want its bytes, and hashes what it has just read there. What
-no tensor of the rank wants goes through a small reused buffer. All other ranks of the node take their part of
-that block from the page cache by a mapping: each byte is read once, whoever wants it.
+[Note: one pass over a block] The rank that hashes a block reads it with ``preadv`` straight into the tensors that
+want its bytes and hashes what it has just read there. What no tensor of the rank wants, and small tensors, it
+hashes in the page cache, by a mapping. All other ranks of the node copy their part of the block from the
+page cache: each byte is read once, whoever wants it.
 
 [Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its
 own blocks of a window, then copies out of the window before what others have read and hashed. So reading
@@ -39,7 +39,6 @@ from sixfold.dist_ckpt.sources import Sources, comparable
 
 DTYPE_POLICIES = ("exact", "cast", "strict")
 WINDOW_BYTES = 1 << 28
-_STEP_BYTES = 1 << 20  # stays in the cache of one core between the read and the hash
 _DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
 
 Place = tuple[str, int]  # a file and the number of a window in it
@@ -84,7 +83,6 @@ class Reader:
         self._threads = threads
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
-        self._scratch: list[ctypes.Array[ctypes.c_char]] = []
         self._handles: dict[str, int] = {}
         self.cast_keys: set[str] = set()
 
@@ -115,7 +113,9 @@ class Reader:
         pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         run_all = _Runner(pool)
         try:
-            for own, before in zip([*order, None], [None, *order], strict=True):
+            for own, before, after in zip([*order, None], [None, *order], [*order[1:], None, None], strict=True):
+                for ahead in (own, after) if before is None else (after,):
+                    self._prefetch(ahead, windows)
                 if own is not None:
                     run_all([partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
                 if before is not None:
@@ -237,45 +237,43 @@ class Reader:
                 continue
             self._pass(file, at, run.start, small, hasher)
             small = []
-            for low in range(run.start, run.stop, _STEP_BYTES):
-                step = run.cut(low, low + _STEP_BYTES)
-                self._read(file, step)
-                hasher.update_at(step.address, step.stop - step.start)
+            self._read(file, run)
+            hasher.update_at(run.address, run.stop - run.start)
             at = run.stop
         self._pass(file, at, stop, small, hasher)
         integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
 
     def _pass(self, file: str, start: int, stop: int, wanted: list[Run], hasher: Hasher) -> None:
-        """Read and hash [start, stop) by way of the small buffer; copy out what is wanted of it."""
-        if start >= stop:
-            return
-        buffer = self._scratch.pop() if self._scratch else (ctypes.c_char * _STEP_BYTES)()
-        address, first = ctypes.addressof(buffer), 0
-        for low in range(start, stop, _STEP_BYTES):
-            high = min(low + _STEP_BYTES, stop)
-            self._read(file, Run(low, high, address))
-            hasher.update_at(address, high - low)
-            while first < len(wanted) and wanted[first].start < high:
-                run = wanted[first].cut(low, high)
-                ctypes.memmove(run.address, address + run.start - low, run.stop - run.start)
-                if wanted[first].stop > high:
-                    break
-                first += 1
-        self._scratch.append(buffer)
+        """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""
+        if start < stop:
+            source = self._checkpoint.memory(file, start, stop)
+            hasher.update_at(source, stop - start)
+            for run in wanted:
+                ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
+
+    def _prefetch(self, place: Place | None, windows: dict[Place, _Window]) -> None:
+        """Have the kernel read this rank's blocks of a window while it works on the one before."""
+        for number in windows[place].blocks if place is not None else ():
+            assert place is not None, number
+            at, length = number * self._block_bytes, self._block_bytes
+            os.posix_fadvise(self._handle(place[0]), at, length, os.POSIX_FADV_WILLNEED)
+
+    def _handle(self, file: str) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY | os.O_CLOEXEC)
+        return self._handles[file]
 
     def _fetch(self, file: str, runs: list[Run]) -> None:
         """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
         for run in runs:
             if self._hashed_elsewhere or run.stop - run.start < _DIRECT_BYTES:
-                source = self._checkpoint.address(file) + run.start
+                source = self._checkpoint.memory(file, run.start, run.stop)
                 ctypes.memmove(run.address, source, run.stop - run.start)
             else:
                 self._read(file, run)
 
     def _read(self, file: str, run: Run) -> None:
-        if file not in self._handles:
-            self._handles[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY)
-        handle, at = self._handles[file], run.start
+        handle, at = self._handle(file), run.start
         target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
         while at < run.stop:
             count = os.preadv(handle, [target[at - run.start :]], at)
@@ -285,6 +283,8 @@ class Reader:
 
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
+            frame = step.chunk.frame
+            self._checkpoint.memory(frame.file, frame.offset, frame.offset + frame.length)
             source = _region(self._sources.chunk(step), step.part, step.chunk.box)
             target = _region(records[step.record].view(step.piece), step.part, step.piece.box)
             if target.dtype != source.dtype:

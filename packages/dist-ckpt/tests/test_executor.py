@@ -1,0 +1,187 @@
+"""The executor: tables against objects, plan cache, blocks shared out, one read of each byte, joined digests."""
+
+import random
+import zlib
+
+import pytest
+import torch
+from dist_ckpt_helpers import flat_shards, flip_byte, one, random_cut
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, crc, integrity, metadata
+from sixfold.dist_ckpt.box import Box, intersect
+from sixfold.dist_ckpt.folder import open_checkpoint
+from sixfold.dist_ckpt.integrity import Span
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.plan import assign, plan_load, report
+from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
+from sixfold.dist_ckpt.table import merge, tabulate
+from sixfold.dist_ckpt.validation import table_problems, tensor_problems
+
+
+def damaged(shards, rng):
+    """Shards as a job with a mistake has them: one lost, one twice, one in place of another, one demoted, or none."""
+    shards, mistake = list(shards), rng.randrange(5)
+    if mistake in (0, 2):
+        shards.pop(rng.randrange(len(shards)))
+    if mistake in (1, 2) and shards:
+        shards.append(rng.choice(shards))
+    if mistake == 3:
+        rng.choice(shards).replica_id = 1
+    return shards
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_problems_found_by_hashes_are_those_found_box_by_box(seed):
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 3)))
+    shards = [s for key in "ab" for s in flat_shards(key, torch.zeros(shape), random_cut(shape, rng), fill=False)]
+    ranks = [[], [], []]
+    for shard in [*damaged(shards, rng), one("scalar", torch.zeros(()))]:
+        rng.choice(ranks).append(shard)
+    table = merge([tabulate(records)[0].encode() for records in ranks])
+    by_boxes = tensor_problems([[report(record) for record in records] for records in ranks], "saved")
+    assert sorted(table_problems(table, "saved")) == sorted(by_boxes)
+
+
+def test_a_table_gives_back_its_rows():
+    records = [one("a", torch.zeros(2, 3)), one("b", torch.zeros(4), replica_id=2), one("s", torch.zeros(()))]
+    table = merge([tabulate(records[:1])[0].encode(), tabulate([])[0].encode(), tabulate(records[1:])[0].encode()])
+    assert [(kind.key, kind.shape) for kind in table.kinds] == [("a", (2, 3)), ("b", (4,)), ("s", ())]
+    rows = [table.row(i) for i in range(3)]
+    assert [(row.rank, row.main, tuple(row.box)) for row in rows] == [
+        (0, True, ((0, 0), (2, 3))),
+        (2, False, ((0,), (4,))),
+        (2, True, ((), ())),
+    ]
+    assert [(rank, kind) for rank, _, kind in table.main_boxes()] == [(0, 0), (2, 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_touched_block_is_hashed_by_one_rank_that_touches_it(seed):
+    rng = random.Random(seed)
+    touched = []
+    for _ in range(rng.randint(1, 5)):
+        spans = []
+        for file in "fg":
+            at = 0
+            while rng.random() < 0.7:
+                at += rng.randint(1, 20)
+                spans.append(Span(file, at, at + rng.randint(1, 60)))
+                at = spans[-1].stop
+        touched.append(spans)
+    wanted = [{block for span in spans for block in span.blocks()} for spans in touched]
+    shares = [[block for span in spans for block in span.blocks()] for spans in assign(touched)]
+    assert sorted(block for share in shares for block in share) == sorted(set().union(*wanted))
+    assert all(set(share) <= mine for share, mine in zip(shares, wanted, strict=True))
+
+
+def test_blocks_that_all_ranks_touch_are_shared_evenly():
+    assert [sum(s.stop - s.first for s in share) for share in assign([[Span("f", 0, 256)]] * 4)] == [64] * 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_reads_found_by_search_are_those_found_by_trying_every_chunk(seed):
+    rng = random.Random(seed)
+    boxes = [Box((4 * i, 5 * j), (4, 5)) for i in range(12) for j in range(seed + 2)]
+    rng.shuffle(boxes)
+    shape = (48, 5 * (seed + 2))
+    chunks = tuple(StoredChunk(box, ByteRange("f", 100 * n, 100)) for n, box in enumerate(boxes))
+    manifest = Manifest({"w": StoredTensor(torch.float32, shape, chunks)}, {})
+    corner = tuple(rng.randrange(n) for n in shape)
+    size = tuple(rng.randint(1, n - at) for n, at in zip(shape, corner, strict=True))
+    record = ShardedTensor("w", None, torch.float32, size, shape, corner, None)
+    reads = plan_load([record], manifest, dtype_policy="exact").reads
+    assert [(step.chunk, step.part) for step in reads] == [
+        (chunk, part) for chunk in chunks if (part := intersect(chunk.box, Box(corner, size)))
+    ]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_crcs_of_pieces_join_to_that_of_the_whole(pieces):
+    data = random.Random(pieces).randbytes(100_003)
+    cuts = sorted(random.Random(1).sample(range(len(data)), pieces - 1))
+    parts = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    assert crc.join_pieces(crc.Piece(zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("candidates", [None, {}], ids=["fastest library", "zlib alone"])
+@pytest.mark.parametrize("size", [0, 1, 16_383, 16_384, 100_001])
+def test_crc32_is_zlibs_whatever_library_computes_it(monkeypatch, candidates, size):
+    if candidates is not None:
+        monkeypatch.setattr(crc, "_CANDIDATES", candidates)
+    crc._fastest.cache_clear()
+    try:
+        data = random.Random(size).randbytes(size)
+        for form in (data, bytearray(data), memoryview(data), memoryview(bytearray(data))):
+            assert crc.crc32(form, 77) == zlib.crc32(data, 77)
+    finally:
+        crc._fastest.cache_clear()
+
+
+def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
+    monkeypatch.setattr(crc, "_CANDIDATES", {None: lambda _: lambda value, address, nbytes: 7})
+    crc._fastest.cache_clear()
+    try:
+        assert crc.library() == "zlib"
+    finally:
+        crc._fastest.cache_clear()
+
+
+def test_a_repeated_save_reuses_the_index_and_a_changed_one_does_not(tmp_path, monkeypatch):
+    strategy, encoded = TorchDistSaveShardedStrategy(), []
+    plain = metadata.encode
+    monkeypatch.setattr(metadata, "encode", lambda manifest: encoded.append(1) or plain(manifest))
+
+    def save(name, size, fill):
+        state = {"w": one("w", torch.full((size,), fill)), "o": ShardedObject("o", [fill], (1,), (0,))}
+        dist_ckpt.save(state, tmp_path / name, strategy)
+        assert dist_ckpt.load_plain_tensors(tmp_path / name)["w"].tolist() == [fill] * size
+        return len(encoded)
+
+    assert [save("a", 4, 1.0), save("b", 4, 2.0), save("a", 4, 3.0)] == [1, 1, 1]
+    assert [save("c", 5, 4.0), save("d", 5, 5.0), save("e", 4, 6.0)] == [2, 2, 3]
+    ids = {open_checkpoint(tmp_path / name).manifest.save_id for name in "abcde"}
+    assert len(ids) == 5
+
+
+def test_small_and_large_tensors_share_a_file_and_every_byte_of_it_is_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 20)
+    sizes = [3, 70_000, 1, 300_000, 2_000_003, 5]
+    state = {f"t{i}": one(f"t{i}", torch.arange(n, dtype=torch.float32)) for i, n in enumerate(sizes)}
+    dist_ckpt.save(state, tmp_path / "c", check_finite=True)
+    data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
+    written = integrity.decode(tmp_path / "c", (tmp_path / "c" / "integrity.json").read_bytes()).files["__0_0.distcp"]
+    assert written.size == len(data)
+    assert list(written.digests) == [
+        f"{zlib.crc32(data[at : at + (1 << 20)]):08x}" for at in range(0, len(data), 1 << 20)
+    ]
+
+
+def test_damage_anywhere_in_blocks_that_hold_small_large_and_strided_parts_is_found(tmp_path):
+    state = {
+        "small": one("small", torch.ones(100)),
+        "large": one("large", torch.ones(1_500_000)),
+        "wide": one("wide", torch.ones(1000, 1000)),
+    }
+    dist_ckpt.save(state, tmp_path / "c")
+    path = tmp_path / "c" / "__0_0.distcp"
+    asked = {
+        "small": one("small", torch.zeros(100)),
+        "large": one("large", torch.zeros(1_500_000)),
+        "wide": ShardedTensor("wide", torch.zeros(1000, 10), torch.float32, (1000, 10), (1000, 1000), (0, 20), None),
+    }
+    for position in random.Random(0).sample(range(path.stat().st_size), 40):
+        flip_byte(path, position)
+        with pytest.raises(CorruptError, match="__0_0"):
+            dist_ckpt.load(asked, tmp_path / "c", validate_access_integrity=False)
+        flip_byte(path, position)
+    loaded = dist_ckpt.load(asked, tmp_path / "c", validate_access_integrity=False)
+    assert all(bool((tensor == 1).all()) for tensor in loaded.values())
+
+
+def test_two_targets_of_the_same_bytes_are_both_filled(tmp_path):
+    dist_ckpt.save({"w": one("w", torch.arange(200_000.0))}, tmp_path / "c")
+    asked = {"a": one("w", torch.zeros(200_000)), "b": one("w", torch.zeros(200_000), replica_id=1)}
+    loaded = dist_ckpt.load(asked, tmp_path / "c")
+    assert torch.equal(loaded["a"], torch.arange(200_000.0)) and torch.equal(loaded["b"], loaded["a"])

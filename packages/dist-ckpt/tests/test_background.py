@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
@@ -192,6 +193,23 @@ def test_a_bad_state_dict_is_told_by_the_call(saver, tmp_path):
     with pytest.raises(StorageError, match="if_exists is 'error'"):
         saver.save(state(2), tmp_path / "c", if_exists="error")
     assert names(tmp_path) == ["c"]
+
+
+def test_what_only_save_can_do_is_refused(saver, tmp_path):
+    with pytest.raises(CheckpointError, match="use save for a URL"):
+        saver.save(state(2), "memory://c")
+    with pytest.raises(CheckpointError, match="save by themselves"):
+        saver.save(state(2), tmp_path / "z", ("zarr", 1))
+    saver.save(state(2), f"file://{tmp_path}/c").wait(60)
+    assert loaded_value(tmp_path / "c") == 2
+    assert names(tmp_path) == ["c"]
+
+
+def test_plain_dcp_reads_it(saver, tmp_path):
+    saver.save(state(2), tmp_path / "c").wait(60)
+    target = {"w": torch.zeros(1000)}
+    dcp.load(target, checkpoint_id=str(tmp_path / "c"))
+    assert target["w"].unique().tolist() == [2.0]
 
 
 def test_empty_scalar_and_bfloat16_tensors_pass_the_arena(saver, tmp_path):

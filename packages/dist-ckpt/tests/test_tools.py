@@ -342,3 +342,20 @@ def test_verify_tells_a_lost_zarr_file(folder, tmp_path):
         tools.convert(folder, tmp_path / "z", to="zarr", keys="layer.1*")
     (tmp_path / "z" / "layer.1.w" / ".zarray").write_text("{")
     assert {kind for kind, _ in kinds(tmp_path / "z")} == {"unreadable"}
+
+
+def test_every_tool_takes_urls(folder, tmp_path):
+    pytest.importorskip("fsspec", reason="needs the extra fsspec")
+    url = f"memory://{tmp_path.name}/c"
+    found = tools.convert(folder, url, to="torch_dist")
+    assert found["dst"] == url
+    assert "integrity.json" in found["files"]
+    assert tools.inspect(url)["tensors"] == tools.inspect(folder)["tensors"]
+    assert tools.verify(url)["ok"]
+    assert tools.diff(url, folder)["equal"]
+    tools.convert(url, tmp_path / "back", to="torch_dist", keys="ids")
+    assert torch.equal(dist_ckpt.load_plain_tensors(tmp_path / "back")["ids"], tensors()["ids"])
+    with pytest.raises(StorageError):
+        tools.convert(folder, url, to="torch_dist")
+    with pytest.raises(MismatchError):
+        tools.verify(url + "none")

@@ -1,6 +1,7 @@
 """Background saves of several ranks: no collective meets the trainer's, and every rank hears the same end."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor, control
+from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 
 def state(rank, ranks, value):
@@ -90,13 +93,33 @@ def fail_on_one_rank(rank, ranks, folder):
     return (*end[:2], names(folder), loaded_value(folder / "c"))
 
 
+def save_replicas_fully_parallel(rank, ranks, folder):
+    """Every rank holds all; the wrapper shares the writing, the workers do it."""
+    tensors = {f"t{i}": torch.full((500,), float(i)) for i in range(6)}
+    replicas = {key: ShardedTensor.from_rank_offsets(key, t, replica_id=rank) for key, t in tensors.items()}
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), dist.group.WORLD)
+    dist_ckpt.async_save(replicas, folder / "p", strategy).wait(60)
+    dist.barrier()
+    loaded = dist_ckpt.load_plain_tensors(folder / "p")
+    sizes = sorted(path.stat().st_size for path in (folder / "p").glob("*.distcp"))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder / "p")
+    dist.barrier()
+    return all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items()), sizes
+
+
 LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
 
 
 def live_through_everything(rank, ranks, folder):
     """One job for all that a job survives: a worker takes a second to start."""
     worker = first_save(rank, ranks, folder)
-    seen = {"train": train_on(rank, ranks, folder, worker), "error": fail_on_one_rank(rank, ranks, folder)}
+    seen = {
+        "parallel": save_replicas_fully_parallel(rank, ranks, folder),
+        "train": train_on(rank, ranks, folder, worker),
+        "error": fail_on_one_rank(rank, ranks, folder),
+    }
     for victim, signals in LOSSES:
         dist.barrier()
         seen[victim, signals] = lose_a_worker(rank, ranks, folder, victim, signals)
@@ -107,6 +130,13 @@ def live_through_everything(rank, ranks, folder):
 def lives(tmp_path_factory):
     """What each rank saw."""
     return run_ranks(live_through_everything, 2, tmp_path_factory.mktemp("lives"), timeout=100)
+
+
+def test_replicas_are_shared_among_the_workers(lives):
+    for is_equal, sizes in (life["parallel"] for life in lives):
+        assert is_equal
+        assert len(sizes) == 2
+        assert sizes[1] < 1.1 * sizes[0]
 
 
 def test_the_trainers_collectives_run_on_while_the_workers_save(lives):

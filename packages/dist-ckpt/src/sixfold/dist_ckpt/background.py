@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt import control, saving, storage
+from sixfold.dist_ckpt import control, remote, saving, storage
 from sixfold.dist_ckpt.arena import Arena, Place
 from sixfold.dist_ckpt.control import Alive, ControlFolder, Job
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
 from sixfold.dist_ckpt.exchange import Group, Outcome
+from sixfold.dist_ckpt.strategies.base import save_engine
 
 _CLOSE_S = 5.0
 
@@ -155,6 +156,8 @@ class AsyncSaver:
         timeout_s: float,
     ) -> AsyncSave:
         start = time.monotonic()
+        _check_supported(*what[1:])
+        what = (what[0], remote.local_path(what[1]), *what[2:])
         self._let_go()
         worker = self._ready_worker()
         agreed = saving.agree_on(*what, *extras, group=group, if_exists=if_exists, timeout_s=timeout_s)
@@ -400,6 +403,16 @@ def async_save(
         check_finite,
         timeout_s,
     )
+
+
+def _check_supported(checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any) -> None:
+    if remote.is_url(checkpoint_dir):
+        raise CheckpointError(f"{checkpoint_dir}: background saves go to a local folder; use save for a URL")
+    if save_engine(sharded_strategy, common_strategy) is None:
+        raise CheckpointError(
+            f"the strategies {sharded_strategy}, {common_strategy} save by themselves, which only save can let them; "
+            "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
+        )
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import safetensors_export, serialization, standin, storage
+from sixfold.dist_ckpt import remote, safetensors_export, serialization, standin, storage
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.manifest import StoredChunk, StoredTensor
@@ -87,12 +87,15 @@ def object_keys(folder: Path) -> list[str]:
 
 def to_safetensors(
     source: Path,
-    target: Path,
+    destination: str | Path,
     tensors: Mapping[str, ShardedTensor],
     max_shard_bytes: int | None,
     progress: Progress,
-) -> list[str]:
-    """See ``tools.convert``. Returns the names of the files."""
+) -> tuple[str, list[str]]:
+    """See ``tools.convert``. Returns the target and the names of its files."""
+    if remote.is_url(destination):
+        raise CheckpointError(f"{destination}: safetensors are written into a local folder; upload it")
+    target = Path(remote.local_path(destination)).resolve()
     storage.check_target(target, "error")
     plan = safetensors_export.plan(tensors, max_shard_bytes)
 
@@ -118,28 +121,32 @@ def to_safetensors(
             raise
 
     typed(write)
-    return sorted(path.name for path in target.iterdir())
+    return str(target), sorted(path.name for path in target.iterdir())
 
 
 def to_checkpoint(
     source: Path,
-    target: Path,
+    destination: str | Path,
     tensors: Mapping[str, ShardedTensor],
     objects: Sequence[str],
     to: str,
     progress: Progress,
     safe_globals: Sequence[Any],
-) -> list[str]:
-    """See ``tools.convert``. Returns the names of the files, relative."""
-    storage.check_target(target, "error")
+) -> tuple[str, list[str]]:
+    """See ``tools.convert``. Returns the target and the names of its files, relative."""
+    is_url = remote.is_url(destination)
+    target = Path(remote.local_path(destination)).resolve()
+    if not is_url:
+        storage.check_target(target, "error")
+        target.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = _opened(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
     state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
     names = [f"sixfold.tensor.{key}" for key in tensors], [f"sixfold.object.{key}" for key in objects]
     clashes = {*names[0], *names[1]} & {key for key in state if isinstance(key, str)}
     if clashes:
         raise CheckpointError(f"the common data has the keys {sorted(clashes)[:3]}, which the conversion needs")
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.tmp-", dir=target.parent) as scratch:
+    beside = None if is_url else target.parent  # where there is room for the target
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.tmp-", dir=beside) as scratch:
         if checkpoint is not None and checkpoint.integrity is not None:
             checkpoint.integrity.check_blocks(checkpoint.folder, checkpoint.integrity.all_blocks())
         done, total = 0, sum(map(nbytes_of, tensors.values()))
@@ -150,8 +157,11 @@ def to_checkpoint(
             progress(done, total)
         for name, stored_key in zip(names[1], objects, strict=True):
             _add_object(state, name, stored_key, source, checkpoint, safe_globals)
-        serialization.save(state, target, (to, 1), group=None, if_exists="error")
-    return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+        where: str | Path = destination if is_url else target
+        serialization.save(state, where, (to, 1), group=None, if_exists="error")
+    if is_url:
+        return str(destination), sorted(remote.Store(str(destination)).files())
+    return str(target), sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
 
 
 def _opened(source: Path) -> Checkpoint | None:

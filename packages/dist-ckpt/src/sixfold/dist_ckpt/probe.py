@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import foreign, frame, integrity, metadata, serialization, storage
+from sixfold.dist_ckpt import foreign, frame, integrity, metadata, remote, serialization, storage
 from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, typed
 from sixfold.dist_ckpt.folder import Checkpoint, open_checkpoint
@@ -22,18 +23,29 @@ Progress = Callable[[int, int], None]
 Problem = dict[str, Any]
 
 
-def check_is_folder(path: str | Path) -> Path:
-    """The path, resolved, or where its checkpoint is if its replacement was cut short.
+@contextmanager
+def opened(path: str | Path, *, whole: bool = False) -> Iterator[Path]:
+    """The local folder of a checkpoint, while the context lasts.
+
+    The folder itself, resolved; where its checkpoint is if its replacement was cut short; for a URL a mirror of
+    its small files, with ``whole`` of all.
 
     Raises:
         MismatchError: there is no such folder.
     """
-    folder = Path(path).resolve()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    if remote.is_url(path):
+        with remote.local_view(path, whole=whole) as folder:
+            yield folder
+        return
+    folder = Path(remote.local_path(path)).resolve()
+    if folder.exists() and not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
-    return open_checkpoint(folder).folder
+    yield folder if folder.is_dir() else open_checkpoint(folder).folder
+
+
+def name_of(path: str | Path, folder: Path) -> str:
+    """How results call a checkpoint: by its URL or by its resolved path."""
+    return str(path) if remote.is_url(path) else str(folder)
 
 
 def files(folder: Path) -> list[tuple[str, int]]:

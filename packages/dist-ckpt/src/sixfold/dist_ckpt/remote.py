@@ -215,6 +215,12 @@ class Mirror:
                 file.write(data)
         self._fetched |= wanted
 
+    def fetch_all(self) -> None:
+        """Fill in everything."""
+        self.fetch(
+            [ByteRange(name, at, 1) for name, size in self._sizes.items() for at in range(0, size, BLOCK_BYTES)], []
+        )
+
     def check_unchanged(self) -> bool:
         """True; StorageError if another save has taken the store's folder since it was listed."""
         path = self.folder / ".metadata"
@@ -228,14 +234,19 @@ class Mirror:
 
 
 @contextmanager
-def local_view(checkpoint_dir: str | Path) -> Iterator[Path]:
-    """A checkpoint's small files in a local folder: the folder itself, or a mirror of a URL while the context lasts."""
+def local_view(checkpoint_dir: str | Path, *, whole: bool = False) -> Iterator[Path]:
+    """A checkpoint's small files in a local folder: the folder itself, or a mirror of a URL while the context lasts.
+
+    With ``whole`` the mirror holds all bytes.
+    """
     if not is_url(checkpoint_dir):
         yield Path(local_path(checkpoint_dir))
         return
     mirror = Mirror(str(checkpoint_dir))
     try:
         with _named(mirror, str(checkpoint_dir)):
+            if whole:
+                mirror.fetch_all()
             yield mirror.folder
     finally:
         mirror.close()

@@ -18,7 +18,6 @@ from sixfold.dist_ckpt import conversion, foreign, probe, serialization, standin
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.probe import check_is_folder
 from sixfold.dist_ckpt.sources import comparable
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -36,7 +35,11 @@ def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
     Raises:
         CheckpointError: no such folder, or it cannot be read.
     """
-    folder = check_is_folder(path)
+    with probe.opened(path) as folder:
+        return {"path": probe.name_of(path, folder), **_inspect(folder, keys)}
+
+
+def _inspect(folder: Path, keys: str) -> dict[str, Any]:
     config = foreign.read_config(folder)
     backend, version = config[0] if config else ("torch_dist", None)
     is_ours = backend == "torch_dist"
@@ -54,7 +57,6 @@ def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
         if fnmatchcase(key, keys)
     ]
     return {
-        "path": str(folder),
         "backend": backend,
         "version": version,
         "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
@@ -92,9 +94,10 @@ def verify(path: str | Path, *, quick: bool = False, progress: Progress | None =
     Raises:
         MismatchError: there is no such folder.
     """
-    folder = check_is_folder(path)
-    problems, checked = probe.problems(folder, quick=quick, progress=progress or (lambda done, total: None))
-    return {"path": str(folder), "ok": not problems, "checked_bytes": checked, "problems": problems}
+    with probe.opened(path, whole=not quick) as folder:
+        problems, checked = probe.problems(folder, quick=quick, progress=progress or (lambda done, total: None))
+        name = probe.name_of(path, folder)
+    return {"path": name, "ok": not problems, "checked_bytes": checked, "problems": problems}
 
 
 def convert(
@@ -121,29 +124,22 @@ def convert(
     Raises:
         StorageError: ``dst`` is not empty. CheckpointError: the source cannot be read, or not be written as ``to``.
     """
-    source = check_is_folder(src)
-    wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
-    tell = progress or (lambda done, total: None)
-    target = Path(dst).resolve()
-    if to == "safetensors":
-        files = conversion.to_safetensors(source, target, wanted, max_shard_bytes, tell)
-    elif to in ("torch_dist", "zarr"):
-        if max_shard_bytes is not None:
-            raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
-        objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
-        files = conversion.to_checkpoint(source, target, wanted, objects, to, tell, safe_globals)
-    else:
+    if to not in ("torch_dist", "zarr", "safetensors"):
         raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
+    if max_shard_bytes is not None and to != "safetensors":
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
+    tell = progress or (lambda done, total: None)
+    with probe.opened(src, whole=True) as source:
+        wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
+        if to == "safetensors":
+            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, tell)
+        else:
+            objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
+            target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, tell, safe_globals)
+        name = probe.name_of(src, source)
     total = sum(map(conversion.nbytes_of, wanted.values()))
     tell(total, total)
-    return {
-        "src": str(source),
-        "dst": str(target),
-        "to": to,
-        "tensors": len(wanted),
-        "nbytes": total,
-        "files": files,
-    }
+    return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
 
 
 def _name(stored_key: str) -> str:
@@ -170,7 +166,11 @@ def diff(
     """
     if not rtol >= 0:
         raise CheckpointError(f"rtol is {rtol}; it is >= 0")
-    folders = check_is_folder(a), check_is_folder(b)
+    with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
+        return _diff((first, second), rtol, keys, progress or (lambda done, total: None))
+
+
+def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress) -> dict[str, Any]:
     left, right = (_all_keys(folder, keys) for folder in folders)
     different: list[dict[str, Any]] = []
     same: dict[str, ShardedTensor] = {}
@@ -184,7 +184,7 @@ def diff(
             different.append({"key": key, "reason": reason, "count": None, "max_abs": None})
         else:
             same[key] = one
-    different += _different_values(folders, same, rtol, progress or (lambda done, total: None))
+    different += _different_values(folders, same, rtol, progress)
     for key in objects:
         if not standin.equal(*(standin.load_object(folder, key) for folder in folders)):
             different.append({"key": key, "reason": "values", "count": None, "max_abs": None})

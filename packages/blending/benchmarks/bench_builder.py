@@ -189,8 +189,8 @@ def build_on_a_rank(rank, ranks, prefixes, samples, folder):
 
 def test_building_on_two_ranks(pairs, full_size, tmp_path, say):
     ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
-    prefixes = pairs(24, 30_000 if full_size else 6_000)
-    samples = 2_000_000 if full_size else 400_000
+    prefixes = pairs(24, 60_000 if full_size else 20_000)
+    samples = 4_000_000 if full_size else 1_300_000
     (alone,) = ranktest.run_ranks(build_on_a_rank, 1, prefixes, samples, str(tmp_path / "alone"), timeout=120)
     both = ranktest.run_ranks(build_on_a_rank, 2, prefixes, samples, str(tmp_path / "both"), timeout=120)
     names = {path.name for path in (tmp_path / "alone").iterdir()}

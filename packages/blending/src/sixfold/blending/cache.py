@@ -42,7 +42,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 Stamp = list[int]  # size and time of the last change of a file
 Note = dict[str, Any]
 _NOTE_VERSION = 1
-_FLUSHES = 16  # files at a time: the disk writes several as fast as one
+_FLUSHES = 16  # files at a time, where there are so many: the disk flushes several as fast as one
 # What numpy.save writes before integers; any other header is numpy's to read.
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(<[iu][248])', 'fortran_order': False, "
@@ -131,7 +131,10 @@ class Record:
     def flush(self) -> None:
         """Wait until all files that were written are on the disk. Raises OSError where they do not get there."""
         paths, self._unflushed = self._unflushed, []
-        with ThreadPoolExecutor(min(_FLUSHES, max(len(paths), 1))) as pool:
+        if len(paths) < _FLUSHES:
+            list(map(_flush, paths))
+            return
+        with ThreadPoolExecutor(_FLUSHES) as pool:
             list(pool.map(_flush, paths))
 
     def write(self) -> None:

@@ -369,7 +369,9 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
     int32_t lengths[BLOCK_AT_MOST];
     uint8_t member[BLOCK_AT_MOST] = {0};
     if (!lengths_of_block(line, begin, size, lengths, &sum)) return LEFT_TO_NUMPY;
-    if (sum != before[slot + 1] - before[slot] || local < 0 || local >= sum) return LEFT_TO_NUMPY;
+    if (sum != before[slot + 1] - before[slot]) return LEFT_TO_NUMPY;
+    if (sum == 0) return 1; /* checked as the others are */
+    if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
     if (line->block > 1) {
         int64_t numbers[2] = {epoch->number, block};
         permute_places(key_of(&line->names, numbers, 2), size, member);
@@ -392,10 +394,8 @@ INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found
     int64_t done = 0, slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
     int64_t local = piece->range.begin - piece->epoch * line->tokens - ((const any_i8 *)epochs[0]->before.data)[slot];
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
-        const any_i8 *before = epochs[number]->before.data;
         for (; slot < epochs[number]->block.items; slot++, local = 0) {
             if (done == piece->range.length) return 1;
-            if (before[slot] == before[slot + 1]) continue;
             int64_t status = ranges_of_slot(piece, epochs[number], slot, local, &done, found);
             if (status < 0) return status;
         }
@@ -403,27 +403,30 @@ INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found
     return done == piece->range.length ? 1 : LEFT_TO_NUMPY;
 }
 
+#define CHECKED_BEHIND 64 /* documents of a row that no token is read from, as an empty one at its end */
+
 /* A row of the sample index and the documents behind it (megatron/index.py). */
 INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
     const Finder *index = piece->finder;
-    int64_t row = piece->range.begin, done = 0, edge[4];
+    int64_t row = piece->range.begin, done = 0, behind = 0, edge[4];
     for (int at = 0; at < 4; at++)
         edge[at] = index->samples.bytes == 4 ? ((const any_i4 *)index->samples.data)[2 * row + at]
                                              : ((const any_i8 *)index->samples.data)[2 * row + at];
     int64_t offset = edge[1] < 0 ? 0 : edge[1];
-    for (int64_t place = edge[0]; place <= edge[2] && done < piece->range.length; place++, offset = 0) {
+    for (int64_t place = edge[0]; place <= edge[2] && behind <= CHECKED_BEHIND; place++, offset = 0) {
         if (place < 0 || place >= index->documents.items) return LEFT_TO_NUMPY;
         int64_t sequence = ((const any_i4 *)index->documents.data)[place];
         if (sequence < 0 || sequence >= index->lengths.items || !fits_pointer(index, sequence)) return LEFT_TO_NUMPY;
         int64_t there = ((const any_i4 *)index->lengths.data)[sequence] - offset, want = piece->range.length - done;
         if (there < 0) return LEFT_TO_NUMPY;
-        if (there == 0) continue;
+        behind += want == 0;
+        if (there == 0 || want == 0) continue;
         int64_t length = there < want ? there : want;
         int64_t pointer_items = ((const any_i8 *)index->pointers.data)[sequence] / index->item_bytes;
         if (!emit(found, &piece->range, done, sequence, offset, pointer_items, length)) return TOO_LITTLE_ROOM;
         done += length;
     }
-    return done == piece->range.length ? 1 : LEFT_TO_NUMPY;
+    return done == piece->range.length && behind <= CHECKED_BEHIND ? 1 : LEFT_TO_NUMPY;
 }
 
 /* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */

@@ -205,6 +205,33 @@ def test_a_damaged_source_raises_and_never_gives_other_tokens(level, harm, order
     assert refused
 
 
+def shorter_at_the_end(source):
+    source.sequence_lengths[19] = 0
+
+
+def empty_no_more(source):
+    source.sequence_lengths[3] = 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("harm", [cut, shifted, longer, negative, shorter_at_the_end, empty_no_more])
+def test_data_that_changes_while_it_is_open_raises_or_is_read_as_before(level, harm, order):
+    sequences = sequences_of([11, 12, 0, 0, 13] * 4, 1)
+    source = Damaged(sequences, lambda source: None)
+    data = GPTDataset(source, "a", range(20), 60, Split.train, config(order=order))
+    before = data.get_batch(range(40))["labels"].copy()
+    harm(source)
+    refused = 0
+    for n in range(40):
+        try:
+            batch = data.get_batch([n])
+        except BlendingError:
+            refused += 1
+        else:
+            assert batch["labels"][0].tolist() == before[n].tolist()
+    assert refused or harm is cut  # an open map still has what the source let go
+
+
 def test_a_source_that_gives_too_few_tokens_is_refused(level):
     sequences = sequences_of([11] * 20, 1)
     source = ListSource(sequences)

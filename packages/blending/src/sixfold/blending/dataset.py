@@ -353,7 +353,7 @@ class MegatronDataset(Samples):
         """
         sample_B = checked_positions(positions, self._end)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order), out)
-        self._reader.read(np.zeros_like(sample_B), sample_B, rows)
+        self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
         return self.make_batch(rows, out)
 
     def why(self, n: int) -> Why:

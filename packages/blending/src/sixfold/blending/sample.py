@@ -25,7 +25,7 @@ _INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """B rows of S ids, C-contiguous. ``gather`` fills them; before, tokens and labels are anything.
+    """B rows of S ids, C-contiguous. ``gather`` fills them; before, they are anything.
 
     Then ``tokens`` and ``labels`` are ``pad`` where there is no id, and ``begins`` is True where a range of a
     document begins, always in column 0.
@@ -66,7 +66,7 @@ class SampleLayout:
         """Rows to fill, in the arrays of ``out`` where it has them."""
         shape = (samples, sequence_length)
         tokens, labels = output_array(out, "tokens", shape, self.dtype), output_array(out, "labels", shape, self.dtype)
-        return TokenRows(tokens, labels, np.zeros(shape, dtype=np.bool_), self.pad)
+        return TokenRows(tokens, labels, np.empty(shape, dtype=np.bool_), self.pad)
 
     def batch(self, rows: TokenRows, out: Batch | None = None) -> Batch:
         """The arrays of filled ``rows``.

@@ -145,7 +145,9 @@ class IndexOrder:
         before_K = np.cumsum(there_K) - there_K
         before_K -= before_K[np.searchsorted(piece_K, piece_K)]
         length_K = np.clip(length_P[piece_K] - before_K, 0, there_K)
-        short = np.flatnonzero(np.bincount(piece_K, length_K, sample_P.size).astype(np.int64) != length_P)
+        read_P = np.bincount(piece_K, length_K, sample_P.size).astype(np.int64)
+        read_P[piece_K[there_K < 0]] = -1  # the document ends before the sample begins in it
+        short = np.flatnonzero(read_P != length_P)
         if short.size:
             at = short[0]
             raise BlendingError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine, owns_file
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 from sixfold.dist_ckpt.validation import StrictHandling
 
+_MIRROR = "sixfold-mirror-"
 _LOCAL = ("file://", "local://")
 _Value = TypeVar("_Value")
 
@@ -186,7 +188,7 @@ class Mirror:
         self._sizes = self._store.files()
         if not self._sizes:
             raise MismatchError(f"{url} does not exist")
-        self._folder = TemporaryDirectory(prefix="sixfold-mirror-")
+        self._folder = TemporaryDirectory(prefix=_MIRROR)
         self.folder = Path(self._folder.name) / "checkpoint"
         self._fetched: set[tuple[str, int]] = set()
         for name, size in self._sizes.items():
@@ -254,13 +256,14 @@ def local_view(checkpoint_dir: str | Path, *, whole: bool = False) -> Iterator[P
 
 @contextmanager
 def _named(mirror: Mirror, url: str) -> Iterator[None]:
-    """Errors inside name the URL, not the mirror."""
+    """Errors inside name the URL, not the mirror of this rank or of another."""
+    place = re.compile(re.escape(str(mirror.folder.parent.parent)) + rf"/{_MIRROR}[^/]+/{mirror.folder.name}")
     try:
         yield
     except StorageError as error:
-        raise StorageError(str(error).replace(str(mirror.folder), url), error.errno) from error
+        raise StorageError(place.sub(lambda _: url, str(error)), error.errno) from error
     except CheckpointError as error:
-        raise BY_NAME[type(error).__name__](str(error).replace(str(mirror.folder), url)) from error
+        raise BY_NAME[type(error).__name__](place.sub(lambda _: url, str(error))) from error
 
 
 class _Mirrored(TorchDistLoadShardedStrategy):

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -158,3 +160,38 @@ def test_wrong_rows_are_refused(kernels, documents, numbers):
         kernels.sample_rows(
             np.array(documents, dtype=np.int32), np.full(3, 2), 0, 3, 1, np.zeros(numbers, dtype=np.int32)
         )
+
+
+def long_calls(kernels):
+    items, samples = np.zeros(3_000_000, dtype=np.int64), np.zeros(3_000_000, dtype=np.int64)
+    tree, numbers = kernels.tree(np.arange(1, 500)), np.random.default_rng(0).integers(0, 2**40, 1_000_000)
+    weights, datasets = np.random.default_rng(0).random(500) / 500, np.zeros(1_000_000, dtype=np.int16)
+    key, documents = np.arange(624, dtype=np.uint32), np.zeros(3_000_000, dtype=np.int32)
+    return {
+        "permute": lambda: kernels.permute(np.ones(1, dtype=np.uint64), np.full(1, 2**41), numbers, items[:1_000_000]),
+        "permute_range": lambda: kernels.permute_range(1, 2**33, 0, items),
+        "greedy": lambda: kernels.greedy(weights, items[:0], datasets, samples[:1_000_000]),
+        "tree_locate": lambda: kernels.tree_locate(tree, numbers, items[:1_000_000], samples[:1_000_000]),
+        "shuffle": lambda: kernels.shuffle(key, 0, items, 1),
+        "sample_rows": lambda: kernels.sample_rows(documents, np.full(1, 7), 0, 5, 1, items.reshape(-1, 2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["permute", "permute_range", "greedy", "tree_locate", "shuffle", "sample_rows"])
+def test_other_threads_run_while_a_kernel_does(kernels, name):
+    def gap_and_duration():
+        """The longest pause of this thread while another one is in the kernel, and how long that one is."""
+        call, span = long_calls(kernels)[name], []
+        thread = threading.Thread(
+            target=lambda: [span.append(time.perf_counter()), call(), span.append(time.perf_counter())]
+        )
+        gap, last = 0.0, time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0)
+            now = time.perf_counter()
+            gap, last = max(gap, now - last), now
+        return gap, span[1] - span[0]
+
+    # A busy machine pauses a thread too; a kernel that held the lock would do so every time.
+    assert any(gap < duration / 2 for gap, duration in (gap_and_duration() for _ in range(20)))

@@ -1,11 +1,11 @@
-"""Ranks on gloo, Sixfold beside torch DCP (and megatron's first save), values checked after each: the results page's table.
+"""Ranks on gloo, Sixfold beside torch DCP and megatron's first save, values checked after each: the results table.
 
-    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/compare_dcp.py [folder] [--size MIB] [--rounds N] [--only TEXT]
+    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/compare_dcp.py [folder] [--size MIB] [--rounds N] [--only X]
 
 Medians of the wall time between barriers; all that are compared run in turn in every round, the order alternates, the
 first round is thrown away. Saves go into a new folder each, as in a run, fsync included on all sides. Loads are warm
-unless the line says cold (then ``sync`` and ``drop_caches`` come before each, which needs root). Sixfold's checks are on;
-"unchecked" is the same load with ``verify="off"``, "raw" one file per rank with the same bytes and one fsync.
+unless the line says cold: then ``sync`` and ``drop_caches``, which needs root, come before each. Sixfold checks; with
+"unchecked" it does not (``verify="off"``). "raw" is one file per rank with the same bytes and one fsync.
 """
 
 import argparse
@@ -249,10 +249,9 @@ def describe_machine(folder):
             start_s = time.perf_counter()
             os.fsync(file.fileno())
             costs.append(time.perf_counter() - start_s)
-    print(
-        f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, CRC-32 by {library()}, fsync of 4 KiB {statistics.median(costs) * 1e3:.2f} ms\n"
-    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CRC-32 by {library()}"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    print(f"{machine}, {versions}, fsync of 4 KiB {statistics.median(costs) * 1e3:.2f} ms\n")
 
 
 def may_drop_caches():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import integrity as checks
 from sixfold.dist_ckpt import metadata, storage, zarr_format
 from sixfold.dist_ckpt.errors import (
@@ -94,6 +95,8 @@ class Checkpoint:
         data = _read(path)
         if data is not None and self.integrity is not None and self.verify != "off":
             self.integrity.check_file_bytes(path, data)
+        elif data is not None and self.verify != "off":
+            _at(path, lambda: frames.check_records(memoryview(data)))
         return data
 
 

@@ -15,7 +15,6 @@ import torch
 
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import weights_only
-from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.folder import Checkpoint
 from sixfold.dist_ckpt.manifest import ByteRange
@@ -77,10 +76,8 @@ class Sources:
     def _checked_layout(self, frame: ByteRange) -> frames.Layout:
         view = self._checkpoint.frame(frame)
         layout = frames.parse(view)
-        if self._checkpoint.integrity is None and self._checkpoint.verify != "off" and layout.data_crc32:
-            found = crc32(view[layout.data_start : layout.data_start + layout.data_bytes])
-            if found != layout.data_crc32:
-                raise CorruptError(f"{frame}: CRC-32 is {found:08x}, saved was {layout.data_crc32:08x}")
+        if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
+            frames.check_records(view)
         return layout
 
     def _decoded_frame(self, step: Read) -> torch.Tensor:

@@ -8,7 +8,6 @@ files are not flushed to the disk; ours are, in the orders that have files.
 """
 
 import logging
-import os
 import shutil
 import time
 from pathlib import Path
@@ -180,7 +179,7 @@ def build_on_a_rank(rank, ranks, prefixes, samples, folder):
     """CPU seconds of a rank from its builder to its datasets."""
     import torch.distributed as dist
 
-    os.sched_yield()
+    dist.all_gather_object([None] * ranks, rank)  # the first exchange of a process loads what later ones need
     config = GPTDatasetConfig(tokenizer=Tokenizer(), order="megatron", **fields_of(prefixes, folder))
     group = dist.group.WORLD if ranks > 1 else None
     builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes_of(samples), lambda: True, config, group=group)

@@ -326,7 +326,11 @@ class BlendedMegatronDatasetBuilder:
 
     def _dataset(self, prefix: str, split: Split, size: int | None, bookends: Bookends) -> MegatronDataset:
         task = (prefix, split, size, bookends)
-        return self._indexed[task] if task in self._indexed else self._made(task)
+        if self.config.order == "stateless":
+            return self._made(task)
+        if task not in self._indexed:
+            self._indexed[task] = self._made(task)
+        return self._indexed[task]
 
     def _made(self, task: Task) -> MegatronDataset:
         prefix, split, samples, bookends = task

@@ -100,6 +100,14 @@ def test_a_placement_outside_the_ranks_is_refused():
         Program(((),), 1, (0, 2))
 
 
+def test_a_program_of_nothing_is_refused():
+    for ranks, placement in (((), ()), (((),), ())):
+        with pytest.raises(ScheduleError, match=f"the program has {len(ranks)} ranks and 0 stages; both are >= 1"):
+            Program(ranks, 1, placement)
+    with pytest.raises(ScheduleError, match="no action with a microbatch"):
+        Program.parse("")
+
+
 def test_exporting_what_pytorch_has_no_word_for_names_it_and_strip_removes_it():
     program = Program.parse("0: 0F0 0RECOMPUTE0 0B0 0STEP0")
     with pytest.raises(ScheduleError, match=r"rank 0 \[1\] 0RECOMPUTE0: CSV has no RECOMPUTE"):

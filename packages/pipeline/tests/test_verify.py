@@ -127,6 +127,7 @@ def test_a_memory_cap_names_the_first_action_over_it():
     with pytest.raises(ScheduleError, match=r"rank 0 \[2\] 0F2: holds 3 of activations; memory_cap is 2") as caught:
         verify(gpipe(2, 4), memory_cap=2)
     assert (caught.value.rank, caught.value.position) == (0, 2)
+    assert str(caught.value).splitlines()[1] == "    0 [0]: 0F0 0F1 >>0F2<< 0F3 0B0 0B1 0B2 0B3"
     assert verify(one_f_one_b(3, 9), memory_cap=3).peak_activations == (3, 2, 1)
 
 
@@ -164,6 +165,16 @@ def test_overlaps_that_no_text_can_spell_are_refused():
     ):
         with pytest.raises(ScheduleError, match=rule):
             verify(replace(good, ranks=((odd, *good.ranks[0][1:]),)))
+
+
+def test_a_slot_with_a_microbatch_and_a_step_without_one_are_refused():
+    good = gpipe(1, 1)
+    for odd, rule in (
+        (Action(0, Kind.REDUCE_GRAD, 0), "takes no microbatch"),
+        (Action(0, Kind.STEP), "optimizer step 0"),
+    ):
+        with pytest.raises(ScheduleError, match=rule):
+            verify(replace(good, ranks=((*good.ranks[0], odd),)))
 
 
 def test_a_refusal_shows_the_grid_with_the_wrong_cell_marked():

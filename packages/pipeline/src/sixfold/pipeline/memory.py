@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.counterexample import broken
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
@@ -78,12 +79,7 @@ def _over(
     held, (position, action) = next(
         (held, place) for held, place in zip(accumulate(changes), places, strict=True) if held > cap + _ROUNDING
     )
-    return ScheduleError(
-        f"rank {rank} [{position}] {action}: holds {held:g} of activations; memory_cap is {cap:g}",
-        rank=rank,
-        position=position,
-        action=action,
-    )
+    return broken(program, rank, position, action, f"holds {held:g} of activations; memory_cap is {cap:g}")
 
 
 def weight_versions(program: Program) -> tuple[int, ...]:

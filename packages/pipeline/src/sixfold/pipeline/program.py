@@ -39,6 +39,10 @@ class Program:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ScheduleError(f"microbatches is {self.microbatches}; it is >= 1")
+        if not self.ranks or not self.placement:
+            raise ScheduleError(
+                f"the program has {len(self.ranks)} ranks and {len(self.placement)} stages; both are >= 1"
+            )
         for stage, rank in enumerate(self.placement):
             if not 0 <= rank < len(self.ranks):
                 raise ScheduleError(f"stage {stage} is placed on rank {rank}; the program has {len(self.ranks)} ranks")

@@ -147,6 +147,8 @@ class _Found:
                 raise broken(program, rank, position, action, rule)
             table = tables.get(action.kind)
             if table is None:
+                if action.kind in PER_STAGE and action.microbatch is not None:
+                    raise broken(program, rank, position, action, f"{action.kind} takes no microbatch")
                 self.slots.append((rank, position, action))
                 continue
             k = action.microbatch

@@ -319,18 +319,18 @@ def test_integer_types_may_differ_within_a_blend(order):
     ids=["float", "int32 in int16", "int64 in int32"],
 )
 def test_a_blend_with_ids_that_the_batch_does_not_hold_is_refused_with_the_dataset(
-    order, ids, dtype, token_dtype, words
+    order, ids, dtype, token_dtype, words, tmp_path
 ):
     made = config(order=order, token_dtype=token_dtype)
     sources = [ListSource([[5] * 90], np.uint8), ListSource([ids], dtype)]
-    for source, prefix in zip(sources, ["data/narrow", "data/wide"], strict=True):
+    for source, prefix in zip(sources, [f"{tmp_path}/narrow", f"{tmp_path}/wide"], strict=True):
         source.path_prefix = prefix
     parts = [
         GPTDataset(source, name, range(1), 20, Split.train, made)
         for source, name in zip(sources, ["a", "wide"], strict=True)
     ]
     data = BlendedDataset(parts, [1, 1], 20, made)
-    refused(lambda: data.get_batch(range(10)), *words, "data/wide")
+    refused(lambda: data.get_batch(range(10)), *words, f"{tmp_path}/wide")
 
 
 # Caches of both orders that have one, for sources that have no files

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sixfold.dist_ckpt import (
     ShardedTensorFactory,
     ShardingError,
     StorageError,
+    UnsafeError,
     strategies,
 )
 from sixfold.dist_ckpt.strategies import base
@@ -269,12 +271,22 @@ def test_listings_strict_modes_and_dtypes_work_for_strategies_of_users(tmp_path,
     half = {"w": one("w", torch.zeros(2, dtype=torch.bfloat16))}
     with pytest.raises(MismatchError, match="survive"):
         dist_ckpt.load(half, tmp_path / "c")
-    cast = dist_ckpt.load(half, tmp_path / "c", dtype_policy="cast")["w"]
+    with pytest.warns(UserWarning, match="converted to another dtype in w"):
+        cast = dist_ckpt.load(half, tmp_path / "c", dtype_policy="cast")["w"]
     assert torch.equal(cast, torch.tensor([1.0, 1.1]).bfloat16())
     with pytest.raises(MismatchError, match="'strict'"):
         dist_ckpt.load(half, tmp_path / "c", dtype_policy="strict")
     with pytest.raises(MismatchError, match=r"global shape \(3,\), stored is \(2,\)"):
         dist_ckpt.load({"w": one("w", torch.zeros(3))}, tmp_path / "c")
+
+
+def test_safe_globals_reach_common_data_beside_strategies_of_users(tmp_path, registered):
+    dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", ("one_file", 3))
+    torch.save({"made": Fraction(1, 3)}, tmp_path / "c" / "common.pt")
+    asked = {"w": one("w", torch.zeros(2))}
+    with pytest.raises(UnsafeError, match="Fraction"):
+        dist_ckpt.load(asked, tmp_path / "c")
+    assert dist_ckpt.load(asked, tmp_path / "c", safe_globals=[Fraction])["made"] == Fraction(1, 3)
 
 
 def test_the_checks_and_the_commit_are_ours_for_strategies_of_users(tmp_path, registered):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,6 +142,10 @@ def _sync(staging: Path) -> None:
         storage.sync_folder(Path(folder))
 
 
+def _union(keys_by_rank: list[set[str]]) -> list[str]:
+    return sorted({key for keys in keys_by_rank for key in keys})
+
+
 class _Wanted(NamedTuple):
     """What this rank asks for."""
 
@@ -196,9 +201,11 @@ def load(
     wanted, (missing, unexpected) = exchange.together(
         lambda: _want(state, folder, strategy, common_strategy, dtype_policy), decide
     )
-    values, _ = exchange.together(
-        lambda: (_values(wanted, unexpected, folder, strategy, common_strategy, dtype_policy), None), lambda _: None
+    values, casts = exchange.together(
+        lambda: _values(wanted, unexpected, folder, strategy, common_strategy, dtype_policy), _union
     )
+    if casts and dtype_policy == "cast":
+        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=3)
     result = tree.assemble(wanted.common, wanted.expanded, values)
     places = [path for path, _ in (*wanted.parts.records, *wanted.parts.local)]
     factory.merge(result, wanted.merges, [path for path in places if path not in values])
@@ -261,7 +268,8 @@ def _values(
     strategy: LoadShardedStrategy,
     common_strategy: LoadCommonStrategy,
     dtype_policy: str,
-) -> dict[tree.Path, Any]:
+) -> tuple[dict[tree.Path, Any], set[str]]:
+    """What was loaded, by place, and the keys whose dtype was converted."""
     present: list[tuple[tree.Path, ShardedBase]] = []
     for path, record in wanted.parts.records:
         if isinstance(record, ShardedObject) and record.unique_key not in unexpected:
@@ -272,15 +280,20 @@ def _values(
     loaded = strategy.load(mine, folder)
     loaded_objects = common_strategy.load_sharded_objects(objects, folder) if objects else {}
     values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in wanted.parts.local}
-    asked = dict(wanted.parts.records)
+    asked, converted = dict(wanted.parts.records), set[str]()
     for path, record in present:
         found = tree.get(loaded, path)
         found = tree.get(loaded_objects, path) if found is tree.GONE else found
         if found is tree.GONE:
             raise CheckpointError(f"{record}: {strategy} returned no value for it")
         original = asked[path]
-        values[path] = _settle(original, found, dtype_policy) if isinstance(original, ShardedTensor) else found
-    return values
+        if isinstance(original, ShardedTensor):
+            values[path] = _settle(original, found, dtype_policy)
+            if found.dtype != original.dtype:
+                converted.add(original.key)
+        else:
+            values[path] = found
+    return values, converted
 
 
 def _as_stored(record: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

@@ -170,11 +170,12 @@ def load(
         )
     strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
     if strategies is not None:
+        sharded, common = strategies
         return foreign.load(
             sharded_state_dict,
             checkpoint_dir,
-            strategies[0],
-            strategies[1],
+            sharded,
+            TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common,
             validate_access_integrity,
             parse_strict(strict),
             group=group,

@@ -7,6 +7,7 @@ The torch_dist format keeps objects among its frames; zarr and strategies of use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):
-    """Reads them under torch's weights-only rules."""
+    """Reads them under torch's weights-only rules and ``safe_globals``."""
 
     is_built_in = True
+
+    def __init__(self, safe_globals: Sequence[Any] = ()) -> None:
+        self._safe_globals = safe_globals
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -60,14 +64,14 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
             raise MismatchError(f"version {loaded_version} of the common backend; {self} reads 1")
 
     def load_common(self, checkpoint_dir: Path) -> dict[Any, Any]:
-        common = _load(Path(checkpoint_dir) / COMMON_NAME)
+        common = self._load(Path(checkpoint_dir) / COMMON_NAME)
         if not isinstance(common, dict):
             raise CorruptError(f"{Path(checkpoint_dir) / COMMON_NAME} holds a {type(common).__name__}, not a dict")
         return common
 
     def load_sharded_objects(self, sharded_objects_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
         values = {
-            path: _load(object_path(Path(checkpoint_dir), record.unique_key))
+            path: self._load(object_path(Path(checkpoint_dir), record.unique_key))
             for path, record in tree.leaves(sharded_objects_state_dict)
             if isinstance(record, ShardedObject)
         }
@@ -76,6 +80,13 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedObject]:
         folder = Path(checkpoint_dir)
         return {name: ShardedObject.empty_from_unique_key(name) for name in object_keys(folder)}
+
+    def _load(self, path: Path) -> Any:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
+        return weights_only.load(data, str(path), self._safe_globals)
 
 
 def object_path(folder: Path, stored_key: str) -> Path:
@@ -105,11 +116,3 @@ def object_keys(folder: Path) -> list[str]:
             continue
         keys.append(stored_key)
     return sorted(keys)
-
-
-def _load(path: Path) -> Any:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
-    return weights_only.load(data, str(path), ())

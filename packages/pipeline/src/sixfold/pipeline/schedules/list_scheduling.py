@@ -32,13 +32,14 @@ class Listed:
 
 
 def list_schedule(
-    placement: Sequence[int], microbatches: int, favour: Favour, *, split: bool, room: int | None = None
+    placement: Sequence[int], microbatches: int, favour: Favour, *, split: bool, room: int | None = None, pace: int = 0
 ) -> Listed:
     """Schedule every microbatch through every stage.
 
     Args:
         split: backwards are I and W, else B.
         room: stages' activations that a rank may hold, at least its number of stages.
+        pace: units between the moments from which on two microbatches may enter.
     Cost: O(makespan * ranks), a constant per action.
 
     [Note: room] A forward starts only if its microbatch's later stages on the rank would still fit, so that no choice
@@ -53,13 +54,13 @@ def list_schedule(
     favoured = [sorted(((k, s) for s in stages for k in kinds), key=lambda at: favour(*at)) for stages in mine]
     # What can run: (time from which on, microbatch), in order of both.
     ready: dict[tuple[Kind, int], deque[tuple[int, int]]] = {at: deque() for row in favoured for at in row}
-    ready[Kind.F, 0].extend((0, k) for k in range(microbatches))
+    ready[Kind.F, 0].extend((pace * k, k) for k in range(microbatches))
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     free, held, peak = [0] * ranks, [0] * ranks, 0
     deep = [0] * ranks  # what a rank holds of its last stage
     left, now = microbatches * len(placement) * len(kinds), 0
     while left:
-        assert now <= max(free), f"nothing can run at {now} with room for {room}"
+        assert now <= max(pace * microbatches, *free), f"nothing can run at {now} with room for {room}"
         for rank in (r for r in range(ranks) if free[r] <= now):
             for kind, stage in favoured[rank]:
                 queue = ready[kind, stage]
@@ -90,19 +91,19 @@ def list_schedule(
     return Listed(tuple(map(tuple, rows)), max(free), peak)
 
 
-def best_v(ranks: int, microbatches: int, orders: Sequence[str], room: int, name: str) -> Program:
-    """The shortest of the list schedules of a V that favour actions in one of ``orders``.
+def best_v(ranks: int, microbatches: int, tries: Sequence[tuple[str, int]], room: int, name: str) -> Program:
+    """The shortest of several list schedules of a V; of equally short ones the first.
 
     Args:
-        orders: such as "F1 F0 I1 I0 W0 W1": kinds with the chunk, first favoured first.
+        tries: of each the order of preference, such as "F1 F0 I1 I0 W0 W1" (kinds with the chunk), and the pace.
     """
     tried = []
-    for order in orders:
+    for order, pace in tries:
         turn = {word: at for at, word in enumerate(order.split())}
 
         def favour(kind: Kind, stage: int, turn: dict[str, int] = turn) -> float:
             return turn[f"{kind.value}{int(stage >= ranks)}"]
 
-        tried.append(list_schedule(vee(ranks), microbatches, favour, split=True, room=room))
+        tried.append(list_schedule(vee(ranks), microbatches, favour, split=True, room=room, pace=pace))
     best = min(tried, key=lambda listed: listed.makespan)
     return Program(best.rows, microbatches, vee(ranks), name)

@@ -24,6 +24,7 @@ from sixfold.dist_ckpt.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMEN
 
 COPY_THREADS = 2
 _GRAIN_BYTES = 2**21  # the arena grows in whole huge pages
+_SMALL_BYTES = 2**20  # up to here a tensor is copied by the caller, without a view of the arena for it
 _SLICE_BYTES = 64 * 2**20  # a larger tensor is copied in slices, so that the threads end together
 
 
@@ -31,12 +32,9 @@ class Place(NamedTuple):
     """Where a tensor lies in the arena."""
 
     offset: int
+    nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 class HostMemory(Protocol):
@@ -132,8 +130,13 @@ class Arena:
         memory = memory_for(tensors)
         if type(memory) is not type(self._memory):
             self._register(memory)
-        pairs = [(self._view(place), tensor.detach()) for place, tensor in zip(places, tensors, strict=True)]
-        self._memory.copy([pair for pair in pairs if pair[0].numel()])
+        base, rest = self._bytes.data_ptr(), []
+        for place, tensor in zip(places, tensors, strict=True):
+            if place.nbytes <= _SMALL_BYTES and _is_plain(tensor):
+                ctypes.memmove(base + place.offset, tensor.data_ptr(), place.nbytes)
+            elif place.nbytes:
+                rest.append((self._view(place), tensor.detach()))
+        self._memory.copy(rest)
         return places
 
     def close(self) -> None:
@@ -179,9 +182,9 @@ def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
     """Places end to end, large tensors on page borders so that O_DIRECT can write them, and the bytes they need."""
     places, at = [], 0
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         at += -at % (LARGE_ALIGNMENT if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT)
-        places.append(Place(at, tuple(tensor.shape), tensor.dtype))
+        places.append(Place(at, nbytes, tuple(tensor.shape), tensor.dtype))
         at += nbytes
     return places, at
 
@@ -237,7 +240,6 @@ def _equal_parts(
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in pairs:
         if _is_plain(source):
-            # A quarter of what copy_ costs for a small tensor; both let other threads run.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
         else:
             target.copy_(source)

@@ -7,7 +7,7 @@ from dist_ckpt_helpers import flip_byte
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, ShardingError
+from sixfold.dist_ckpt import CorruptError, LostPeerError, ShardedObject, ShardedTensor, ShardingError
 from sixfold.dist_ckpt.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -200,3 +200,22 @@ def test_a_background_save_is_shared_out_too(tmp_path):
     run_ranks(save_in_the_background, 2, tmp_path / "c", timeout=90.0)
     sizes = [(tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.02 * min(sizes) + 12_000
+
+
+def reader_dies(rank, ranks, folder):
+    import os
+    import signal
+
+    from sixfold.dist_ckpt import relay
+
+    if rank == 1:
+        relay.Relay.start = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    with pytest.raises(LostPeerError, match="rank 1"):
+        dist_ckpt.load(replicated(rank, fill=False), folder, loader, timeout_s=30.0)
+    return True
+
+
+def test_a_rank_that_dies_before_it_sends_is_told_within_seconds(tmp_path):
+    run_ranks(save_and_load, 2, tmp_path / "c")
+    assert run_ranks(reader_dies, 2, tmp_path / "c", timeout=10.0, allow_exit=(1,))[0] is True

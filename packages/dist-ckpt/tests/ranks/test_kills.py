@@ -160,7 +160,7 @@ def jobs():
     """(kind, seed, kills of this test) for all tests; a test holds so many jobs that it ends in time."""
     for kind, share in SHARES.items():
         kills = max(1, round(share * KILLS))
-        chunk = WORKER_KILLS if kind == "worker" else 25
+        chunk = {"worker": WORKER_KILLS, "async": 5}.get(kind, 25)
         for start in range(0, kills, chunk):
             yield kind, start, min(chunk, kills - start)
 

@@ -26,6 +26,7 @@ PACKAGES = Path(__file__).parent.parent / "packages"
 PUBLIC_MODULES = {
     "blending": ("order", "torch"),
     "dist-ckpt": (
+        "background",
         "retention",
         "strategies",
         "strategies.torch",

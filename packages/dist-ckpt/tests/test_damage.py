@@ -1,6 +1,6 @@
 """Random damage: with checksums all of it is found; without them nothing but our own errors comes out.
 
---corruptions 10000 --mangled 3000 for the full numbers of the specification.
+--corruptions 10400 --mangled 3000 for the full numbers of the specification.
 """
 
 import json

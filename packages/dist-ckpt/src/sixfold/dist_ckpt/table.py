@@ -138,34 +138,28 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
 def merge(tables: Sequence[Encoded]) -> Table:
     """The tables of all ranks, in rank order, as one."""
     dims = max((table.dims for table in tables), default=0)
+    counts = [len(table.rows) // (8 * (2 + 2 * table.dims)) for table in tables]
+    rows_NW = torch.empty(sum(counts), 2 + 2 * dims, dtype=torch.int64)
+    ranks_N = torch.empty(sum(counts), dtype=torch.int64)
     kinds: dict[Kind, int] = {}
     known: dict[bytes, torch.Tensor] = {}
-    parts, ranks = [], []
-    for rank, table in enumerate(tables):
+    at = 0
+    for rank, (table, count) in enumerate(zip(tables, counts, strict=True)):
         if table.names not in known:
             own = [Kind(*kind) for kind in zip(*pickle.loads(table.names), strict=True)]  # from a rank of this job
             known[table.names] = torch.tensor([kinds.setdefault(kind, len(kinds)) for kind in own], dtype=torch.int64)
-        if not table.rows:
-            continue
-        rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(-1, 2 + 2 * table.dims)
-        if table.dims < dims:
-            rows = _widened(rows, table.dims, dims)
-        rows[:, 0] = known[table.names][rows[:, 0]]
-        parts.append(rows)
-        ranks.append(torch.full((len(rows),), rank, dtype=torch.int64))
-    if not parts:
-        return Table(
-            tuple(kinds), dims, torch.empty(0, 2 + 2 * dims, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        )
-    return Table(tuple(kinds), dims, torch.cat(parts), torch.cat(ranks))
-
-
-def _widened(rows: torch.Tensor, dims: int, more: int) -> torch.Tensor:
-    wide = torch.ones(len(rows), 2 + 2 * more, dtype=torch.int64)
-    wide[:, : 2 + dims] = rows[:, : 2 + dims]
-    wide[:, 2 + dims : 2 + more] = 0
-    wide[:, 2 + more : 2 + more + dims] = rows[:, 2 + dims :]
-    return wide
+        if count:
+            part, more = rows_NW[at : at + count], dims - table.dims
+            rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
+            part[:, : 2 + table.dims] = rows[:, : 2 + table.dims]
+            part[:, 2 + dims : 2 + dims + table.dims] = rows[:, 2 + table.dims :]
+            if more:
+                part[:, 2 + table.dims : 2 + dims] = 0
+                part[:, 2 + dims + table.dims :] = 1
+            part[:, 0] = known[table.names][rows[:, 0]]
+            ranks_N[at : at + count] = rank
+            at += count
+    return Table(tuple(kinds), dims, rows_NW, ranks_N)
 
 
 def covered_once(table: Table) -> torch.Tensor:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sixfold.pipeline import Costs, ScheduleError, simulate, verify
+from sixfold.pipeline import Costs, ScheduleError, schedules, simulate, verify
 from sixfold.pipeline.placement import looped, wave
 from sixfold.pipeline.plan import plan, plan_over
 from sixfold.pipeline.plan.bound import least_memory, lower_bound
@@ -163,6 +163,50 @@ def test_greedy_orders_exist_under_the_least_cap(seed):
         )
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_and_parts_that_take_no_time_can_be_planned(seed):
+    rng = random.Random(seed)
+    row = lambda: [rng.choice((0.0, 0.0, 1.0, 0.3)) for _ in range(4)]  # noqa: E731
+    costs = Costs(row(), row(), row(), hop=rng.choice((0.0, 0.4)), activation=row(), input_share=rng.choice((0.0, 0.5)))
+    found = plan(costs, ranks=2, microbatches=3, time_limit_s=0.03)
+    assert found.timeline.makespan == pytest.approx(simulate(found.program, costs).makespan)
+    assert found.lower_bound <= found.timeline.makespan + 1e-9
+    shop, numbers = Shop(costs, found.program.placement, 3, math.inf), random.Random(seed)
+    assert all(greedy_order(shop, numbers) is not None for _ in range(10))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_schedule_beats_the_bound_with_any_placement_and_zero_costs(seed):
+    rng = random.Random(seed)
+    placement = rng.choice(((0, 1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 2, 1), (1, 0, 1), (0, 1, 0, 1)))
+    row = lambda: [rng.choice((0.0, 0.5, 1.0, 2.0)) for _ in placement]  # noqa: E731
+    costs = Costs(row(), row(), row(), hop=rng.choice((0.0, 0.3, 2.0)), activation=[1.0] * len(placement))
+    microbatches = rng.choice((1, 2))
+    optimum = exhaustive(costs, placement, microbatches, math.inf)
+    assert lower_bound(costs, placement, microbatches) <= optimum + 1e-9
+
+
+def test_a_cap_in_bytes_is_kept_to_the_byte():
+    each = 1e10 / 3 + 1  # three of them are three bytes over
+    costs = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, activation=[each] * 4)
+    found = plan(costs, ranks=2, microbatches=6, memory_cap=1e10, time_limit_s=0.1)
+    assert max(verify(found.program, memory_cap=1e10, costs=costs).peak_activations) == 2 * each
+    with pytest.raises(
+        ScheduleError, match=r"memory_cap is 6666666667.67; the least that any schedule needs is 6666666668.67"
+    ):
+        plan(costs, ranks=2, microbatches=6, memory_cap=2 * each - 1)
+    tenths = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, activation=[0.1e10] * 4)
+    found = plan(tenths, ranks=1, microbatches=2, memory_cap=sum([0.1e10] * 3) + 0.1e10, time_limit_s=0.1)
+    verify(found.program, memory_cap=0.4e10, costs=tenths)
+
+
+def test_the_first_order_of_a_large_step_is_a_known_schedule():
+    costs = Costs([1.0] * 8, [1.0] * 8, [1.0] * 8)
+    found = plan(costs, ranks=8, microbatches=32, time_limit_s=1e-9)
+    one = simulate(schedules.one_f_one_b(8, 32), costs)
+    assert found.timeline.makespan <= one.makespan
+
+
 def test_equal_costs_and_1f1bs_memory_reach_the_proven_optimum_on_a_v():
     costs = Costs([0.5] * 8, [0.5] * 8, [0.5] * 8, activation=[0.5] * 8)
     found = plan(costs, ranks=4, microbatches=8, memory_cap=4.0)
@@ -220,3 +264,8 @@ def test_impossible_questions_are_refused(arguments, says):
     with pytest.raises(ScheduleError) as error:
         plan(costs, **arguments)
     assert says in str(error.value)
+
+
+def test_no_way_at_all_is_refused():
+    with pytest.raises(ScheduleError, match="ways is empty"):
+        plan_over([], ranks=2)

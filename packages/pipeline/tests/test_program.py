@@ -70,7 +70,20 @@ def test_the_number_of_microbatches_is_read_or_given():
 
 
 @pytest.mark.parametrize(
-    "cell", ["1F", "1F0x", "F0", "1G0", "1UNSHARD2", "1F0.1", "(0F0)B", "(0UNSHARD;1F0)OVERLAP_F_B", "-1F0"]
+    "cell",
+    [
+        "1F",
+        "1F0x",
+        "F0",
+        "1G0",
+        "1UNSHARD2",
+        "1F0.1",
+        "(0F0)B",
+        "(0UNSHARD;1F0)OVERLAP_F_B",
+        "-1F0",
+        "1F" + "9" * 5000,
+        "1F\u0663",
+    ],
 )
 def test_a_cell_that_is_no_action_is_quoted_with_its_rank_and_column(cell):
     with pytest.raises(ScheduleError) as caught:

@@ -79,6 +79,7 @@ def test_a_program_that_hangs_and_costs_for_another_one_are_refused():
         (lambda: Costs([1.0], [1.0], [float("nan")]), "backward_weight of stage 0 is nan"),
         (lambda: Costs([1.0], [1.0], [1.0], input_share=2.0), "input_share is 2.0"),
         (lambda: Costs([1.0], [1.0], [1.0], hop=-1.0), "hop is -1.0"),
+        (lambda: Costs([1.0], [1.0], [1.0], hop=float("inf")), "hop is inf"),
         (lambda: Costs([1.0], [1.0], [1.0], overlap=0.0), "overlap is 0.0"),
         (lambda: draw(gpipe(1, 1), format="png"), "format is 'png'"),
     ],

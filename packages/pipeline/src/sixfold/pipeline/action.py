@@ -48,7 +48,8 @@ BACKWARD_ENDS = frozenset({Kind.B, Kind.W})  # after one of these a microbatch i
 
 # Longer spellings first, so that "F" does not end the match of a kind that starts with it.
 _KINDS = "|".join(sorted((kind.value for kind in Kind if kind is not Kind.OVERLAP_F_B), key=len, reverse=True))
-_SIMPLE = re.compile(rf"(\d+)({_KINDS})(\d+)?")
+_NUMBER = "[0-9]{1,15}"
+_SIMPLE = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 

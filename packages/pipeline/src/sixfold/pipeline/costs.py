@@ -51,9 +51,10 @@ class Costs:
             for stage, value in enumerate(values):
                 if not (math.isfinite(value) and value >= 0):
                     raise ScheduleError(f"Costs.{name} of stage {stage} is {value}; it is finite and >= 0")
-        for name, value, most in (("hop", self.hop, math.inf), ("input_share", self.input_share, 1.0)):
-            if not 0 <= value <= most:
-                raise ScheduleError(f"Costs.{name} is {value}; it is in 0..{most:g}")
+        if not (math.isfinite(self.hop) and self.hop >= 0):
+            raise ScheduleError(f"Costs.hop is {self.hop}; it is finite and >= 0")
+        if not 0 <= self.input_share <= 1:
+            raise ScheduleError(f"Costs.input_share is {self.input_share}; it is in 0..1")
         if not (math.isfinite(self.overlap) and self.overlap > 0):
             raise ScheduleError(f"Costs.overlap is {self.overlap}; it is finite and > 0")
 

@@ -15,9 +15,12 @@ from sixfold.pipeline.counterexample import broken
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
-__all__ = ["activation_share", "peak_activations", "weight_versions"]
+__all__ = ["activation_share", "peak_activations", "weight_versions", "with_rounding"]
 
-_ROUNDING = 1e-9  # sums of 1/v, relative to a cap that the user wrote down
+
+def with_rounding(cap: float) -> float:
+    """``cap`` and the rounding of sums: of shares such as 1/v, and of sizes in bytes, where no byte more may pass."""
+    return cap + 1e-9 + 1e-12 * cap
 
 
 def activation_share(program: Program) -> tuple[float, ...]:
@@ -65,7 +68,7 @@ def peak_activations(
                 if a.kind is Kind.F and (a.stage, a.microbatch) in again:
                     changes[at] = kept[a.stage]
         peak = max(accumulate(changes), default=0.0)
-        if cap is not None and peak > cap + _ROUNDING:
+        if cap is not None and peak > with_rounding(cap):
             raise _over(program, rank, adds, changes, cap)
         peaks.append(peak)
     return tuple(peaks)
@@ -77,9 +80,9 @@ def _over(
     """The first action of ``rank`` that goes over ``cap``."""
     places = [(i, a) for i, e in enumerate(program.ranks[rank]) for a in (e.parts or (e,)) if a.kind in adds]
     held, (position, action) = next(
-        (held, place) for held, place in zip(accumulate(changes), places, strict=True) if held > cap + _ROUNDING
+        (held, place) for held, place in zip(accumulate(changes), places, strict=True) if held > with_rounding(cap)
     )
-    return broken(program, rank, position, action, f"holds {held:g} of activations; memory_cap is {cap:g}")
+    return broken(program, rank, position, action, f"holds {held:.12g} of activations; memory_cap is {cap:.12g}")
 
 
 def weight_versions(program: Program) -> tuple[int, ...]:

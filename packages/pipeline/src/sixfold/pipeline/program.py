@@ -17,7 +17,7 @@ from sixfold.pipeline.errors import ScheduleError
 
 __all__ = ["Program"]
 
-_LINE = re.compile(r"\s*(\d+)\s*:(.*)")
+_LINE = re.compile(r"\s*([0-9]{1,15})\s*:(.*)")
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,11 @@ def greedy_order(shop: Shop, random: Random) -> Order | None:
     while (rank := clock.next_rank(left)) is not None:
         choices = clock.choices(rank)
         if choices:
+            # What starts after another choice could have ended would leave a gap that the other one fills.
             done = min(start + shop.duration[operation] for start, operation in choices)
-            now = clock.free[rank]
+            now, earliest = clock.free[rank], min(start for start, _ in choices)
             start, operation = max(
-                ((start, operation) for start, operation in choices if start < done or start <= now),
+                ((start, operation) for start, operation in choices if start < done or start <= earliest),
                 key=lambda choice: worth(choice[1], rank, choice[0] - now),
             )
         if not choices or clock.someone_may_come(rank, start, left):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -97,6 +98,8 @@ def plan_over(
     Raises:
         ScheduleError: as ``plan``; a way that does not fit the cap is left out unless none fits.
     """
+    if not ways:
+        raise ScheduleError("ways is empty; give the microbatches and costs of one at least")
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise ScheduleError(f"time_limit_s is {time_limit_s}; it is finite and > 0")
     cap = math.inf if memory_cap is None else memory_cap
@@ -140,7 +143,9 @@ def _shops(ways: Sequence[tuple[int, Costs]], ranks: int, cap: float, placement:
             if needed <= shop.memory_cap:
                 fitting.append(_Entry(shop, costs, lower_bound(costs, place, microbatches)))
     if not fitting:
-        raise ScheduleError(f"memory_cap is {cap:g}; the least that any schedule needs is {least:g} of activations")
+        raise ScheduleError(
+            f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations"
+        )
     return sorted(fitting, key=lambda entry: entry.bound)
 
 
@@ -192,31 +197,35 @@ def _made(entries: list[_Entry], deadline: float, random: Random) -> list[_Playe
     """The best starts with different makespans, ascending."""
     found: dict[tuple[int, float], _Player] = {}
     best = math.inf
-    makers = [(at, entry, _orders(entry.shop, random)) for at, entry in enumerate(entries)]
+    makers = deque((at, entry, _orders(entry.shop, random)) for at, entry in enumerate(entries))
     enough = min(entry.bound for entry in entries)
     while makers and best > enough * (1 + 1e-12) and (not found or time.perf_counter() < deadline):
-        for maker in list(makers):
-            at, entry, orders = maker
-            if entry.bound >= best:
-                makers.remove(maker)
-                continue
-            order = next(orders)
-            if order is None or not entry.shop.fits(order) or (times := entry.shop.play(order)) is None:
-                continue
-            best = min(best, times.makespan)
-            found.setdefault((at, round(times.makespan, 9)), _Player(times.makespan, entry, order))
-    return sorted(found.values(), key=lambda player: player.makespan)[:_PLAYERS]
+        at, entry, orders = maker = makers.popleft()
+        if entry.bound >= best:
+            continue
+        makers.append(maker)  # they take turns
+        order = next(orders)
+        if order is None or not entry.shop.fits(order) or (times := entry.shop.play(order)) is None:
+            continue
+        best = min(best, times.makespan)
+        found.setdefault((at, round(times.makespan, 9)), _Player(times.makespan, entry, order))
+        if len(found) > _PLAYERS:
+            del found[max(found, key=lambda key: found[key].makespan)]
+    return sorted(found.values(), key=lambda player: player.makespan)
 
 
 def _orders(shop: Shop, random: Random) -> Iterator[Order | None]:
-    """Orders without end: one that fits every cap, the known schedules, then patterns and list schedules in turn.
+    """Orders without end: the known schedules, one that fits every cap, then patterns and list schedules in turn.
 
-    None where a maker failed, so that the caller can look at its clock.
+    None where a maker failed, so that the caller can look at its clock. What takes little time comes first: the
+    first orders are all that a large step has time for.
     """
-    yield _one_microbatch_at_a_time(shop)
+    known = []
     for program in _known(shop):
-        order = _order_of(program, shop)
-        yield order
+        known.append(_order_of(program, shop))
+        yield known[-1]
+    yield _one_microbatch_at_a_time(shop)
+    for order in known:
         yield left_shifted(shop, order)
     makers: tuple[Callable[[Shop, Random], Order | None], ...] = (pattern_order, pattern_order, greedy_order)
     while True:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.memory import with_rounding
 from sixfold.pipeline.program import Program
 
 __all__ = ["FORWARD", "ROUNDING", "Order", "Shop", "Times"]
 
 Order = list[list[int]]
 FORWARD, INPUT, WEIGHT = 0, 1, 2
-ROUNDING = 1e-9  # of sums of times and of activations
+ROUNDING = 1e-9  # of sums of times
 
 
 class Times(NamedTuple):
@@ -48,7 +49,7 @@ class Shop:
         stages = len(placement)
         self.placement, self.stages, self.microbatches = tuple(placement), stages, microbatches
         self.ranks = max(placement) + 1
-        self.memory_cap = memory_cap + ROUNDING * max(1.0, memory_cap if memory_cap < float("inf") else 1.0)
+        self.memory_cap = with_rounding(memory_cap)
         self.stages_of = [[s for s in range(stages) if placement[s] == rank] for rank in range(self.ranks)]
         activation = costs.activation
         self.activation = (

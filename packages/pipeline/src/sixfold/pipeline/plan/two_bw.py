@@ -16,7 +16,7 @@ from sixfold.pipeline.errors import ScheduleError
 __all__ = ["LayerProfile", "Plan2BW", "plan_2bw"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerProfile:
     """One of the equal layers, measured at one microbatch size. Seconds and bytes.
 
@@ -96,7 +96,9 @@ def plan_2bw(
     fitting = [plan for plan in arrangements if plan.memory <= memory_cap]
     if not fitting:
         least = min(plan.memory for plan in arrangements)
-        raise ScheduleError(f"memory_cap is {memory_cap:g} bytes; the least that any arrangement needs is {least:g}")
+        raise ScheduleError(
+            f"memory_cap is {memory_cap:.12g} bytes; the least that any arrangement needs is {least:.12g}"
+        )
     return max(fitting, key=lambda plan: (plan.samples_per_s, -plan.depth))
 
 

@@ -10,6 +10,7 @@ from sixfold.pipeline import Action, Kind, Program
 
 _PAIRS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 _MESSAGES = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
+_UNNUMBERED = {Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}
 _BACKWARD = {Kind.B, Kind.I, Kind.W}
 _COMPUTE = _BACKWARD | {Kind.F}
 
@@ -27,6 +28,8 @@ def _has_every_action_once(program: Program) -> bool:
     n, m, at = program.stages, program.microbatches, program.placement
     parts = _parts(program)
     if any(not 0 <= a.stage < n or at[a.stage] != rank for rank, a in parts):
+        return False
+    if any(a.microbatch is not None for _, a in parts if a.kind in _UNNUMBERED):
         return False
     messages = Counter(a for _, a in parts if a.kind in _MESSAGES)
     wanted: Counter[Action] = Counter()

@@ -8,8 +8,9 @@
 
 The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
 import line changed. How it works, in the order of the data: box, mapping, tree, factory, manifest,
-unpickle, metadata, frame, integrity, plan, validation, exchange, storage, folder, transfer, saving,
-loading, strategies, foreign, serialization.
+unpickle, dcp_pickle, metadata, zarr_format, frame, crc, integrity, table, plan, validation, exchange,
+storage, folder, sources, reader, transfer, balance, relay, saving, loading, strategies, foreign, remote,
+serialization; beside it arena, control and background for background saves, and tools for the command.
 """
 
 from sixfold.dist_ckpt import optimizer, optimizers, retention, strategies, validation

@@ -23,12 +23,14 @@ from sixfold.dist_ckpt.integrity import Block, Span
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.pause import collection_paused
-from sixfold.dist_ckpt.reader import Reader, check_policy
+from sixfold.dist_ckpt.reader import WINDOW_BYTES, Reader, check_policy
 from sixfold.dist_ckpt.relay import Relay, relay_through
 from sixfold.dist_ckpt.saving import object_report
 from sixfold.dist_ckpt.strategies.base import LoadEngine, load_engine
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.validation import StrictHandling
+
+_RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
 
 
 class _Report(NamedTuple):
@@ -282,7 +284,8 @@ def _read_one_save(
 ) -> tuple[dict[tree.Path, Any], set[str]]:
     """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
     try:
-        reader = Reader(request.checkpoint, dtype_policy, decision.threads)
+        window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
+        reader = Reader(request.checkpoint, dtype_policy, decision.threads, window_bytes)
         return _read(request, reader, decision.shares[rank], safe_globals), reader.cast_keys
     finally:
         request.checkpoint.check_unchanged()

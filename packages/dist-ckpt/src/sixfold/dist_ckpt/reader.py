@@ -76,12 +76,16 @@ class Reader:
         checkpoint: opened; its ``verify`` decides what is checked.
         dtype_policy: one of ``DTYPE_POLICIES``; "strict" differences were refused by the plan.
         threads: how many read, hash and copy at once.
+        window_bytes: see [Note: windows]; smaller ones tell ``on_complete`` sooner.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype_policy: str, threads: int = 1) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype_policy: str, threads: int = 1, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         self._checkpoint = checkpoint
         self._policy = dtype_policy
         self._threads = threads
+        self._window_bytes = window_bytes
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
         self._handles: dict[str, int] = {}
@@ -151,7 +155,7 @@ class Reader:
     ) -> dict[Place, _Window]:
         windows: dict[Place, _Window] = defaultdict(_Window)
         for block in blocks:
-            windows[block.file, block.number * self._block_bytes // WINDOW_BYTES].blocks[block.number] = []
+            windows[block.file, block.number * self._block_bytes // self._window_bytes].blocks[block.number] = []
         for step in plan.reads:
             with self._told(step):
                 start = self._sources.start(step)
@@ -160,7 +164,7 @@ class Reader:
                 self._share(windows, step, run)
             else:
                 frame = step.chunk.frame
-                window = windows[frame.file, (frame.offset + frame.length - 1) // WINDOW_BYTES]
+                window = windows[frame.file, (frame.offset + frame.length - 1) // self._window_bytes]
                 window.copies.append(step)
                 window.steps.append(step)
         return windows
@@ -198,7 +202,7 @@ class Reader:
         file, size = step.chunk.frame.file, self._block_bytes
         number = run.start // size
         if run.stop <= (number + 1) * size:  # most runs of small tensors
-            window = windows[file, number * size // WINDOW_BYTES]
+            window = windows[file, number * size // self._window_bytes]
             window.steps.append(step)
             wanted = window.blocks.get(number)
             if wanted is not None and not (wanted and wanted[-1].stop > run.start):
@@ -207,7 +211,7 @@ class Reader:
                 window.runs.append(run)
             return
         while run.start < run.stop:
-            window = windows[file, number * size // WINDOW_BYTES]
+            window = windows[file, number * size // self._window_bytes]
             part = run.cut(run.start, (number + 1) * size)
             wanted = window.blocks.get(number)
             # Two targets may want the same bytes; the second one copies them.

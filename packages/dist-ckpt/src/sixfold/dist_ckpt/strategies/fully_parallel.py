@@ -166,6 +166,9 @@ def _apply(records: Records, shares: Shares, rank: int) -> list[Records]:
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Each range that several ranks want is read by one of them and sent on while the next is read.
 
+    It pays where the network between the ranks is faster than their storage. On one node it does not: there the
+    plain strategy reads each byte once too, and the others take it from the page cache.
+
     Args:
         strategy: what loads.
         parallelization_group: the ranks that read for each other; None for all ranks of the load.

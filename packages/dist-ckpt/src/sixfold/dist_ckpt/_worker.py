@@ -56,7 +56,6 @@ def _write(job: Job, arena: MappedArena) -> object:
     tensors = arena.tensors(list(job.places.values()), job.arena_bytes)
     for index, tensor in zip(job.places, tensors, strict=True):
         job.content.records[index].data = tensor
-    storage.check_shared(Path(job.ticket.staging))
     try:
         return saving.write(job.content, job.ticket, job.rank, job.check_finite)
     finally:

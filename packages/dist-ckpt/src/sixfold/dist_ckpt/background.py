@@ -105,6 +105,7 @@ class AsyncSaver:
         self._arena = Arena()
         self._worker: _Worker | None = None
         self._flight: _Flight | None = None
+        self._is_closed = False
         _open_savers().add(self)
 
     def save(
@@ -131,13 +132,14 @@ class AsyncSaver:
         )
 
     def close(self) -> None:
-        """Wait for a save in flight, then end the worker and free the arena. Errors stay with the handle."""
+        """Wait for a save in flight, then end the worker and free the arena. May be called again."""
         self._let_go()
         if self._worker is not None:
             self._worker.stop()
         self._worker = None
-        if self._arena is not None:
+        if not self._is_closed:
             self._arena.close()
+        self._is_closed = True
         _open_savers().discard(self)
 
     def __enter__(self) -> AsyncSaver:
@@ -156,6 +158,8 @@ class AsyncSaver:
         timeout_s: float,
     ) -> AsyncSave:
         start = time.monotonic()
+        if self._is_closed:
+            raise CheckpointError("this AsyncSaver is closed; make a new one")
         _check_supported(*what[1:])
         what = (what[0], remote.local_path(what[1]), *what[2:])
         self._let_go()

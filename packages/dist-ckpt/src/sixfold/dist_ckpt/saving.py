@@ -326,6 +326,7 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
 def write(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
     """Write this rank's share into the staging folder. No group: any process that sees the data may do it."""
     staging = Path(ticket.staging)
+    storage.check_shared(staging)
     with storage.full_disk_told(staging, content.nbytes):
         written = transfer.write(
             staging,

@@ -1,4 +1,4 @@
-"""Background saves of one process: values at the call, and what a dead, stopped or full worker leaves."""
+"""The worker of one process: values at the call, and what a dead, stopped or full worker leaves."""
 
 import errno
 import os
@@ -278,9 +278,13 @@ def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path):
         pids.add(handle.worker_pid)
         assert loaded_value(tmp_path / "c") == value
     assert len(pids) == 1
-    background._saver_of(os.getpid()).close()
+    saver = background._saver_of(os.getpid())
+    saver.close()
+    saver.close()
     background._saver_of.cache_clear()
     assert not is_running(pids.pop())
+    with pytest.raises(CheckpointError, match="this AsyncSaver is closed"):
+        saver.save(state(3), tmp_path / "c")
 
 
 def test_a_control_file_of_somebody_else_is_not_unpickled(tmp_path):

@@ -118,7 +118,8 @@ class Reader:
         pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         run_all = _Runner(pool)
         try:
-            for own, before, after in zip([*order, None], [None, *order], [*order[1:], None, None], strict=True):
+            for own, before, after in zip([*order, None], [None, *order], [*order, None, None][1:], strict=True):
+                self._open({place[0] for place in (before, own, after) if place is not None})
                 for ahead in (own, after) if before is None else (after,):
                     self._prefetch(ahead, windows)
                 if own is not None:
@@ -133,9 +134,7 @@ class Reader:
         finally:
             if pool:
                 pool.shutdown(cancel_futures=True)
-            for handle in self._handles.values():
-                os.close(handle)
-            self._handles.clear()
+            self._open(set())
 
     def read_object(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> Any:
         """The object of a frame; ours and megatron's are lists of one."""
@@ -266,12 +265,14 @@ class Reader:
         for number in windows[place].blocks if place is not None else ():
             assert place is not None, number
             at, length = number * self._block_bytes, self._block_bytes
-            os.posix_fadvise(self._handle(place[0]), at, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._handles[place[0]], at, length, os.POSIX_FADV_WILLNEED)
 
-    def _handle(self, file: str) -> int:
-        if file not in self._handles:
+    def _open(self, files: set[str]) -> None:
+        """Have these files open and no others: a checkpoint may have more of them than a process may open."""
+        for file in self._handles.keys() - files:
+            os.close(self._handles.pop(file))
+        for file in files - self._handles.keys():
             self._handles[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY | os.O_CLOEXEC)
-        return self._handles[file]
 
     def _fetch(self, file: str, runs: list[Run]) -> None:
         """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
@@ -283,7 +284,7 @@ class Reader:
                 self._read(file, run)
 
     def _read(self, file: str, run: Run) -> None:
-        handle, at = self._handle(file), run.start
+        handle, at = self._handles[file], run.start
         target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
         while at < run.stop:
             count = os.preadv(handle, [target[at - run.start :]], at)

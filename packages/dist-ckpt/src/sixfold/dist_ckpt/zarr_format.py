@@ -42,7 +42,7 @@ _DTYPES = {
     torch.bfloat16: "bfloat16",  # no numpy name: what tensorstore writes
 }
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
-_MOST_CHUNKS = 10_000_000
+_MOST_CHUNKS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from dist_ckpt_helpers import flat_shards, flip_byte, one, random_cut
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, crc, integrity, metadata
+from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, crc, integrity, metadata, reader
 from sixfold.dist_ckpt.box import Box, intersect
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.integrity import Span
@@ -185,3 +185,32 @@ def test_two_targets_of_the_same_bytes_are_both_filled(tmp_path):
     asked = {"a": one("w", torch.zeros(200_000)), "b": one("w", torch.zeros(200_000), replica_id=1)}
     loaded = dist_ckpt.load(asked, tmp_path / "c")
     assert torch.equal(loaded["a"], torch.arange(200_000.0)) and torch.equal(loaded["b"], loaded["a"])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("verify", ["touched", "off"])
+def test_threads_and_small_windows_read_the_same_values(tmp_path, monkeypatch, threads, verify):
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 1 << 22)
+    values = {f"t{i}": torch.randn(n, 7) for i, n in enumerate((1, 500_000, 3, 90_000, 2, 400_000))}
+    dist_ckpt.save({key: one(key, tensor) for key, tensor in values.items()}, tmp_path / "c")
+    checkpoint = open_checkpoint(tmp_path / "c", verify=verify)
+    whole = [one(key, torch.zeros_like(tensor)) for key, tensor in values.items()]
+    columns = [
+        ShardedTensor(key, torch.zeros(len(t), 2), t.dtype, (len(t), 2), tuple(t.shape), (0, 3), None)
+        for key, t in values.items()
+    ]
+    spans = checkpoint.integrity.all_spans() if verify == "touched" else []
+    blocks = [block for span in spans for block in span.blocks() if block.file.endswith("distcp") and block.number % 3]
+    done = []
+    found = reader.Reader(checkpoint, "exact", threads)
+    found.run(
+        [*whole, *columns],
+        plan_load([*whole, *columns], checkpoint.manifest, dtype_policy="exact"),
+        blocks,
+        done.append,
+    )
+    assert sorted(done) == list(range(12))
+    for record, tensor in zip(whole, values.values(), strict=True):
+        assert torch.equal(record.data, tensor)
+    for record, tensor in zip(columns, values.values(), strict=True):
+        assert torch.equal(record.data, tensor[:, 3:5])

@@ -56,7 +56,8 @@ class Checkpoint:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
         if name not in self._maps:
             with (self.folder / name).open("rb") as file:
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                made = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            return self._maps.setdefault(name, made)  # of two threads that come here together one wins
         return self._maps[name]
 
     def memory(self, name: str, start: int, stop: int) -> int:
@@ -65,7 +66,7 @@ class Checkpoint:
         They are read here: a disk that fails is an error of the system now, and no SIGBUS when they are used.
         """
         if name not in self._addresses:
-            self._addresses[name] = ctypes.addressof(ctypes.c_char.from_buffer(self.map(name)))
+            self._addresses[name] = ctypes.addressof(ctypes.c_char.from_buffer(self.map(name)))  # the winner's
         if stop - start >= _POPULATE_BYTES:
             first = start - start % mmap.PAGESIZE
             try:

@@ -1,0 +1,12 @@
+"""The gallery shows the schedules as they are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[1] / "tools" / "pipeline_gallery.py"
+
+
+def test_the_gallery_is_current():
+    done = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

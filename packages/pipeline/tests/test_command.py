@@ -1,6 +1,7 @@
 """The command: JSON as the contract says, exit codes, files."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -143,6 +144,8 @@ def test_draw_takes_a_measured_trace(run, tmp_path):
         (("simulate", "gpipe", "--ranks", "2", "--microbatches", "2", "--chunks", "2"), 2, "gpipe takes no --chunks"),
         (("simulate", "gpipe", "--ranks", "2", "--microbatches", "2", "--hop", "nan"), 2, "hop is nan"),
         (("plan",), 2, "plan needs --ranks and --microbatches"),
+        (("plan", "--ranks", "2", "--microbatches", "2", "--waves", "1"), 2, "plan takes no --waves"),
+        (("simulate", "gpipe", "--ranks", "2", "--microbatches", "2", "--hop", "inf"), 2, "hop is inf"),
         (("plan", "--ranks", "2", "--microbatches", "2", "--chunks", "0"), 2, "chunks is 0; it is >= 1"),
         (("draw", "gpipe", "--ranks", "2", "--microbatches", "2", "--format", "png"), 2, "needs -o FILE"),
         (("draw", "gpipe", "--ranks", "2", "--microbatches", "2", "--measured", "/nowhere/x"), 2, "/nowhere/x"),
@@ -153,11 +156,46 @@ def test_arguments_that_make_no_sense_end_with_two(run, arguments, status, says)
     assert answer[0] == status and says in answer[2] and answer[1] == ""
 
 
-def test_a_file_that_is_no_program_ends_with_one(run, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"0F0,1F\r\n", "rank 0, column 1"),
+        (b"", "no action with a microbatch"),
+        (b"0F0,\xe9\r\n", "byte 4 is not UTF-8"),
+        (b"\x00\x01", "column 0"),
+    ],
+)
+def test_a_file_that_is_no_program_ends_with_one(run, tmp_path, content, says):
     bad = tmp_path / "bad.csv"
-    bad.write_text("0F0,1F\r\n")
-    status, _, err = run("verify", str(bad))
-    assert status == 1 and "rank 0, column 1" in err
+    bad.write_bytes(content)
+    for verb in ("verify", "simulate", "draw"):
+        status, out, err = run(verb, str(bad))
+        assert status == 1 and says in err and out == ""
+    assert run("draw", "gpipe", "--ranks", "1", "--microbatches", "1", "--measured", str(bad))[0] == 1
+    assert run("draw", str(tmp_path))[0] == 2  # a folder
+
+
+def test_arguments_beside_a_file_agree_with_it(run, tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")  # some editors begin a file so
+    assert run("verify", str(file), "--ranks", "1", "--microbatches", "1")[0] == 0
+    for arguments, status, says in [
+        (("--ranks", "2"), 2, "--ranks is 2; the program in"),
+        (("--chunks", "2"), 2, "a program in a file takes no --chunks"),
+        (("--microbatches", "2"), 1, "0F1 is missing"),
+        (("--microbatches", "0"), 1, "microbatches is 0; it is >= 1"),
+    ]:
+        answer = run("verify", str(file), *arguments)
+        assert answer[0] == status and says in answer[2]
+
+
+def test_a_program_that_hangs_is_drawn_as_text_and_simulate_shows_its_counter_example(run, tmp_path):
+    file = tmp_path / "hangs.txt"
+    file.write_text("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1 1F0 1B0\n")
+    assert run("draw", str(file))[:2] == (0, file.read_text())
+    status, _, err = run("simulate", str(file))
+    assert status == 1 and ">>" in err
+    assert run("draw", str(file), "--format", "svg")[0] == 1
 
 
 def test_a_program_is_read_from_standard_input_and_an_unknown_verb_ends_with_two():
@@ -167,3 +205,21 @@ def test_a_program_is_read_from_standard_input_and_an_unknown_verb_ends_with_two
     )
     assert (done.returncode, json.loads(done.stdout)["valid"]) == (0, True)
     assert subprocess.run([*command, "paint"], capture_output=True, timeout=60).returncode == 2
+    rows = "0F0,0B0\r\n1F0,1B0\r\n"  # CSV, as export writes it
+    done = subprocess.run([*command, "verify", "-"], input=rows, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_is_no_error_and_the_exit_status_stands():
+    common = ["--ranks", "2", "--microbatches", "3", "--json"]
+    for arguments, status in [(["verify", "gpipe"], 0), (["verify", "gpipe", "--memory-cap", "1"], 1)]:
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, "-m", "sixfold.pipeline", *arguments, *common],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (status, b"")

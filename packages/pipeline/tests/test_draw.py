@@ -14,6 +14,7 @@ from sixfold.pipeline import (
     gpipe,
     one_f_one_b,
     pipedream_2bw,
+    schedules,
     simulate,
     zb_h1,
     zb_v,
@@ -93,6 +94,14 @@ def test_a_trace_has_one_event_per_action_in_microseconds_and_reads_back(seed):
     assert [event[:2] for event in again.events] == [event[:2] for event in timeline.events]
 
 
+@pytest.mark.parametrize("name", schedules.__all__)
+def test_a_trace_has_exactly_one_event_per_action_of_every_schedule(name):
+    program = getattr(schedules, name)(3, 6)
+    for drawn in (program, timeline_of(program, hop=0.5)):
+        events = json.loads(draw(drawn, format="trace"))["traceEvents"]
+        assert [(e["ph"], e["tid"], e["name"]) for e in events] == [("X", r, str(a)) for r, _, a in program.entries()]
+
+
 def test_a_measured_trace_may_hold_other_events_and_start_at_any_time():
     events = [
         {"name": "python", "ph": "X", "tid": 7, "ts": 0, "dur": 10},
@@ -109,6 +118,12 @@ def test_a_measured_trace_may_hold_other_events_and_start_at_any_time():
     ("text", "says"),
     [
         ("{", "the trace is not JSON"),
+        ("[" * 100_000, "the trace is not JSON"),
+        (draw(gpipe(2, 2), format="trace", beside=gpipe(2, 2)), "the trace has 0F0 of rank 0 2 times"),
+        (
+            '{"traceEvents": [{"name": "0F0", "ph": "X", "tid": 0, "ts": 1' + "0" * 400 + ', "dur": 2}]}',
+            "ts and dur are",
+        ),
         ("{}", 'no list "traceEvents"'),
         ('{"traceEvents": [{"name": "python", "ph": "X"}]}', "no event whose name is an action"),
         ('{"traceEvents": [{"name": "0F0", "ph": "X", "tid": 0, "ts": -1, "dur": 2}]}', "'ts': -1"),

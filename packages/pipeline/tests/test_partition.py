@@ -33,7 +33,11 @@ def test_the_largest_piece_is_as_small_as_any_cut_makes_it(seed):
     smallest = min(max(piece_costs(layer_costs, sizes, first, last)) for sizes in every)
     sizes = partition(layer_costs, stages, first=first, last=last, allow_empty=allow_empty)
     assert sizes in every
-    assert max(piece_costs(layer_costs, sizes, first, last)) == pytest.approx(smallest)
+    costs = piece_costs(layer_costs, sizes, first, last)
+    assert max(costs) == pytest.approx(smallest)
+    others = [piece_costs(layer_costs, sizes, first, last) for sizes in every]
+    squares = [sum(cost * cost for cost in costs) for costs in others if max(costs) <= smallest + 1e-9]
+    assert sum(cost * cost for cost in costs) == pytest.approx(min(squares))
 
 
 def test_other_pieces_are_even_and_earlier_ones_take_the_rest():
@@ -89,6 +93,37 @@ def test_the_cap_buys_depth_first_and_recomputation_where_that_is_not_enough():
     ]
     with pytest.raises(ScheduleError, match="memory_cap is 37 bytes; the least that any arrangement needs is 38"):
         plan_2bw(profiles, layers=4, devices=4, batch=16, memory_cap=37)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_arrangement_that_fits_is_faster_and_of_equal_ones_the_shallowest_is_taken(seed):
+    rng = random.Random(seed)
+    layers, devices, batch = rng.choice((4, 6, 12)), rng.choice((1, 4, 6, 8)), rng.choice((12, 16, 48))
+    sizes = rng.sample((1, 2, 3, 4), 2)
+    # Whole numbers: sums are exact, so equal speeds are equal.
+    table = {b: [rng.randint(1, 9) for _ in range(7)] for b in sizes}
+    cap = rng.choice((60, 120, 400))
+    # (negative samples per second, depth) and memory of every choice, as in section 4 of the paper
+    every = []
+    for d, b, again in itertools.product(range(1, devices + 1), sizes, (False, True)):
+        forward, backward, weight, activation, given, hop, reduce = table[b]
+        w = devices / d
+        m, k = batch / (w * b), layers / d
+        if w % 1 or k % 1 or m % 1 or m < d:
+            continue
+        held = d * given + activation * k if again else d * activation * k
+        compute = k * (forward + backward + (forward if again else 0)) + (2 * hop if d > 1 else 0)
+        every.append((-w * b / max(compute, k * reduce / m if w > 1 else 0), d, 3 * weight * k + held))
+    profiles = {b: LayerProfile(*numbers) for b, numbers in table.items()}
+    ask = lambda: plan_2bw(profiles, layers=layers, devices=devices, batch=batch, memory_cap=cap)  # noqa: E731
+    fitting = [choice for choice in every if choice[2] <= cap]
+    if not fitting:
+        with pytest.raises(ScheduleError):
+            ask()
+        return
+    best = ask()
+    assert (-best.samples_per_s, best.depth) == pytest.approx(min(fitting)[:2])
+    assert best.memory <= cap and best.depth * best.width == devices
 
 
 def test_a_batch_that_no_arrangement_divides_is_refused():

@@ -248,8 +248,8 @@ def test_the_number_of_microbatches_and_of_virtual_stages_are_searched_too():
         ({"ranks": 3, "microbatches": 2}, "4 stages on 3 ranks"),
         ({"ranks": 0, "microbatches": 2}, "ranks is 0; it is >= 1"),
         ({"ranks": 2, "microbatches": 0}, "microbatches is 0; it is >= 1"),
-        ({"ranks": 2, "microbatches": 2, "memory_cap": 0.0}, "memory_cap is 0.0; it is > 0"),
-        ({"ranks": 2, "microbatches": 2, "memory_cap": math.nan}, "memory_cap is nan; it is > 0"),
+        ({"ranks": 2, "microbatches": 2, "memory_cap": 0.0}, "memory_cap is 0; the least that any schedule needs is 1"),
+        ({"ranks": 2, "microbatches": 2, "memory_cap": math.nan}, "memory_cap is nan; it is a number"),
         (
             {"ranks": 2, "microbatches": 2, "memory_cap": 0.5},
             "memory_cap is 0.5; the least that any schedule needs is 1",

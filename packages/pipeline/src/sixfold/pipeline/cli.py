@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sixfold-pipeline: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"sixfold-pipeline: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"sixfold-pipeline: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
 
 
@@ -54,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     program = _program(options)
-    timeline = simulate(program, _costs(program, options))
-    report = verify(program)
+    costs = _costs(program, options)
+    report = verify(program)  # first, since its counter-example says more than a clock that stands still
+    timeline = simulate(program, costs)
     numbers = {
         "schedule": program.name or options.schedule,
         "ranks": len(program.ranks),
@@ -84,7 +88,7 @@ def _verify(options: argparse.Namespace) -> int:
             "action": None if error.action is None else str(error.action),
             "cycle": [[rank, position, str(action)] for rank, position, action in error.cycle],
         }
-        print(json.dumps(refusal))
+        _say(json.dumps(refusal))
         return 1
     numbers = {"valid": True, "messages": report.messages, "peak_activations": list(report.peak_activations)}
     _print(numbers, options)
@@ -94,6 +98,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.ranks is None or options.microbatches is None:
         raise UsageError("plan needs --ranks and --microbatches")
+    _takes_no("plan", options, "waves", "steps")
     each = (1, 2) if options.chunks is None else (options.chunks,)
     _positive(ranks=options.ranks, microbatches=options.microbatches, chunks=min(each))
     found = plan_over(
@@ -133,18 +138,21 @@ def _export(options: argparse.Namespace) -> int:
 
 def _draw(options: argparse.Namespace) -> int:
     program = _program(options)
-    measured = read_trace(Path(options.measured).read_text()) if options.measured else None
+    measured = read_trace(_text(options.measured)) if options.measured else None
     summary = {"schedule": program.name or options.schedule, "format": options.format}
-    timeline = simulate(program, _costs(program, options))
+    costs = _costs(program, options)
+    # Text of a program alone is its lists, also of one that hangs; costs or a measurement ask for a picture to scale.
+    if options.format == "text" and measured is None and not _costs_given(options):
+        _deliver(draw(program), options, summary)
+        return 0
+    timeline = simulate(program, costs)
     if options.format == "png":
         if options.output is None:
             raise UsageError("draw --format png needs -o FILE")
         draw_png(timeline, options.output, beside=measured)
         _print_written(options, summary)
         return 0
-    # Text of a program alone is its lists; costs or a measurement ask for a picture to scale.
-    plain = options.format == "text" and measured is None and not _costs_given(options)
-    _deliver(draw(program if plain else timeline, format=options.format, beside=measured), options, summary)
+    _deliver(draw(timeline, format=options.format, beside=measured), options, summary)
     return 0
 
 
@@ -156,13 +164,33 @@ def _program(options: argparse.Namespace) -> Program:
     name = options.schedule.replace("-", "_")
     if name in schedules.__all__:
         return _generated(name, options)
-    if options.schedule == "-":
-        return Program.parse(sys.stdin.read(), options.microbatches)
-    path = Path(options.schedule)
-    if not path.exists():
+    if options.schedule != "-" and not Path(options.schedule).exists():
         raise UsageError(f"{options.schedule!r} is neither a file nor one of {', '.join(schedules.__all__)}")
-    text = path.read_bytes().decode()
-    return Program.from_csv(text) if path.suffix == ".csv" else Program.parse(text, options.microbatches)
+    _takes_no("a program in a file", options, "chunks", "waves", "steps")
+    text = _text(options.schedule)
+    # Only our text has colons: after each rank.
+    csv = ":" not in text if options.schedule == "-" and text else options.schedule.endswith(".csv")
+    program = Program.from_csv(text) if csv else Program.parse(text)
+    if options.ranks not in (None, len(program.ranks)):
+        raise UsageError(f"--ranks is {options.ranks}; the program in {options.schedule!r} has {len(program.ranks)}")
+    return program if options.microbatches is None else replace(program, microbatches=options.microbatches)
+
+
+def _text(source: str) -> str:
+    """Content of a file, or of standard input for "-"."""
+    if source == "-" and sys.stdin is None:
+        raise UsageError("standard input is closed; give a file")
+    content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{source!r} is no text: byte {error.start} is not UTF-8") from None
+
+
+def _takes_no(what: str, options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise UsageError(f"{what} takes no --{name}")
 
 
 def _generated(name: str, options: argparse.Namespace) -> Program:
@@ -172,10 +200,9 @@ def _generated(name: str, options: argparse.Namespace) -> Program:
     known = inspect.signature(make).parameters
     arguments = {"ranks": options.ranks, "microbatches": options.microbatches}
     for extra in ("chunks", "waves", "steps"):
-        value = getattr(options, extra)
-        if value is not None and extra not in known:
-            raise UsageError(f"{name} takes no --{extra}")
-        if value is not None:
+        if extra not in known:
+            _takes_no(name, options, extra)
+        elif (value := getattr(options, extra)) is not None:
             arguments[extra] = value
     try:
         program = make(**arguments)
@@ -228,7 +255,7 @@ def _bubbles(timeline: Timeline) -> dict[str, float]:
 
 def _print(numbers: dict[str, Any], options: argparse.Namespace) -> None:
     if options.json:
-        print(json.dumps(numbers))
+        _say(json.dumps(numbers))
         return
     for name, value in numbers.items():
         if isinstance(value, float):
@@ -237,7 +264,7 @@ def _print(numbers: dict[str, Any], options: argparse.Namespace) -> None:
             value = " ".join(f"{item:g}" for item in value)
         elif isinstance(value, str) and "\n" in value:
             value = "\n" + value.rstrip()
-        print(f"{name}: {value}")
+        _say(f"{name}: {value}")
 
 
 def _deliver(text: str, options: argparse.Namespace, summary: dict[str, Any]) -> None:
@@ -246,14 +273,23 @@ def _deliver(text: str, options: argparse.Namespace, summary: dict[str, Any]) ->
         Path(options.output).write_bytes(text.encode())
         _print_written(options, summary)
     elif options.json:
-        print(json.dumps({**summary, "text": text}))
+        _say(json.dumps({**summary, "text": text}))
     else:
-        sys.stdout.write(text)
+        _say(text, end="")
 
 
 def _print_written(options: argparse.Namespace, summary: dict[str, Any]) -> None:
     if options.json:
-        print(json.dumps({**summary, "file": options.output}))
+        _say(json.dumps({**summary, "file": options.output}))
+
+
+def _say(text: str, end: str = "\n") -> None:
+    """Print to standard output; a reader that has left, as ``head`` does, is no error."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        # What comes later, and Python's own flush at exit, goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- arguments
@@ -273,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("schedule", help=f"a file, - for standard input, or one of: {', '.join(schedules.__all__)}")
         _common(sub, run)
         if verb == "verify":
-            sub.add_argument("--memory-cap", type=float, help="most activations of a rank, in microbatches")
+            sub.add_argument("--memory-cap", type=_amount, help="most activations of a rank, in microbatches")
         if verb == "export":
             sub.add_argument("--lowered", action="store_true", help="with sends and receives")
             sub.add_argument("--unshard", type=int, metavar="N", help="gather at most N stages of a rank at once")
@@ -287,8 +323,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="search a schedule for costs under a memory cap; without --chunks, with 1 and 2"
     )
     _common(sub, _plan)
-    sub.add_argument("--memory-cap", type=float, help="most activations of a rank, in microbatches; default: no cap")
-    sub.add_argument("--time-limit", type=float, default=5.0, metavar="S", help="seconds to search (default 5)")
+    sub.add_argument("--memory-cap", type=_amount, help="most activations of a rank, in microbatches; default: no cap")
+    sub.add_argument("--time-limit", type=_seconds, default=5.0, metavar="S", help="seconds to search (default 5)")
     return parser
 
 
@@ -300,3 +336,15 @@ def _common(parser: argparse.ArgumentParser, run: Any) -> None:
         parser.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help="time on a rank's whole share (1)")
     parser.add_argument("--hop", type=float, default=0.0, metavar="T", help="time of one message (0)")
     parser.add_argument("--json", action="store_true")
+
+
+def _amount(text: str) -> float:
+    if math.isnan(value := float(text)):
+        raise argparse.ArgumentTypeError("it is a number, not NaN")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not (math.isfinite(value := float(text)) and value > 0):
+        raise argparse.ArgumentTypeError(f"it is {text}; it is finite and > 0")
+    return value

@@ -74,22 +74,19 @@ def _text(program_or_timeline: Program | Timeline) -> str:
 
 def _columns(timelines: list[Timeline]) -> float:
     """Columns per unit of time: the shortest action is as wide as the longest name, if that is not too wide."""
-    events = [event for timeline in timelines for event in timeline.events]
-    durations = [end - start for _, _, start, end in events if end > start]
-    if not durations:
+    seen = [event for timeline in timelines for event in timeline.events if event[3] > event[2]]
+    if not seen:
         raise ScheduleError("the timeline has no action that takes time; there is nothing to draw to scale")
-    widest = max(len(str(action)) for _, action, _, _ in events)
-    return min((widest + 1) / min(durations), _COLUMNS / max(timeline.makespan for timeline in timelines))
+    widest = max(len(str(action)) for _, action, _, _ in seen)
+    shortest = min(end - start for _, _, start, end in seen)
+    return min((widest + 1) / shortest, _COLUMNS / max(timeline.makespan for timeline in timelines))
 
 
 def _to_scale(timeline: Timeline, columns: float) -> str:
-    lines = []
-    for rank in range(len(timeline.peak_activations)):
-        line = ""
-        for _, action, start, end in (event for event in timeline.events if event[0] == rank):
-            line += "." * (round(start * columns) - len(line))
-            width = round(end * columns) - len(line)
-            line += str(action)[: max(width, 0)].ljust(width)
-        line += "." * (round(timeline.makespan * columns) - len(line))
-        lines.append(f"{rank}: {line}".rstrip() + "\n")
-    return "".join(lines)
+    lines = [""] * len(timeline.peak_activations)
+    for rank, action, start, end in timeline.events:
+        idle = "." * (round(start * columns) - len(lines[rank]))
+        width = round(end * columns) - len(lines[rank]) - len(idle)
+        lines[rank] += idle + str(action)[: max(width, 0)].ljust(width)
+    full = round(timeline.makespan * columns)
+    return "".join(f"{rank}: {line.ljust(full, '.')}".rstrip() + "\n" for rank, line in enumerate(lines))

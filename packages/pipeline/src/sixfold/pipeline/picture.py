@@ -130,10 +130,10 @@ def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
 
 def _boxes(timeline: Timeline) -> list[_Box]:
     """Every action as a box; the parts of an overlap share its time by turns."""
-    chunk: dict[int, int] = {}
-    for rank in range(len(timeline.peak_activations)):
-        own = {part.stage for r, action, _, _ in timeline.events if r == rank for part in action.each()}
-        chunk.update({stage: at for at, stage in enumerate(sorted(own))})
+    own: dict[int, set[int]] = {}
+    for rank, action, _, _ in timeline.events:
+        own.setdefault(rank, set()).update(part.stage for part in action.each())
+    chunk = {stage: at for stages in own.values() for at, stage in enumerate(sorted(stages))}
     most = max(chunk.values(), default=0)
     boxes = []
     for rank, action, start, end in timeline.events:

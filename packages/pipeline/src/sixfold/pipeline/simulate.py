@@ -37,7 +37,7 @@ class Timeline:
         span_over_ideal: (longest time from a rank's first start to its last end - ideal) / ideal.
         peak_activations: per rank.
         weight_versions: per rank.
-        events: compute actions of rank 0 in order, then rank 1, ...
+        events: everything but messages and slots, of rank 0 in order, then rank 1, ...; a STEP takes no time.
     """
 
     makespan: float
@@ -59,7 +59,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     """
     if len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
-    rows = [[a for a in actions if a.kind in _TAKES_TIME] for actions in program.ranks]
+    rows = [[a for a in actions if a.kind in _ON_THE_CLOCK] for actions in program.ranks]
     events = _play(program, rows, costs)
     activation = costs.activation if costs.activation is not None else activation_share(program)
     peaks = peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share)
@@ -88,7 +88,7 @@ def _timeline(events: list[list[Event]], peaks: tuple[float, ...], versions: tup
     work = [sum(end - start for _, _, start, end in row) for row in events]
     makespan = max((row[-1][3] for row in events if row), default=0.0)
     span = max((row[-1][3] - row[0][2] for row in events if row), default=0.0)
-    ideal = max(work)
+    ideal = max(work, default=0.0)
     return Timeline(
         makespan=makespan,
         ideal=ideal,
@@ -101,7 +101,7 @@ def _timeline(events: list[list[Event]], peaks: tuple[float, ...], versions: tup
     )
 
 
-_TAKES_TIME = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.RECOMPUTE})
+_ON_THE_CLOCK = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.RECOMPUTE, Kind.STEP})
 
 
 def _duration(action: Action, costs: Costs) -> float:
@@ -114,6 +114,8 @@ def _duration(action: Action, costs: Costs) -> float:
         return costs.backward_input[stage]
     if action.kind is Kind.W:
         return costs.backward_weight[stage]
+    if action.kind is Kind.STEP:
+        return 0.0  # no cost is given for it
     return costs.backward_input[stage] + costs.backward_weight[stage]
 
 

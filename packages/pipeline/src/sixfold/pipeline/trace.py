@@ -10,7 +10,7 @@ and ``dur`` are microseconds, where a timeline has seconds. With two timelines e
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from typing import Any
 
 from sixfold.pipeline.action import Action
@@ -18,6 +18,8 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.simulate import Event, Timeline, measured
 
 __all__ = ["read_trace", "write_trace"]
+
+_LATEST = 1e300  # microseconds; JSON has no limit
 
 
 def write_trace(timelines: dict[str, Timeline]) -> str:
@@ -41,11 +43,12 @@ def read_trace(text: str) -> Timeline:
     first action.
 
     Raises:
-        ScheduleError: no JSON, no action in it, or an event whose thread or times are not numbers.
+        ScheduleError: no JSON, no action in it, an event whose thread or times are not numbers, or an action that
+            is there more than once, as in a trace of several steps or of two timelines.
     """
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"the trace is not JSON: {error}") from None
     listed = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(listed, list):
@@ -61,6 +64,11 @@ def read_trace(text: str) -> Timeline:
         events.append((rank, action, begin * 1e-6, (begin + duration) * 1e-6))
     if not events:
         raise ScheduleError("the trace has no event whose name is an action, such as 3F0")
+    (rank, action), times = Counter((rank, action) for rank, action, _, _ in events).most_common(1)[0]
+    if times > 1:
+        raise ScheduleError(
+            f"the trace has {action} of rank {rank} {times} times; give the events of one step and one timeline"
+        )
     first = min(start for _, _, start, _ in events)
     return measured([(rank, action, start - first, end - first) for rank, action, start, end in events])
 
@@ -73,4 +81,4 @@ def _action(name: object) -> Action | None:
 
 
 def _time(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _LATEST else None

@@ -33,7 +33,7 @@ def partition(
         number of layers of each stage; ``sum`` is L.
     Raises:
         ScheduleError: more stages than layers without ``allow_empty``, or a cost that is negative, NaN or infinite.
-    Cost: O(L * (layers that fit into the largest piece)).
+    Cost: O(stages * L * (layers that fit into the largest piece)).
     """
     layers = len(layer_costs)
     _check(layer_costs, stages, first, last, allow_empty)

@@ -103,8 +103,8 @@ def plan_over(
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise ScheduleError(f"time_limit_s is {time_limit_s}; it is finite and > 0")
     cap = math.inf if memory_cap is None else memory_cap
-    if not cap > 0:
-        raise ScheduleError(f"memory_cap is {memory_cap}; it is > 0")
+    if math.isnan(cap):
+        raise ScheduleError("memory_cap is nan; it is a number, or None for no cap")
     shops = _shops(ways, ranks, cap, placement)
     deadline = time.perf_counter() + time_limit_s
     shop, order, costs = _best(shops, deadline, time_limit_s, Random(_SEED))

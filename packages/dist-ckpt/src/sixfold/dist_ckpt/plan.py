@@ -1,7 +1,7 @@
 """Plans: which boxes a rank writes, and which parts of which frames it reads.
 
     records --> plan_save (this file) --> transfer.write
-    records + manifest --> plan_load (this file) --> transfer.read
+    records + manifest --> plan_load (this file) --> reader.py
 
 Pure: no files, no ranks, no tensor data. Each step prints as one line.
 """

@@ -58,6 +58,20 @@ def test_the_input_gradient_frees_its_share():
     assert simulate(program, Costs([1.0], [1.0], [1.0], input_share=0.5)).peak_activations == (1.5,)
 
 
+def test_outputs_are_held_from_their_forward_to_their_input_gradient():
+    def outputs(text):
+        program = Program.parse(text)
+        return simulate(
+            program, Costs([1.0] * program.stages, [1.0] * program.stages, [1.0] * program.stages)
+        ).peak_outputs
+
+    assert outputs("0: 0F0 0I0 0F1 0I1 0W0 0W1") == (1,)
+    assert outputs("0: 0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1") == (1,)
+    assert outputs("0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1") == (4,)
+    program = interleaved(4, 16, 2)
+    assert simulate(program, Costs.per_rank(program)).peak_outputs[0] == 11  # PyTorch's runtime holds all 32
+
+
 def test_weight_versions_are_those_in_use_and_the_newest():
     assert simulate(gpipe(2, 2), Costs([1.0] * 2, [1.0] * 2, [1.0] * 2)).weight_versions == (1, 1)
     program = Program.parse("0: 0F0 0F1 0F2 0B0 0STEP0 0F3 0B1 0STEP1 0B2 0STEP2 0B3 0STEP3")

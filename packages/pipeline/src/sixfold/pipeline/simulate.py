@@ -38,6 +38,7 @@ class Timeline:
         peak_activations: per rank.
         weight_versions: per rank.
         events: everything but messages and slots, of rank 0 in order, then rank 1, ...; a STEP takes no time.
+        peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I.
     """
 
     makespan: float
@@ -48,6 +49,7 @@ class Timeline:
     peak_activations: tuple[float, ...]
     weight_versions: tuple[int, ...]
     events: tuple[Event, ...]
+    peak_outputs: tuple[int, ...] = ()
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -63,7 +65,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     events = _play(program, rows, costs)
     activation = costs.activation if costs.activation is not None else activation_share(program)
     peaks = peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share)
-    return _timeline(events, peaks, weight_versions(program))
+    return _timeline(program, events, peaks)
 
 
 def measured(events: Iterable[Event]) -> Timeline:
@@ -80,11 +82,13 @@ def measured(events: Iterable[Event]) -> Timeline:
     lines = (f"{rank}: {' '.join(str(event[1]) for event in row)}" for rank, row in by_rank.items())
     program = Program.parse("\n".join(lines))
     rows = [by_rank[rank] for rank in range(len(by_rank))]
-    return _timeline(rows, peak_activations(program, activation_share(program)), weight_versions(program))
+    return _timeline(program, rows, peak_activations(program, activation_share(program)))
 
 
-def _timeline(events: list[list[Event]], peaks: tuple[float, ...], versions: tuple[int, ...]) -> Timeline:
+def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, ...]) -> Timeline:
     """Sum up the events of each rank."""
+    # An output is held like an activation of size 1 of which I frees all.
+    outputs = peak_activations(program, [1.0] * program.stages, input_share=1.0)
     work = [sum(end - start for _, _, start, end in row) for row in events]
     makespan = max((row[-1][3] for row in events if row), default=0.0)
     span = max((row[-1][3] - row[0][2] for row in events if row), default=0.0)
@@ -96,8 +100,9 @@ def _timeline(events: list[list[Event]], peaks: tuple[float, ...], versions: tup
         bubble_over_total=1.0 - sum(work) / (len(work) * makespan) if makespan else 0.0,
         span_over_ideal=(span - ideal) / ideal if ideal else 0.0,
         peak_activations=peaks,
-        weight_versions=versions,
+        weight_versions=weight_versions(program),
         events=tuple(event for row in events for event in row),
+        peak_outputs=tuple(round(peak) for peak in outputs),
     )
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from megatron_peer import Tokenizer, build_peer
 
-from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split, indices
+from sixfold.blending import (
+    BlendedMegatronDatasetBuilder,
+    BlendingError,
+    GPTDataset,
+    GPTDatasetConfig,
+    Split,
+    cache,
+    indices,
+)
 from sixfold.blending.source import ListSource
 
 indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
@@ -186,6 +194,27 @@ def test_a_cache_of_other_options_is_built_anew(side_file, prefixes, tmp_path):
             for path in (tmp_path / "cache").glob("*-sixfold.json"):
                 path.unlink()
     assert len(names) == 1, "the peer's names do not tell these options apart"
+
+
+@pytest.mark.parametrize("same_options", [True, False])
+def test_files_that_another_process_puts_in_place_meanwhile_are_used_only_if_they_fit(
+    same_options, prefixes, tmp_path, monkeypatch
+):
+    expected = contents(build(prefixes, None, add_extra_token_to_sequence=False))
+    write, meanwhile = cache._write, []
+
+    def writes_first(entry, *arguments):
+        written = write(entry, *arguments)
+        if not meanwhile:
+            meanwhile.append(entry)  # the other one is not disturbed in turn
+            for path in (tmp_path / "cache").iterdir():
+                path.unlink()
+            build(prefixes, tmp_path / "cache", add_extra_token_to_sequence=not same_options)
+        return written
+
+    monkeypatch.setattr(cache, "_write", writes_first)
+    assert contents(build(prefixes, tmp_path / "cache", add_extra_token_to_sequence=False)) == expected
+    assert meanwhile
 
 
 def test_a_write_that_dies_leaves_no_description_and_no_temporary_file(prefixes, tmp_path, monkeypatch):

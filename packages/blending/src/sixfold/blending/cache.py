@@ -225,12 +225,15 @@ def load_or_build(
     del arrays
     built = build()
     try:
-        notes.add(entry, _write(entry, built, notes, own))
+        written = _write(entry, built, notes, own)
     except OSError as error:
         raise BlendingError(
             f"cannot write the index {entry.path('...')}: {error}; set path_to_cache to a folder that can be written"
         ) from error
-    return _read(entry, described=own is not None) or built
+    notes.add(entry, written)
+    arrays = _read(entry, described=own is not None)
+    # Another process may have put its files in their place since: the peer's names are the same for other options.
+    return arrays if arrays is not None and (arrays.stamps == written or full(arrays)) else built
 
 
 def try_to_write(record: Record) -> None:

@@ -98,6 +98,10 @@ def _size(nbytes: int) -> str:
     return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -109,18 +113,18 @@ def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, 
     backend = f"{found['backend']} {found['version']}" if found["version"] else f"{found['backend']}, plain DCP"
     saved = f", save {found['save_id']}" if found["save_id"] else ""
     lines = [f"{found['path']}: {backend}{saved}, {checked}"]
-    lines.append(f"{len(found['tensors'])} tensors, {_size(found['nbytes'])}")
+    lines.append(f"{_count(len(found['tensors']), 'tensor')}, {_size(found['nbytes'])}")
     lines += _table(
         [
-            (t["key"], t["dtype"], str(tuple(t["shape"])), _size(t["nbytes"]), f"{t['chunks']} chunks")
+            (t["key"], t["dtype"], str(tuple(t["shape"])), _size(t["nbytes"]), _count(t["chunks"], "chunk"))
             for t in found["tensors"]
         ]
     )
     if found["objects"]:
-        lines.append(f"{len(found['objects'])} objects")
+        lines.append(_count(len(found["objects"]), "object"))
         lines += _table([(o["key"], f"grid {tuple(o['shape'])}") for o in found["objects"]])
     lines.append(f"common data: {', '.join(found['common']) or 'none'}")
-    lines.append(f"{len(found['files'])} files")
+    lines.append(_count(len(found["files"]), "file"))
     lines += _table([(f["name"], _size(f["nbytes"])) for f in found["files"]])
     return found, "\n".join(lines), 0
 
@@ -130,7 +134,7 @@ def _verify(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str
     if found["ok"]:
         what = "names, sizes and metadata" if options.quick else f"{_size(found['checked_bytes'])} by checksum"
         return found, f"{found['path']}: whole ({what})", 0
-    lines = [f"{found['path']}: {len(found['problems'])} problems"]
+    lines = [f"{found['path']}: {_count(len(found['problems']), 'problem')}"]
     lines += _table([(p["kind"], p["file"] or "-", p["key"] or "-", p["detail"]) for p in found["problems"]])
     return found, "\n".join(lines), 1
 
@@ -144,8 +148,9 @@ def _convert(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], st
         keys=options.keys,
         progress=show,
     )
-    text = f"{found['dst']}: {found['tensors']} tensors, {_size(found['nbytes'])} as {found['to']}"
-    return found, f"{text} in {len(found['files'])} files", 0
+    tensors = _count(found["tensors"], "tensor")
+    text = f"{found['dst']}: {tensors}, {_size(found['nbytes'])} as {found['to']}"
+    return found, f"{text} in {_count(len(found['files']), 'file')}", 0
 
 
 def _diff(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
@@ -155,7 +160,9 @@ def _diff(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, 
     lines = [f"only in {options.a}: {key}" for key in found["only_in_a"]]
     lines += [f"only in {options.b}: {key}" for key in found["only_in_b"]]
     for entry in found["different"]:
-        amount = "" if entry["count"] is None else f": {entry['count']} elements, by at most {entry['max_abs']:g}"
+        amount = (
+            "" if entry["count"] is None else f": {_count(entry['count'], 'element')}, by at most {entry['max_abs']:g}"
+        )
         lines.append(f"{entry['key']} differs in {entry['reason']}{amount}")
     lines += [f"common data differs at {path}" for path in found["common_differs"]]
     return found, "\n".join(lines), 1

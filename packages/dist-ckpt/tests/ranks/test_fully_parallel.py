@@ -185,23 +185,6 @@ def test_broadcasts_over_the_group_carry_the_same_values(tmp_path):
     assert run_ranks(by_broadcasts, 3) == [[True] * 3, [], [True] * 3]
 
 
-def save_in_the_background(rank, ranks, folder):
-    saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
-    state = replicated(rank, fill=True)
-    handle = dist_ckpt.async_save(state, folder, saver)
-    for record in state["model"].values():
-        if isinstance(record, ShardedTensor):
-            record.data.zero_()
-    handle.wait(60.0)
-    check(dist_ckpt.load(replicated(rank, fill=False), folder))
-
-
-def test_a_background_save_is_shared_out_too(tmp_path):
-    run_ranks(save_in_the_background, 2, tmp_path / "c", timeout=90.0)
-    sizes = [(tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
-    assert max(sizes) < 1.02 * min(sizes) + 12_000
-
-
 def reader_dies(rank, ranks, folder):
     import os
     import signal

@@ -1,5 +1,6 @@
 """Strategies: the registry, strategies of users, and that every composition of saving and loading is equivalent."""
 
+import errno
 import itertools
 import json
 from fractions import Fraction
@@ -278,6 +279,25 @@ def test_listings_strict_modes_and_dtypes_work_for_strategies_of_users(tmp_path,
         dist_ckpt.load(half, tmp_path / "c", dtype_policy="strict")
     with pytest.raises(MismatchError, match=r"global shape \(3,\), stored is \(2,\)"):
         dist_ckpt.load({"w": one("w", torch.zeros(3))}, tmp_path / "c")
+
+
+def test_a_full_disk_in_a_strategy_of_a_user_is_told_with_bytes(tmp_path, registered):
+    class Full(OneFilePerKey):
+        def save(self, sharded_state_dict, checkpoint_dir):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageError, match=r"ENOSPC.*needs \d+ bytes, \d+ are free"):
+        dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", Full())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", [("zarr", 1), TorchDistLoadShardedStrategy(), LoadOneFilePerKey()], ids=str)
+@pytest.mark.filterwarnings("ignore:the zarr format")
+def test_a_loading_strategy_of_another_backend_is_refused(tmp_path, registered, strategy):
+    saver = ("torch_dist", 1) if isinstance(strategy, tuple | LoadOneFilePerKey) else ("zarr", 1)
+    dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", saver)
+    with pytest.raises(MismatchError, match=r"backend is|is no one_file"):
+        dist_ckpt.load({"w": one("w", torch.zeros(2))}, tmp_path / "c", strategy)
 
 
 def test_safe_globals_reach_common_data_beside_strategies_of_users(tmp_path, registered):

@@ -79,9 +79,10 @@ def save(
 
     def write() -> tuple[None, None]:
         mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
-        strategy.save(mine, staging)
-        if objects:
-            common_strategy.save_sharded_objects(objects, staging)
+        with storage.full_disk_told(staging, agreed.content.nbytes):
+            strategy.save(mine, staging)
+            if objects:
+                common_strategy.save_sharded_objects(objects, staging)
         return None, None
 
     def commit(_: list[None]) -> None:

@@ -213,6 +213,12 @@ def _foreign_strategies(
         if sharded_strategy is None and common_strategy is None:
             return None
         raise
+    for given, strategy, (backend, version) in zip(
+        (sharded_strategy, common_strategy), (sharded, common), pairs, strict=True
+    ):
+        if config is not None and given is not None:
+            strategy.check_backend_compatibility(backend)
+            strategy.check_version_compatibility(version)
     return None if sharded.engine() is not None and common.is_built_in else (sharded, common)
 
 

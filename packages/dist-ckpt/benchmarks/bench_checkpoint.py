@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
 from sixfold.dist_ckpt.box import range_boxes
-from sixfold.dist_ckpt.plan import report
-from sixfold.dist_ckpt.validation import tensor_problems
+from sixfold.dist_ckpt.table import merge, tabulate
+from sixfold.dist_ckpt.validation import table_problems
 
 STATES = {"large": (16, 4 * 2**20), "small": (2_000, 512)}  # tensors, float32 elements each
 
@@ -58,16 +58,15 @@ def test_validation_of_flattened_shards(benchmark, ranks):
     cuts = [elements * i // ranks for i in range(ranks + 1)]
     by_rank = [
         [
-            report(
-                ShardedTensor(
-                    f"k{k}", None, torch.float32, (1024, 1024), (1024, 1024), (0, 0), None, flattened_range=slice(a, b)
-                )
+            ShardedTensor(
+                f"k{k}", None, torch.float32, (1024, 1024), (1024, 1024), (0, 0), None, flattened_range=slice(a, b)
             )
             for k in range(100)
         ]
         for a, b in pairwise(cuts)
     ]
-    assert benchmark(tensor_problems, by_rank, "saved") == []
+    tables = [tabulate(records)[0].encode() for records in by_rank]
+    assert benchmark(lambda: table_problems(merge(tables), "saved")) == []
 
 
 def test_a_range_as_boxes(benchmark):

@@ -86,21 +86,24 @@ def theirs(tensors, layout, mesh):
     return {f"t{i}": DTensor.from_local(tensor, mesh, [placement], run_check=False) for i, tensor in enumerate(tensors)}
 
 
-def timed(action):
+def timed(action, cpu=False):
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     action()
+    used = torch.tensor(time.process_time() - start_cpu, dtype=torch.float64)
     dist.barrier()
-    return time.perf_counter() - start
+    wall = time.perf_counter() - start
+    dist.all_reduce(used)
+    return float(used) if cpu else wall
 
 
-def in_turn(rounds, actions, before=lambda: None, after=lambda name: None):
+def in_turn(rounds, actions, cpu, before=lambda: None, after=lambda name: None):
     """Seconds by name of the action, the first round left out."""
     times = {name: [] for name in actions}
     for turn in range(rounds + 1):
         for name in list(actions)[:: 1 if turn % 2 else -1]:
             before()
-            times[name].append(timed(actions[name]))
+            times[name].append(timed(actions[name], cpu))
             after(name)
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
@@ -112,7 +115,7 @@ def start(rank, ranks, folder, port):
     return init_device_mesh("cpu", (ranks,))
 
 
-def save_job(rank, folder, case, mib, rounds, results):
+def save_job(rank, folder, case, mib, rounds, cpu, results):
     """Saves in turn; the last checkpoint of each library stays for the loads."""
     mesh = start(rank, case.savers, folder, "save")
     sizes, folder = sizes_of(case, mib), Path(folder)
@@ -146,13 +149,13 @@ def save_job(rank, folder, case, mib, rounds, results):
         "dcp": lambda: dcp.save(peer, checkpoint_id=str(folder / "next-dcp")),
         "raw": raw,
     }
-    medians = in_turn(rounds, actions, clear, keep)
+    medians = in_turn(rounds, actions, cpu, clear, keep)
     if rank == 0:
         torch.save(medians, results)
     dist.destroy_process_group()
 
 
-def load_job(rank, folder, case, mib, rounds, layout, results):
+def load_job(rank, folder, case, mib, rounds, cpu, layout, results):
     """Loads in turn from what ``save_job`` has left."""
     mesh = start(rank, case.loaders, folder, f"load-{layout}")
     sizes, folder = sizes_of(case, mib), Path(folder)
@@ -182,6 +185,7 @@ def load_job(rank, folder, case, mib, rounds, layout, results):
             "dcp": lambda: dcp.load(peer, checkpoint_id=str(folder / "dcp")),
             "unchecked": lambda: dist_ckpt.load(mine, folder / "sixfold", verify="off"),
         },
+        cpu,
         drop,
         check,
     )
@@ -264,6 +268,7 @@ def main():
     options.add_argument("--size", type=int, default=1024, help="MiB of a checkpoint (default 1024)")
     options.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     options.add_argument("--only", default="", help="cases whose name holds this text")
+    options.add_argument("--cpu", action="store_true", help="CPU seconds of all ranks together: for a busy machine")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         describe_machine(folder)
@@ -276,9 +281,9 @@ def main():
             continue
         sizes = sizes_of(case, chosen.size)
         with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-            line(case, "save", run(save_job, case.savers, folder, case, chosen.size, chosen.rounds), sizes)
+            line(case, "save", run(save_job, case.savers, folder, case, chosen.size, chosen.rounds, chosen.cpu), sizes)
             for layout in case.loaded:
-                medians = run(load_job, case.loaders, folder, case, chosen.size, chosen.rounds, layout)
+                medians = run(load_job, case.loaders, folder, case, chosen.size, chosen.rounds, chosen.cpu, layout)
                 line(case, f"load as {layout}", medians, sizes)
     if chosen.only in "first save":
         try:

@@ -1,6 +1,7 @@
 """The executor: tables against objects, plan cache, blocks shared out, one read of each byte, joined digests."""
 
 import random
+import resource
 import zlib
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from dist_ckpt_helpers import flat_shards, flip_byte, one, random_cut
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, crc, integrity, metadata, reader
+from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, StorageError, crc, integrity, metadata, reader
 from sixfold.dist_ckpt.box import Box, intersect
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.integrity import Span
@@ -214,3 +215,18 @@ def test_threads_and_small_windows_read_the_same_values(tmp_path, monkeypatch, t
         assert torch.equal(record.data, tensor)
     for record, tensor in zip(columns, values.values(), strict=True):
         assert torch.equal(record.data, tensor[:, 3:5])
+
+
+@pytest.mark.parametrize("mebibytes", [1, 12], ids=["written midway", "reserved before the first byte"])
+def test_a_real_limit_on_the_size_of_a_file_leaves_the_old_checkpoint_and_no_staging(tmp_path, mebibytes):
+    dist_ckpt.save({"w": one("w", torch.ones(4))}, tmp_path / "c")
+    large = one("w", torch.zeros(mebibytes << 18))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (mebibytes << 19, hard))
+    try:
+        with pytest.raises(StorageError, match=r"EFBIG: .* needs \d+ bytes, \d+ are free"):
+            dist_ckpt.save({"w": large}, tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0] * 4

@@ -2,12 +2,15 @@
 
     Shop, order --> better order (this file) --> plan
 
-Torch-free. [Note: critical blocks] A makespan is the length of a longest chain of operations without
-idle time between them. On each rank the chain is a *block* of neighbours in the list, and only a change inside
-a block can shorten the makespan: moving an operation behind, or before, another of its block (Balas and
-Vazacopoulos 1998; Nowicki and Smutnicki 1996). A move is priced from the moved operations alone, with the old
-times before and after them; the cheapest is made even if it is worse than nothing, and
-what it undid is forbidden for a while, so that the search leaves a local optimum.
+Torch-free. [Note: critical blocks] A makespan is the length of a *critical chain*: operations without idle time
+between them, from the start of the step to its end. Where the chain stays on a rank it is a *block* of neighbours in
+that rank's list, and only a change inside a block can shorten the makespan. So a *move* takes one operation of a block
+behind, or before, another of it (Balas and Vazacopoulos 1998; Nowicki and Smutnicki 1996). A move is priced from the
+operations that it touches alone, with the old times before and after them.
+
+[Note: taboo] Each turn makes the cheapest move, even one that makes the order worse: that is how the search leaves a
+local optimum. So that the next turn does not take it back, neighbours that a move parted may not become neighbours
+again for some turns, unless that gives the best order so far (Glover's aspiration).
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from sixfold.pipeline.plan.shop import ROUNDING, Order, Shop, Times
 __all__ = ["improved"]
 
 _REACH = 6  # places that a move may go
-_FORBIDDEN = 12  # moves for which an undone pair is forbidden, plus up to _SPREAD
-_SPREAD = 8
-_PATIENCE = 1500  # moves without a better order before starting again from a shaken best
+_TABOO_TURNS, _MORE_TURNS = 12, 8  # parted neighbours stay apart for the first, plus less than the second by chance
+_PATIENCE = 1500  # turns without a better order before starting again from a shaken best
+
+_Taboo = dict[tuple[int, int], int]  # (a, b) -> the turn before which b may not come right behind a
 
 
 class _Move(NamedTuple):
-    """On ``rank``, positions ``begin``.. become ``operations``."""
+    """``operations`` take their places in ``rank``'s list, from ``begin`` on, in this new order."""
 
     rank: int
     begin: int
@@ -48,28 +52,28 @@ def improved(shop: Shop, order: Order, enough: float, random: Random, go_on: Cal
     times = shop.play(order)
     assert times is not None, "tabu search starts from an order that runs"
     best, best_order = times.makespan, [list(row) for row in order]
-    forbidden: dict[tuple[int, int], int] = {}
-    turn = since = 0
+    taboo: _Taboo = {}
+    turn = fresh = 0  # fresh: the turn of the last better order, or new start
     while best > enough + ROUNDING and go_on():
         turn += 1
-        move = _cheapest(shop, order, times, best, forbidden, turn, random)
-        if move is None or turn - since > _PATIENCE:
-            order, forbidden, since = [list(row) for row in best_order], {}, turn
+        move = _cheapest(shop, order, times, best, taboo, turn, random)
+        if move is None or turn - fresh > _PATIENCE:
+            order, taboo, fresh = [list(row) for row in best_order], {}, turn
             times = _shaken(shop, order, random)
             continue
         row, (_, begin, operations) = order[move.rank], move
-        old = row[begin : begin + len(operations)]
+        places = slice(begin, begin + len(operations))
+        old, row[places] = row[places], operations
         for pair in pairwise(old):
-            forbidden[pair] = turn + _FORBIDDEN + random.randrange(_SPREAD)
-        row[begin : begin + len(operations)] = operations
+            taboo[pair] = turn + _TABOO_TURNS + random.randrange(_MORE_TURNS)
         after = shop.play(order)
-        if after is None:  # a move that the cheap test let through closes a cycle
-            row[begin : begin + len(operations)] = old
-            forbidden[operations[0], operations[1]] = turn + 4 * _FORBIDDEN
+        if after is None:  # ``_later`` and ``_earlier`` let a move through that closes a cycle: not again soon
+            row[places] = old
+            taboo[operations[0], operations[1]] = turn + 4 * _TABOO_TURNS
             continue
         times = after
         if times.makespan < best - ROUNDING:
-            best, best_order, since = times.makespan, [list(row) for row in order], turn
+            best, best_order, fresh = times.makespan, [list(row) for row in order], turn
     return best, best_order
 
 
@@ -78,33 +82,29 @@ def _cheapest(
     order: Order,
     times: Times,
     best: float,
-    forbidden: dict[tuple[int, int], int],
+    taboo: _Taboo,
     turn: int,
     random: Random,
 ) -> _Move | None:
-    """The allowed move with the smallest estimated makespan, ties by chance."""
+    """The move with the smallest estimated makespan that is within the cap and not taboo, ties by chance."""
     tail = _tails(shop, order, times)
     held = [_held(shop, row) for row in order]
     cheapest: tuple[float, _Move] | None = None
     for move in _moves(shop, order, times, tail, random):
-        level = held[move.rank][move.begin]
-        for operation in move.operations:
-            level += shop.memory[operation]
-            if level > shop.memory_cap:
-                break
-        else:
-            price = _estimate(shop, order[move.rank], times, tail, move)
-            taboo = any(forbidden.get(pair, 0) > turn for pair in pairwise(move.operations))
-            if taboo and price >= best - ROUNDING:
-                continue
-            price += random.random() * 1e-3 * best
-            if cheapest is None or price < cheapest[0]:
-                cheapest = (price, move)
+        if not _fits(shop, held[move.rank][move.begin], move.operations):
+            continue
+        price = _estimate(shop, order[move.rank], times, tail, move)
+        forbidden = any(taboo.get(pair, 0) > turn for pair in pairwise(move.operations))
+        if forbidden and price >= best - ROUNDING:
+            continue
+        price += random.random() * 1e-3 * best
+        if cheapest is None or price < cheapest[0]:
+            cheapest = (price, move)
     return cheapest[1] if cheapest else None
 
 
 def _moves(shop: Shop, order: Order, times: Times, tail: list[float], random: Random) -> list[_Move]:
-    """Moves inside the blocks of one critical chain that keep stages ascending and, nearly surely, close no cycle."""
+    """Moves inside the blocks of one critical chain; each stage stays ascending and, nearly surely, nothing hangs."""
     position = {operation: at for row in order for at, operation in enumerate(row)}
     found = []
     for rank, first, last in _blocks(shop, order, times, position, random):
@@ -113,17 +113,21 @@ def _moves(shop: Shop, order: Order, times: Times, tail: list[float], random: Ra
             found += [
                 _Move(rank, here, [*row[here + 1 : to + 1], row[here]]) for to in _later(shop, row, tail, here, last)
             ]
-        for here in range(first + 2, last + 1):  # a move by one place is a move of the other by one
+        for here in range(first + 2, last + 1):
             found += [
                 _Move(rank, to, [row[here], *row[to:here]])
                 for to in _earlier(shop, row, times, here, first)
-                if to < here - 1
+                if to < here - 1  # by one place: the other's move by one place later, found above
             ]
     return found
 
 
 def _later(shop: Shop, row: list[int], tail: list[float], here: int, last: int) -> list[int]:
-    """Positions behind which the operation at ``here`` may go."""
+    """Positions behind which the operation at ``here`` may go.
+
+    Behind ``other`` it would wait for itself if a chain led from its user to ``other``. Then the user's way to the end
+    of the step would be the longer one (or as long, where the user takes no time); so such positions are left out.
+    """
     moved, places = row[here], []
     user = shop.user[moved]
     after_user = tail[user] + shop.duration[user] - ROUNDING if user >= 0 else 0.0
@@ -136,7 +140,7 @@ def _later(shop: Shop, row: list[int], tail: list[float], here: int, last: int) 
 
 
 def _earlier(shop: Shop, row: list[int], times: Times, here: int, first: int) -> list[int]:
-    """Positions before which the operation at ``here`` may go."""
+    """Positions before which the operation at ``here`` may go; the mirror image of ``_later``, with the source."""
     moved, places = row[here], []
     source = shop.source[moved]
     arrival = times.end[source] - ROUNDING if source >= 0 else 0.0
@@ -175,7 +179,10 @@ def _blocks(
 
 
 def _estimate(shop: Shop, row: list[int], times: Times, tail: list[float], move: _Move) -> float:
-    """Longest chain through the moved operations, with the old times around them."""
+    """Makespan after ``move``, as the longest chain through the operations that it touches.
+
+    First their new ends, forward from the old ends before them, then their new tails, back from the old ones behind.
+    """
     begin, operations = move.begin, move.operations
     now = times.end[row[begin - 1]] if begin else 0.0
     ends: dict[int, float] = {}
@@ -228,6 +235,15 @@ def _held(shop: Shop, row: list[int]) -> list[float]:
         levels.append(held)
         held += shop.memory[operation]
     return levels
+
+
+def _fits(shop: Shop, held: float, operations: list[int]) -> bool:
+    """Whether ``operations`` in this order stay within the cap on a rank that holds ``held`` before them."""
+    for operation in operations:
+        held += shop.memory[operation]
+        if held > shop.memory_cap:
+            return False
+    return True
 
 
 def _shaken(shop: Shop, order: Order, random: Random, swaps: int = 10) -> Times:

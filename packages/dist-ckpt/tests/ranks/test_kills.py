@@ -21,7 +21,6 @@ from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, backg
 
 KILLS = int(os.environ.get("DIST_CKPT_KILLS", "20"))
 RANKS = 2
-WORKER_KILLS = 4  # per job: the other rank's worker stays
 SHARES = {"steps": 0.3, "overwrite": 0.3, "aside": 0.17, "prune": 0.17, "async": 0.03, "worker": 0.03}
 
 
@@ -97,18 +96,17 @@ def live(rank, ranks, folder, kind, seed, first):
     return "never killed"
 
 
-def lose_workers(rank, ranks, folder, _, seed, first):
+def lose_workers(rank, ranks, folder, kills, seed, first):
     """Kill a worker again and again; returns how each save ended here."""
     rng = random.Random(seed)
     journal, ends = Journal(folder, rank), []
-    start = time.perf_counter()
     save_in_background(rank, ranks, folder, first)
     journal.note(first)
     start = time.perf_counter()
     worker = save_in_background(rank, ranks, folder, first + 1).worker_pid
     journal.note(first + 1)
     usual_s = time.perf_counter() - start
-    for value in range(first + 2, first + 2 + 2 * WORKER_KILLS, 2):
+    for value in range(first + 2, first + 2 + 2 * kills, 2):
         victim, after_s = rng.randrange(ranks), 1.2 * rng.random() * usual_s
         killer = threading.Timer(
             after_s if rank == victim else 0, os.kill, (worker, signal.SIGKILL if rank == victim else 0)
@@ -160,7 +158,7 @@ def jobs():
     """(kind, seed, kills of this test) for all tests; a test holds so many jobs that it ends in time."""
     for kind, share in SHARES.items():
         kills = max(1, round(share * KILLS))
-        chunk = {"worker": WORKER_KILLS, "async": 5}.get(kind, 25)
+        chunk = {"worker": 4, "async": 5}.get(kind, 25)  # workers take their time to start
         for start in range(0, kills, chunk):
             yield kind, start, min(chunk, kills - start)
 
@@ -171,7 +169,7 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, kind, s
     ends, first = {"before": 0, "after": 0}, 1
     for seed in range(start, start + (1 if kind == "worker" else kills)):
         if kind == "worker":
-            by_rank = run_ranks(lose_workers, RANKS, tmp_path, kind, seed, first, timeout=120)
+            by_rank = run_ranks(lose_workers, RANKS, tmp_path, kills, seed, first, timeout=120)
             assert by_rank[0] == by_rank[1], "the save ends alike on all ranks"
         else:
             victim = random.Random(seed).randrange(RANKS)

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Pipe
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -122,14 +122,20 @@ class AsyncSaver:
         check_finite: bool = False,
     ) -> AsyncSave:
         """``async_save`` on this saver's group."""
-        return self._start(
-            (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy),
-            (preprocess_common_before_consistancy_check, content_metadata),
-            self._group,
-            if_exists,
-            check_finite,
-            self._timeout_s,
+        folder = _local_folder(checkpoint_dir, sharded_strategy, common_strategy)
+        agree = partial(
+            saving.agree_on,
+            sharded_state_dict,
+            folder,
+            sharded_strategy,
+            common_strategy,
+            preprocess_common_before_consistancy_check,
+            content_metadata,
+            group=self._group,
+            if_exists=if_exists,
+            timeout_s=self._timeout_s,
         )
+        return self._start(agree, folder, check_finite, self._timeout_s)
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again."""
@@ -149,22 +155,14 @@ class AsyncSaver:
         self.close()
 
     def _start(
-        self,
-        what: tuple[Any, ...],
-        extras: tuple[Any, ...],
-        group: Group,
-        if_exists: str,
-        check_finite: bool,
-        timeout_s: float,
+        self, agree: Callable[[], saving.Agreed], folder: Path, check_finite: bool, timeout_s: float
     ) -> AsyncSave:
         start = time.monotonic()
         if self._is_closed:
             raise CheckpointError("this AsyncSaver is closed; make a new one")
-        _check_supported(*what[1:])
-        what = (what[0], remote.local_path(what[1]), *what[2:])
         self._let_go()
         worker = self._ready_worker()
-        agreed = saving.agree_on(*what, *extras, group=group, if_exists=if_exists, timeout_s=timeout_s)
+        agreed = agree()
         sign: list[Alive] = []
         try:
             job = self._hand_over(agreed, check_finite, timeout_s, sign)
@@ -176,7 +174,7 @@ class AsyncSaver:
             agreed.abandon()
             raise
         self._flight = _Flight(worker, job, sign[0] if sign else None)
-        return AsyncSave(Path(what[1]), start, worker.process.pid, self._flight)
+        return AsyncSave(folder, start, worker.process.pid, self._flight)
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""
@@ -404,17 +402,24 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    return _saver_of(os.getpid())._start(
-        (sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy),
-        (preprocess_common_before_consistancy_check, content_metadata),
-        group,
-        if_exists,
-        check_finite,
-        timeout_s,
+    folder = _local_folder(checkpoint_dir, sharded_strategy, common_strategy)
+    agree = partial(
+        saving.agree_on,
+        sharded_state_dict,
+        folder,
+        sharded_strategy,
+        common_strategy,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        group=group,
+        if_exists=if_exists,
+        timeout_s=timeout_s,
     )
+    return _saver_of(os.getpid())._start(agree, folder, check_finite, timeout_s)
 
 
-def _check_supported(checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any) -> None:
+def _local_folder(checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any) -> Path:
+    """The target; CheckpointError for what only ``save`` can do."""
     if remote.is_url(checkpoint_dir):
         raise CheckpointError(f"{checkpoint_dir}: background saves go to a local folder; use save for a URL")
     if save_engine(sharded_strategy, common_strategy) is None:
@@ -422,6 +427,7 @@ def _check_supported(checkpoint_dir: str | Path, sharded_strategy: Any, common_s
             f"the strategies {sharded_strategy}, {common_strategy} save by themselves, which only save can let them; "
             "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
         )
+    return Path(remote.local_path(checkpoint_dir))
 
 
 @cache

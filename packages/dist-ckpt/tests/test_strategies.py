@@ -300,6 +300,16 @@ def test_a_loading_strategy_of_another_backend_is_refused(tmp_path, registered, 
         dist_ckpt.load({"w": one("w", torch.zeros(2))}, tmp_path / "c", strategy)
 
 
+def test_records_and_common_data_share_dicts_in_strategies_of_users(tmp_path, registered):
+    saved = {"model": {"w": one("w", torch.ones(2)), "step": 3, "list": [1, one("v", torch.ones(1))]}}
+    dist_ckpt.save(saved, tmp_path / "c", ("one_file", 3))
+    asked = {"model": {"w": one("w", torch.zeros(2)), "list": [0, one("v", torch.zeros(1))]}}
+    loaded = dist_ckpt.load(asked, tmp_path / "c")
+    assert loaded == {"model": {"w": loaded["model"]["w"], "step": 3, "list": [1, loaded["model"]["list"][1]]}}
+    assert loaded["model"]["w"].tolist() == [1.0, 1.0]
+    assert loaded["model"]["list"][1].tolist() == [1.0]
+
+
 def test_safe_globals_reach_common_data_beside_strategies_of_users(tmp_path, registered):
     dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", ("one_file", 3))
     torch.save({"made": Fraction(1, 3)}, tmp_path / "c" / "common.pt")
@@ -321,8 +331,9 @@ def test_the_checks_and_the_commit_are_ours_for_strategies_of_users(tmp_path, re
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [1.0, 1.0]
     hole = ShardedTensor("w", torch.ones(1), torch.float32, (1,), (2,), (0,), None)
-    with pytest.raises(ShardingError, match="no main replica"):
-        dist_ckpt.save({"w": hole}, tmp_path / "c", OneFilePerKey())
+    for state in ({"w": hole}, {"model": {"w": hole, "step": 3}, "list": [1, 2]}):
+        with pytest.raises(ShardingError, match="no main replica"):
+            dist_ckpt.save(state, tmp_path / "c", OneFilePerKey())
     (tmp_path / "c" / "notes.txt").write_text("mine")
     with pytest.raises(StorageError, match="notes"):
         dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", OneFilePerKey())

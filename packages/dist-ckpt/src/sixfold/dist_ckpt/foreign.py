@@ -63,9 +63,9 @@ def save(
         raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
     exchange = Exchange(group, timeout_s)
     target = Path(checkpoint_dir).resolve()
-    parts, _ = exchange.together(lambda: (_split(state), None), lambda _: None)
+    (expanded, parts), _ = exchange.together(lambda: (_split(state), None), lambda _: None)
     agreed = saving.agree_on(
-        tree.nest(dict(parts.records)) | parts.common,
+        expanded,
         target,
         None,
         None,
@@ -107,9 +107,10 @@ def save(
         raise
 
 
-def _split(state: Mapping[Any, Any]) -> tree.Split:
+def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], tree.Split]:
+    """A state dict without factories, and its parts."""
     expanded, _ = factory.expand(tree.checked(state))
-    return tree.split(expanded)
+    return expanded, tree.split(expanded)
 
 
 def _shares(records: list[tuple[tree.Path, ShardedBase]], with_objects: bool) -> tuple[dict[Any, Any], dict[Any, Any]]:

@@ -64,7 +64,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
-        self._cached: tuple[list[_Held], Shares, int] | None = None
+        self._cached: tuple[list[_Held], Shares] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -100,7 +100,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
         whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
         if self._cached is not None:
-            held, shares, _ = self._cached
+            held, shares = self._cached
             records = make()
             if [_held(record, whole) for record in _tensors(records)] != held:
                 raise ShardingError(
@@ -110,7 +110,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         else:
             records, shares = within.together(lambda: _make_and_tell(make, whole), _distribute)
             if self.do_cache_distribution:
-                self._cached = [_held(record, whole) for record in _tensors(records)], shares, within.rank
+                self._cached = [_held(record, whole) for record in _tensors(records)], shares
         return _apply(records, shares, within.rank)
 
 

@@ -202,3 +202,37 @@ def reader_dies(rank, ranks, folder):
 def test_a_rank_that_dies_before_it_sends_is_told_within_seconds(tmp_path):
     run_ranks(save_and_load, 2, tmp_path / "c")
     assert run_ranks(reader_dies, 2, tmp_path / "c", timeout=10.0, allow_exit=(1,))[0] is True
+
+
+def padded_flattened_and_converted(rank, ranks, folder):
+    """What a range may be besides plain: padded, flattened, of another dtype, strided; all replicated."""
+    whole = torch.arange(700_000.0).view(1000, 700)
+    if rank == 0:
+        dist_ckpt.save({"w": ShardedTensor.from_rank_offsets("w", whole)}, folder, group=None)
+    dist.barrier()
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    asked = {
+        "padded": ShardedTensor.from_rank_offsets(
+            "w", torch.full((1200, 700), -1.0), replica_id=rank, allow_shape_mismatch=True
+        ),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "w", torch.zeros(600_001), (1000, 700), flattened_range=slice(77, 600_078), replica_id=rank
+        ),
+        "double": ShardedTensor.from_rank_offsets("w", torch.zeros(1000, 700).double(), replica_id=rank),
+        "strided": ShardedTensor.from_rank_offsets("w", torch.zeros(700, 1000).t(), replica_id=rank),
+    }
+    loaded = {}
+    for name, record in asked.items():
+        loaded[name] = dist_ckpt.load({"w": record}, folder, loader, validate_access_integrity=False)["w"]
+    expected = torch.zeros(1200, 700)
+    expected[:1000] = whole
+    return [
+        torch.equal(loaded["padded"], expected),
+        torch.equal(loaded["flat"], whole.flatten()[77:600_078]),
+        torch.equal(loaded["double"], whole.double()),
+        torch.equal(loaded["strided"], whole),
+    ]
+
+
+def test_padded_flattened_converted_and_strided_ranges_are_sent_on_too(tmp_path):
+    assert run_ranks(padded_flattened_and_converted, 2, tmp_path / "c") == [[True] * 4] * 2

@@ -106,7 +106,7 @@ class AsyncSaver:
         self._worker: _Worker | None = None
         self._flight: _Flight | None = None
         self._is_closed = False
-        _open_savers().add(self)
+        _open_savers(os.getpid()).add(self)
 
     def save(
         self,
@@ -146,7 +146,7 @@ class AsyncSaver:
         if not self._is_closed:
             self._arena.close()
         self._is_closed = True
-        _open_savers().discard(self)
+        _open_savers(os.getpid()).discard(self)
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -258,7 +258,7 @@ class _Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), arena_fd),
             )
@@ -302,8 +302,10 @@ class _Flight:
 
     def written_share(self) -> float:
         """As far as the sizes of this rank's files tell."""
-        job, written = self._job, 0
-        for file in Path(job.ticket.staging).glob(f"__{job.rank}_*"):
+        job, written, staging = self._job, 0, Path(self._job.ticket.staging)
+        if not staging.is_dir():  # moved into place a moment ago
+            return 1.0
+        for file in staging.glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 written += file.stat().st_size
         return min(1.0, written / max(1, job.content.nbytes))
@@ -437,8 +439,8 @@ def _saver_of(pid: int) -> AsyncSaver:
 
 
 @cache
-def _open_savers() -> WeakSet[AsyncSaver]:
-    """The savers that are closed when the interpreter ends, see [Note: the end of the trainer]."""
+def _open_savers(pid: int) -> WeakSet[AsyncSaver]:
+    """The savers of this process, closed when its interpreter ends; see [Note: the end of the trainer]."""
     savers: WeakSet[AsyncSaver] = WeakSet()
     # Of multiprocessing, whose children run no atexit; it takes care of forks, too.
     Finalize(None, _close_all, (savers,), exitpriority=100)

@@ -61,7 +61,7 @@ class _Kept:
     keys: frozenset[str] = frozenset()
     places: bytes | None = None
     written: list[transfer.Written] = field(default_factory=list)
-    index: tuple[str, bytes] | None = None
+    index: tuple[str, list[list[tuple[str, ByteRange]]], bytes] | None = None  # save id, objects, .metadata
 
 
 class Ticket(NamedTuple):
@@ -375,10 +375,10 @@ def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) 
     if kept is None:
         with collection_paused():
             return metadata.encode(_manifest(written, save_id))
-    objects = [part.objects for part in written]
-    unmoved = kept.index is not None and all(part.table is None and part.places is None for part in written)
-    if unmoved and kept.index is not None and objects == [part.objects for part in kept.written]:
-        before, data = kept.index
+    objects, last_index = [part.objects for part in written], kept.index
+    unmoved = all(part.table is None and part.places is None for part in written)
+    if unmoved and last_index is not None and objects == last_index[1]:
+        before, _, data = last_index
         if data.count(before.encode()) == 1:
             return data.replace(before.encode(), save_id.encode())
     for part, last in zip(written, kept.written or written, strict=True):
@@ -386,7 +386,7 @@ def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) 
         part.places = last.places if part.places is None else part.places
     with collection_paused():
         data = metadata.encode(_manifest(written, save_id))
-    kept.written, kept.index = written, (save_id, data)
+    kept.written, kept.index = written, (save_id, objects, data)
     return data
 
 

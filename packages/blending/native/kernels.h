@@ -4,7 +4,8 @@
 
    Rules for a kernel: every buffer is opened through open_arrays (a wrong one raises, nothing crashes), lengths
    are compared before the first access, numbers that index are bounded, the GIL is released around the loop,
-   no thread is started, nothing is kept between two calls. No product is fused with a sum (-ffp-contract=off). */
+   no thread is started, nothing is kept between two calls but what a capsule holds. No product is fused with a sum
+   (-ffp-contract=off). */
 
 #ifndef SIXFOLD_BLENDING_KERNELS_H
 #define SIXFOLD_BLENDING_KERNELS_H
@@ -31,6 +32,7 @@ KERNEL(boundaries);
 KERNEL(open_line);
 KERNEL(open_index);
 KERNEL(add_epoch);
+KERNEL(add_string);
 KERNEL(find_samples);
 KERNEL(level);
 KERNEL(use_level);

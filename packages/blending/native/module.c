@@ -23,6 +23,7 @@ static PyMethodDef methods[] = {
     ENTRY(open_line),
     ENTRY(open_index),
     ENTRY(add_epoch),
+    ENTRY(add_string),
     ENTRY(find_samples),
     ENTRY(level),
     ENTRY(use_level),

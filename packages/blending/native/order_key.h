@@ -1,6 +1,6 @@
 /* Keys of the order: the first 8 bytes of BLAKE2b-64 of a text. Source: RFC 7693; permute.py states it in Python.
 
-       names --> KeyStart; numbers --> key_of (this file) --> search.c
+       names --> KeyStart; numbers --> key_of (this file) --> finder.c, search.c
 
    What all keys of a dataset begin with is hashed once, as far as it fills blocks of 128 bytes. */
 

@@ -1,6 +1,6 @@
 /* Opening arrays that stay open between calls.
 
-       Python's arrays --> open_view (this file) --> search.c, gather.c */
+       Python's arrays --> open_view (this file) --> finder.c, gather.c */
 
 #include "views.h"
 

@@ -1,6 +1,6 @@
 /* Memory that stays open between calls: the maps and indices of a dataset, held by a capsule while it lives.
 
-       Python's arrays --> View in a capsule (this file, views.c) --> search.c, gather.c
+       Python's arrays --> View in a capsule (this file, views.c) --> finder.c, gather.c
 
    The arrays of an .idx begin at byte 34, so items lie at any address: they are read through the types below. */
 
@@ -31,7 +31,7 @@ typedef struct {
 int open_view(PyObject *object, const char *name, const char *types, View *view);
 void close_view(View *view); /* also one that is not open */
 
-/* Ranges of documents as search.c finds and gather.c reads them: rows of int64. gather.py says what each is. */
+/* Ranges of documents as ranges.c finds and gather.c reads them: rows of int64. gather.py says what each is. */
 typedef struct {
     int64_t source, sequence, offset, begin, length, shown, row, column, labels;
 } Range;

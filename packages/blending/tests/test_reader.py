@@ -9,7 +9,8 @@ import pytest
 from blending_helpers import EOD, NaiveLine, config, sequences_of
 
 from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split
-from sixfold.blending.native import Level
+from sixfold.blending.native import Level, kernels
+from sixfold.blending.reader import BatchReader
 from sixfold.blending.source import ListSource
 
 PAD = 77
@@ -153,6 +154,55 @@ def test_changes_of_the_sequence_length_are_read_alike_at_every_level(level):
             why = data.why(n)
             ids = [i for r in why.ranges for i in lists[why.dataset_id][r.document][r.offset : r.offset + r.length]]
             assert batch["tokens"][n - low].tolist() == [0 if id_ == PAD else id_ for id_ in ids]
+
+
+def test_samples_that_a_change_left_over_are_found_by_the_kernels_too(level, monkeypatch):
+    """Two changes, the second while tokens of the first window are left; a window of 65,536 holds all of the data."""
+    lengths = [9, 0, 30, 4, 17, 1] * 6
+    lists, line = sequences_of(lengths, 4), NaiveLine(lengths, 8)
+    made = config(changes=[BlendChange(at=10, sequence_length=5), BlendChange(at=30, sequence_length=7)])
+    part = GPTDataset(ListSource(lists, np.uint16), "a", range(len(lists)), 0, Split.train, made)
+    data = BlendedDataset([part], [1], 120, made)
+    asked = []
+    by_numpy = BatchReader._by_numpy
+    monkeypatch.setattr(BatchReader, "_by_numpy", lambda *all_: asked.append(all_) or by_numpy(*all_))
+    for low, high in pairwise([0, 10, 30, 120]):
+        if low:
+            line.change({10: 5, 30: 7}[low])
+        batch = data.get_batch(range(low, high))
+        for row in range(high - low):
+            pieces = [[line.token(place) for place in [*piece, piece[-1] + 1]] for piece in line.take()]
+            ids = [[lists[sequence][offset] for _, sequence, offset in piece] for piece in pieces]
+            assert batch["tokens"][row].tolist() == [id_ for piece in ids for id_ in piece[:-1]]
+            assert batch["labels"][row].tolist() == [id_ for piece in ids for id_ in piece[1:]]
+    assert bool(asked) == (level == Level.NUMPY)
+
+
+@pytest.mark.skipif(kernels() is None, reason="the compiled kernels are not here")
+def test_a_string_that_is_none_is_refused():
+    native = kernels()
+    grids = np.array([[0, 0, 8, 0, 0], [4, 1, 5, 43, 2]])
+    numbers = np.array([2, 0, 10, 50, 1, 65_536, -1])
+    lengths, none, names = np.full(10, 5, np.int32), np.empty(0, np.int64), np.zeros(3, np.uint8)
+    finder = native.open_line(lengths, np.arange(10) * 10, none, names, numbers, grids)
+    native.add_string(finder, 1, np.array([[0, 8], [4, 40]]))
+    for grid, string in (
+        (0, [[0, 8]]),  # it has no left-over samples
+        (1, [[0, 8], [10, 40]]),  # two samples of 5 end there
+        (1, [[1, 8]]),
+        (1, [[0, 8], [0, 40]]),
+        (1, [[0, -1]]),
+        (1, [0, 8, 4]),
+        (1, []),
+        (2, [[0, 8]]),
+        (-1, [[0, 8]]),
+    ):
+        with pytest.raises(ValueError):
+            native.add_string(finder, grid, np.array(string, dtype=np.int64))
+    with pytest.raises(TypeError):
+        native.add_string(finder, 1, np.array([[0, 8]], dtype=np.int32))
+    with pytest.raises(ValueError):
+        native.add_string(native.open_map(lengths), 1, np.array([[0, 8]]))
 
 
 class Damaged(ListSource):
@@ -306,6 +356,4 @@ def test_more_tokens_than_int32_counts_have_no_cu_seqlens():
 
 
 def test_a_level_is_forced_where_the_tests_say_so(level):
-    from sixfold.blending.native import kernels
-
     assert (kernels() is None) == (level == Level.NUMPY)

@@ -100,7 +100,7 @@ class Grid:
         """(begin, length) on the line of what ``_remains`` counts, in reading order."""
         S = self.sequence_length
         if taken < self.left_over_samples:
-            begin, length = self._string
+            _, begin, length = self._stretches
             inside = np.cumsum(length) <= self.left_over  # all but the part behind the window
             begin, length = begin[inside], length[inside]
             cut = np.minimum(length, np.maximum(0, taken * S - (np.cumsum(length) - length)))
@@ -113,12 +113,22 @@ class Grid:
         return self.origin + chunks * S, np.full(chunks.size, S, dtype=np.int64)
 
     @cached_property
-    def _string(self) -> tuple[I64, I64]:
-        """(begin, length) of the left-over's pieces, filled up to whole samples. At most 1 MiB."""
+    def string(self) -> I64:
+        """(stretches, 2) of the left-over, filled up to whole samples: place in the string, begin on the line.
+
+        At most 1 MiB; see [Note: left-over].
+        """
         assert self._before is not None, "only a grid with a left-over asks for it"
         begin, length = self._before[0]._remaining_pieces(self._before[1])
-        more = self.origin - self._resume
-        return (np.append(begin, self._resume), np.append(length, more)) if more else (begin, length)
+        if self.origin > self._resume:
+            begin, length = np.append(begin, self._resume), np.append(length, self.origin - self._resume)
+        return np.stack([np.cumsum(length) - length, begin], axis=1)
+
+    @property
+    def _stretches(self) -> tuple[I64, I64, I64]:
+        """(place in the string, begin on the line, length) of ``string``."""
+        place, begin = self.string.T
+        return place, begin, np.diff(place, append=self.left_over_samples * self.sequence_length)
 
     def _chunk(self, index_B: I64) -> I64:
         """The chunk of the line that is read ``index_B``-th on this grid."""
@@ -143,8 +153,7 @@ class Grid:
         if plain.size == sample_B.size:
             return grid
         rows = np.flatnonzero(sample_B < self.left_over_samples)
-        begin, length = self._string
-        starts = np.cumsum(length) - length
+        starts, begin, length = self._stretches
         low = sample_B[rows] * S
         first = np.searchsorted(starts, low, side="right") - 1
         count = np.searchsorted(starts, low + S, side="left") - first
@@ -219,6 +228,9 @@ class SampleOrder:
         ]
         return self.line.finder(native, WINDOW, self.chunks, np.array(grids, dtype=np.int64))
 
-    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
-        """Give ``finder`` an epoch of the line."""
-        self.line.add_epoch(native, finder, epoch)
+    def add(self, native: Kernels, finder: object, what: int) -> None:
+        """Give ``finder`` what ``Kernels.find_samples`` missed: epoch ``what``, or of grid -2 - ``what`` the string."""
+        if what >= 0:
+            self.line.add_epoch(native, finder, what)
+        else:
+            native.add_string(finder, -2 - what, self._grids[-2 - what].string)

@@ -103,13 +103,16 @@ class Kernels(Protocol):
     def add_epoch(self, finder: object, epoch: int, before: I64, block: Ints, keep: int, /) -> object:
         """Give a line's finder the first slots of an epoch; of the earlier ones the last ``keep`` stay."""
 
+    def add_string(self, finder: object, grid: int, string: I64, /) -> object:
+        """Give a line's finder the ``Grid.string`` of its grid of that place."""
+
     def find_samples(
         self, finders: tuple[object, ...], sequence_length: int, source: I64, sample: I64, ranges: I64, /
     ) -> int | tuple[int, int]:
         """The ranges of samples, as ``gather.FIELDS`` says; how many there are.
 
         Or -1: too little room; another negative number: numpy has to look; (source, epoch): one to add first;
-        (source, -1): a finder to open.
+        (source, -1): a finder to open; (source, -2 - n): the string of grid n to add.
         """
 
     def level(self) -> int:

@@ -3,7 +3,7 @@
     (dataset, sample) --> BatchReader (this file): ranges --> gather.py --> TokenRows
 
 The compiled kernels find the ranges of all datasets of a batch in one call (``native/search.c``); where they cannot say
-(no kernels, a source without pointers, damage, a left-over string) ``grid.py`` and ``line.py`` do, or raise. Handles
+(no kernels, a source without pointers, damage) ``grid.py`` and ``line.py`` do, or raise. Handles
 keep maps and indices open; they are made when a dataset is first read.
 """
 
@@ -21,7 +21,7 @@ from sixfold.blending.sample import TokenRows
 from sixfold.blending.source import Part
 
 _TOO_LITTLE_ROOM = -1  # of search.c; any other negative number leaves the batch to numpy
-_ATTEMPTS = 10_000  # each adds an epoch or a dataset, or doubles the room
+_ATTEMPTS = 10_000  # each adds an epoch, a string or a dataset, or doubles the room
 
 
 class Order(Protocol):
@@ -30,7 +30,7 @@ class Order(Protocol):
     def pieces(self, samples: I64, /) -> Pieces: ...
     def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]: ...
     def finder(self, native: Kernels) -> object: ...
-    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None: ...
+    def add(self, native: Kernels, finder: object, what: int) -> None: ...
 
 
 class Readable(Protocol):
@@ -90,16 +90,16 @@ class BatchReader:
             ranges = np.empty((self._room, len(FIELDS)), dtype=np.int64)
             found = native.find_samples(handles.finders, sequence_length, source_B, sample_B, ranges)
             if isinstance(found, tuple):
-                source, epoch = found
+                source, what = found
                 finder = handles.finders[source]
-                what = (source, epoch, finder is None)
-                if what in given or source in handles.unsearched:
+                missing = (source, what, finder is None)
+                if missing in given or source in handles.unsearched:
                     break  # a batch of more epochs than a finder keeps would turn them over for ever
-                given.add(what)
+                given.add(missing)
                 if finder is None:
                     handles = self._with_finder(native, handles, source)
                 else:
-                    self._datasets[source].order.add_epoch(native, finder, epoch)
+                    self._datasets[source].order.add(native, finder, what)
             elif found >= 0:
                 return ranges[:found], handles
             elif found == _TOO_LITTLE_ROOM:

@@ -169,9 +169,9 @@ class IndexOrder:
             np.array(numbers, dtype=np.int64),
         )
 
-    def add_epoch(self, native: Kernels, finder: object, epoch: int) -> None:
-        """Indices have none to add."""
-        raise AssertionError(f"epoch {epoch} is asked of indices")
+    def add(self, native: Kernels, finder: object, what: int) -> None:
+        """Indices have nothing to add."""
+        raise AssertionError(f"epoch {what} is asked of indices")
 
     def __len__(self) -> int:
         return self.plan.samples

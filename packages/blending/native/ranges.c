@@ -1,0 +1,212 @@
+/* From a stretch of the line, or a row of the sample index, to ranges of documents.
+
+       Piece: stretch -> block -> documents (this file) --> Range --> gather.c
+
+   What line.py and megatron/index.py say in numpy. Whatever does not fit (damaged lengths) is told by a number, and Python
+   says the rest. */
+
+#include "finder.h"
+#include "permute.h"
+
+#include <string.h>
+
+/* The next range of a piece of which `done` tokens are found; false if there is no room. */
+INLINE int emit(Found *found, const Range *piece, int64_t done, int64_t sequence, int64_t offset, int64_t pointer_items,
+                int64_t length) {
+    if (found->found == found->room) return 0;
+    int64_t shown = piece->shown - done;
+    found->ranges[found->found++] = (Range){
+        .source = piece->source, .sequence = sequence, .offset = offset, .begin = pointer_items + offset, .length = length,
+        .shown = shown < 0 ? 0 : shown < length ? shown : length, .row = piece->row, .column = piece->column + done,
+        .labels = done ? length : length - 1,
+    };
+    return 1;
+}
+
+/* Whether a sequence's length and pointer are sane, and its successor begins where it ends. */
+INLINE int fits_pointer(const Finder *finder, int64_t sequence) {
+    const any_i4 *lengths = finder->lengths.data;
+    const any_i8 *pointers = finder->pointers.data;
+    int64_t bytes = (int64_t)lengths[sequence] * finder->item_bytes;
+    return bytes >= 0 && pointers[sequence] >= 0 && pointers[sequence] % finder->item_bytes == 0 &&
+           (sequence + 1 == finder->lengths.items || (pointers[sequence] <= INT64_MAX - bytes &&
+                                                      pointers[sequence + 1] == pointers[sequence] + bytes));
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+/* table[at[i]] for each i; at below 16. One instruction from SSSE3 on. */
+INLINE Bytes looked_up(Bytes table, Bytes at) {
+#ifdef __clang__
+    Bytes found;
+    for (int lane = 0; lane < 16; lane++) found[lane] = table[at[lane]];
+    return found;
+#else
+    return __builtin_shuffle(table, at);
+#endif
+}
+
+/* Which member of a block each of its places has, size <= 256: the Feistel network on halves of at most 4 bits, so that a
+   round is a table of 16, looked up for 16 numbers at a time. */
+INLINE void permute_places(uint64_t key, int size, uint8_t *member) {
+    uint8_t moved[BLOCK_AT_MOST];
+    Bytes table[ROUNDS], x = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Permutation by = permutation_of(key, (uint64_t)size);
+    uint64_t keys[16 * ROUNDS], mixed[16 * ROUNDS];
+    for (int at = 0; at < 16 * ROUNDS; at++) keys[at] = by.round_key[at >> 4];
+    /* One loop over all rounds: of this the compiler makes vectors, a loop of 16 it unrolls before. */
+    for (int at = 0; at < 16 * ROUNDS; at++) mixed[at] = mix((uint64_t)(at & 15) ^ keys[at]) & by.mask;
+    uint8_t values[16 * ROUNDS];
+    for (int at = 0; at < 16 * ROUNDS; at++) values[at] = (uint8_t)mixed[at];
+    memcpy(table, values, sizeof table);
+    for (int begin = 0; begin < 1 << 2 * by.half; begin += 16, x += 16) {
+        Bytes left = x >> (uint8_t)by.half, right = x & (uint8_t)by.mask;
+        for (int round = 0; round < ROUNDS; round++) {
+            Bytes scrambled = left ^ looked_up(table[round], right);
+            left = right, right = scrambled;
+        }
+        Bytes to = left << (uint8_t)by.half | right;
+        memcpy(moved + begin, &to, sizeof to);
+    }
+    memcpy(member, moved, (size_t)size);
+    if (size == 1 << 2 * by.half) return;
+    for (int place = 0; place < size; place++)
+        while (member[place] >= size) member[place] = moved[member[place]];
+}
+
+/* The sequences of a block from its first on: their lengths in the order of the block; false if they are damaged. */
+INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t *lengths, int64_t *sum) {
+    int64_t tokens = 0;
+    int fits = 1;
+    if (line->members.items) {
+        const any_i8 *members = line->members.data;
+        for (int at = 0; at < size; at++) {
+            fits &= fits_pointer(line, members[begin + at]);
+            tokens += lengths[at] = ((const any_i4 *)line->lengths.data)[members[begin + at]];
+        }
+    } else {
+        const any_i4 *from = (const any_i4 *)line->lengths.data + line->first + begin;
+        const any_i8 *pointers = (const any_i8 *)line->pointers.data + line->first + begin;
+        int64_t wrong = 0, inner = line->first + begin + size < line->lengths.items ? size : size - 1;
+        for (int at = 0; at < size; at++) tokens += lengths[at] = from[at], wrong |= from[at] < 0;
+        for (int64_t at = 0; at < inner; at++)
+            wrong |= (int64_t)((uint64_t)pointers[at + 1] - (uint64_t)pointers[at]) ^ (int64_t)from[at] * line->item_bytes;
+        fits = !wrong && fits_pointer(line, line->first + begin) && fits_pointer(line, line->first + begin + size - 1);
+    }
+    *sum = tokens;
+    return fits;
+}
+
+/* The slot that holds a token of an epoch: the last with no more tokens before it. */
+INLINE int64_t slot_of(const Epoch *epoch, int64_t inside) {
+    const any_i8 *before = epoch->before.data;
+    int64_t low = 0, some = epoch->block.items;
+    while (some > 1) { /* before[low] <= inside; the answer is in low .. low + some - 1 */
+        int64_t half = some / 2;
+        low += before[low + half] <= inside ? half : 0;
+        some -= half;
+    }
+    return low;
+}
+
+/* The ranges of one slot from its token `local` on, at most until the piece is done. 1, or a negative number. */
+INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done, Found *found) {
+    const Finder *line = piece->finder;
+    const any_i8 *before = epoch->before.data;
+    int64_t block = ((const any_i4 *)epoch->block.data)[slot], sum;
+    if (block < 0 || block >= line->blocks) return LEFT_TO_NUMPY;
+    int64_t begin = block * line->block, left = line->sequences - begin;
+    int size = (int)(left < line->block ? left : line->block), place = 0;
+    int32_t lengths[BLOCK_AT_MOST];
+    uint8_t member[BLOCK_AT_MOST] = {0};
+    if (!lengths_of_block(line, begin, size, lengths, &sum)) return LEFT_TO_NUMPY;
+    if (sum != before[slot + 1] - before[slot]) return LEFT_TO_NUMPY;
+    if (sum == 0) return 1; /* checked as the others are */
+    if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
+    if (line->block > 1) {
+        int64_t numbers[2] = {epoch->number, block};
+        permute_places(key_of(&line->names, numbers, 2), size, member);
+    }
+    while (local >= lengths[member[place]]) local -= lengths[member[place++]]; /* local < sum: it ends */
+    for (; place < size && *done < piece->range.length; place++, local = 0) {
+        int64_t sequence = begin + member[place], there = lengths[member[place]] - local, want = piece->range.length - *done;
+        if (there == 0) continue;
+        sequence = line->members.items ? ((const any_i8 *)line->members.data)[sequence] : line->first + sequence;
+        int64_t length = there < want ? there : want;
+        int64_t pointer_items = ((const any_i8 *)line->pointers.data)[sequence] / line->item_bytes;
+        if (!emit(found, &piece->range, *done, sequence, local, pointer_items, length)) return TOO_LITTLE_ROOM;
+        *done += length;
+    }
+    return 1;
+}
+
+INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found *found) {
+    const Finder *line = piece->finder;
+    int64_t done = 0, slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
+    int64_t local = piece->range.begin - piece->epoch * line->tokens - ((const any_i8 *)epochs[0]->before.data)[slot];
+    for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
+        for (; slot < epochs[number]->block.items; slot++, local = 0) {
+            if (done == piece->range.length) return 1;
+            int64_t status = ranges_of_slot(piece, epochs[number], slot, local, &done, found);
+            if (status < 0) return status;
+        }
+    }
+    return done == piece->range.length ? 1 : LEFT_TO_NUMPY;
+}
+
+#define CHECKED_BEHIND 64 /* documents of a row that no token is read from, as an empty one at its end */
+
+/* A row of the sample index and the documents behind it (megatron/index.py). */
+INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
+    const Finder *index = piece->finder;
+    int64_t row = piece->range.begin, done = 0, behind = 0, edge[4];
+    for (int at = 0; at < 4; at++)
+        edge[at] = index->samples.bytes == 4 ? ((const any_i4 *)index->samples.data)[2 * row + at]
+                                             : ((const any_i8 *)index->samples.data)[2 * row + at];
+    int64_t offset = edge[1] < 0 ? 0 : edge[1];
+    for (int64_t place = edge[0]; place <= edge[2] && behind <= CHECKED_BEHIND; place++, offset = 0) {
+        if (place < 0 || place >= index->documents.items) return LEFT_TO_NUMPY;
+        int64_t sequence = ((const any_i4 *)index->documents.data)[place];
+        if (sequence < 0 || sequence >= index->lengths.items || !fits_pointer(index, sequence)) return LEFT_TO_NUMPY;
+        int64_t there = ((const any_i4 *)index->lengths.data)[sequence] - offset, want = piece->range.length - done;
+        if (there < 0) return LEFT_TO_NUMPY;
+        behind += want == 0;
+        if (there == 0 || want == 0) continue;
+        int64_t length = there < want ? there : want;
+        int64_t pointer_items = ((const any_i8 *)index->pointers.data)[sequence] / index->item_bytes;
+        if (!emit(found, &piece->range, done, sequence, offset, pointer_items, length)) return TOO_LITTLE_ROOM;
+        done += length;
+    }
+    return done == piece->range.length && behind <= CHECKED_BEHIND ? 1 : LEFT_TO_NUMPY;
+}
+
+/* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */
+INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
+    const Finder *line = piece->finder;
+    int64_t slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
+    int64_t first = line->first + (int64_t)((const any_i4 *)epochs[0]->block.data)[slot] * line->block;
+    if (line->members.items || first < 0 || first + line->block > line->lengths.items) return;
+    const char *lengths = (const char *)line->lengths.data + 4 * first, *pointers = (const char *)line->pointers.data + 8 * first;
+    for (int64_t at = 0; at <= 4 * line->block; at += 64) __builtin_prefetch(lengths + at);
+    for (int64_t at = 0; at <= 8 * line->block; at += 64) __builtin_prefetch(pointers + at);
+}
+
+#define AHEAD 2 /* pieces */
+
+INLINE int64_t find_all(const Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
+    for (int64_t at = 0; at < number; at++) {
+        if (at + AHEAD < number && !pieces[at + AHEAD].finder->indexed)
+            fetch_block(&pieces[at + AHEAD], epochs + pieces[at + AHEAD].held);
+        const Piece *piece = &pieces[at];
+        int64_t status = piece->finder->indexed ? ranges_of_row(piece, found)
+                                                : ranges_of_stretch(piece, epochs + piece->held, found);
+        if (status < 0) return status;
+    }
+    return found->found;
+}
+
+static int64_t find_plain(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
+AVX2 static int64_t find_avx2(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
+AVX512 static int64_t find_avx512(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
+
+Find find_at(int level) { return AT_LEVEL(level, find); }

@@ -13,7 +13,7 @@ import pytest
 OPTION = "--without-extension"
 CHUNKS = {  # option, default, cases in one test
     "vector_chunk": ("--weight-vectors", 140, 70),
-    "history_chunk": ("--histories", 6, 6),
+    "history_chunk": ("--histories", 4, 4),
     "megatron_chunk": ("--megatron-cases", 6, 6),
 }
 

@@ -63,6 +63,8 @@ def test_one_prefix_without_weights_is_no_blend_and_one_with_weights_or_changes_
     )
     assert changing.names == ["data/a", "data/b"]
     assert [len(data) for data in changing.datasets] == [5, 5]
+    parts = build([10, 5, 5], blend=(["data/a"], None), split="2,1,1", changes=[BlendChange(5, (["data/b"], None))])
+    assert [type(part) for part in parts] == [BlendedDataset] * 3
     for data in (weighted, changing):
         assert np.array_equal(data.get_batch(range(5))["tokens"], alone.get_batch(range(5))["tokens"])
 

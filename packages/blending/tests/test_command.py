@@ -115,6 +115,11 @@ def test_the_other_orders_are_explained_too(run, said, tmp_path, order):
     code, text, _ = run(other, "why", "CONFIG", 11, "--json")
     assert code == 0
     assert sum(part["length"] for part in json.loads(text)["ranges"]) == 8
+    _, text, _ = run(other, "why", "CONFIG", 11)
+    assert text.splitlines()[1].startswith("  document "), "an index has no epochs to tell of"
+    empty = other | {"split": "80,20", "sizes": [60, 0, 0]}
+    code, _, text = run(empty, "why", "CONFIG", 0, "--split", "valid")
+    assert (code, text) == (1, "sixfold.blending: position 0: there are no samples\n")
     code, text, _ = run(other, "draw", "CONFIG", "--count", 20)
     assert code == 0
     assert text.startswith("dataset 0 (")

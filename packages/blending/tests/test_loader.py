@@ -83,10 +83,19 @@ def test_ranks_together_read_every_position_once_and_continue_with_another_numbe
     assert sorted(after) == list(range(24, 30))
 
 
-@pytest.mark.parametrize("wrong", [(-1, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 1), (0, 1, -1, 2)])
-def test_a_sampler_that_cannot_work_is_refused(wrong):
-    with pytest.raises(BlendingError, match="0 <= rank < ranks"):
-        sampler(*wrong)
+WRONG = {
+    "begin is -1": (-1, 1, 0, 1),
+    "begin is 1.5": (1.5, 1, 0, 1),
+    "batch_size is 0": (0, 0, 0, 1),
+    r"rank is 1 of 1 ranks; it is 0\.\.0": (0, 1, 1, 1),
+    "rank is -1": (0, 1, -1, 2),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_sampler_that_cannot_work_is_refused(problem):
+    with pytest.raises(BlendingError, match=problem):
+        sampler(*WRONG[problem])
 
 
 def test_a_pickled_blend_gives_the_same_samples_and_carries_no_caches(data):

@@ -236,6 +236,30 @@ def test_the_error_of_the_first_prefix_is_raised_whichever_thread_meets_its_own_
             build(named, None, num_dataset_builder_threads=3)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_that_does_not_say_of_which_dataset_it_is_gets_a_note_and_no_thread_stays(
+    threads, prefixes, monkeypatch
+):
+    def full(*_):
+        raise MemoryError("out of memory")
+
+    class Shut(GPTDataset):
+        @staticmethod
+        def build_low_level_dataset(dataset_path, config):
+            raise PermissionError("no key")
+
+    fields = {"blend": (prefixes, [0.5, 0.3, 0.2]), "split": "1", "num_dataset_builder_threads": threads}
+    made = GPTDatasetConfig(random_seed=5, sequence_length=8, order="megatron", tokenizer=Tokenizer(), **fields)
+    with pytest.raises(PermissionError) as error:
+        BlendedMegatronDatasetBuilder(Shut, [60, 0, 0], lambda: True, made).build()
+    assert error.value.__notes__ == [f"while {prefixes[0]} was opened"]
+    monkeypatch.setattr(indices, "build_indices", full)
+    with pytest.raises(MemoryError) as error:
+        BlendedMegatronDatasetBuilder(GPTDataset, [60, 0, 0], lambda: True, made).build()
+    assert error.value.__notes__ == [f"while the train part of {prefixes[0]} was made"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sixfold-builder")]
+
+
 @pytest.mark.parametrize("threads", [0, -1, 1.5, None])
 def test_a_number_of_threads_that_is_none_is_refused(threads):
     with pytest.raises(BlendingError, match="num_dataset_builder_threads is"):

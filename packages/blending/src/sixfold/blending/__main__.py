@@ -176,7 +176,9 @@ def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iter
     end = begin + whole_number("--count", count, 1)
     last = part.schedule.end if isinstance(part, BlendedDataset) else part._end
     if last is not None and begin >= last:
-        raise BlendingError(f"--begin is {begin}; the stream has positions 0..{last - 1}")
+        raise BlendingError(
+            f"--begin is {begin}; the stream has {f'positions 0..{last - 1}' if last else 'no samples'}"
+        )
     end = end if last is None else min(end, last)
     names = part.names if isinstance(part, BlendedDataset) else [part.name]
     given = (part.counts(end) - part.counts(begin)).tolist() if isinstance(part, BlendedDataset) else [end - begin]

@@ -6,8 +6,9 @@ With a process group every rank opens for itself and nothing is sent but errors 
 kept in files are built once: each rank builds a share of them, then all load them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from os import fspath
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +37,16 @@ _WHOLE = (0.0, 1.0)
 _TABLE_AHEAD = 2**24
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """An error in this block says where it was raised: it may come from a class of the user's, or be out of memory."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {what}")
+        raise
 
 
 class BlendedMegatronDatasetBuilder:
@@ -228,7 +239,7 @@ class BlendedMegatronDatasetBuilder:
         """One dataset that is no blend and never becomes one."""
         blend = self.config.blend_of(split)
         one = blend is not None and len(blend[0]) == 1 and (blend[1] is None or self.config.blend_per_split is not None)
-        return one and not self.config.changes_of(split)
+        return one and not self.config.changes
 
     def _part(self, split: Split) -> Built:
         config, size, bookends = self.config, self.sizes[split.value], self._bookends(split)
@@ -314,7 +325,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _source(self, prefix: str) -> DocumentSource:
         if prefix not in self._opened:
-            self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
+            with _naming(f"{prefix} was opened"):
+                self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
         return self._opened[prefix]
 
     def _sequences(self, prefix: str, bookends: Bookends) -> tuple[DocumentSource, range]:
@@ -339,6 +351,7 @@ class BlendedMegatronDatasetBuilder:
         if split in self._records:
             dataset._record = self._records[split]
         source, sequences = self._sequences(prefix, bookends)
-        self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)
+        with _naming(f"the {split.name} part of {prefix} was made"):
+            self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)
         vars(dataset).pop("_record", None)
         return dataset

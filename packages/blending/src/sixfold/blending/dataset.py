@@ -57,7 +57,9 @@ def checked_positions(positions: Any, end: int | None) -> I64:
         raise BlendingError(f"positions are of shape {np.shape(positions)}; they are whole numbers in one row")
     if position_P.size and not 0 <= int(position_P.min()) <= int(position_P.max()) < end:
         wrong = position_P[(position_P < 0) | (position_P >= end)][0]
-        raise IndexError(f"position {wrong} is not in 0..{end - 1}")
+        raise IndexError(
+            f"position {wrong} is not in 0..{end - 1}" if end else f"position {wrong}: there are no samples"
+        )
     return position_P
 
 

@@ -22,10 +22,17 @@ def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
     from torch.distributed import all_gather_object, get_world_size
 
     texts: list[str | None] = [None] * get_world_size(group)
-    all_gather_object(texts, None if error is None else str(error) or type(error).__name__, group=group)
+    all_gather_object(texts, None if error is None else _text(error), group=group)
     for rank, text in enumerate(texts):
         if text is not None:
             raise BlendingError(f"rank {rank}: {text}") from error
+
+
+def _text(error: Exception) -> str:
+    """In one line; errors of this package name what they are about, others have it in their notes."""
+    text = str(error) or type(error).__name__
+    notes = [] if isinstance(error, BlendingError) else getattr(error, "__notes__", [])
+    return " ".join([text, *(f"({note})" for note in notes)])
 
 
 def together(step: Callable[[], T], group: "ProcessGroup") -> T:

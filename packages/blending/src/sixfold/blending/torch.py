@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
+from sixfold.blending.checks import whole_number
 from sixfold.blending.errors import BlendingError
 
 
@@ -18,22 +19,20 @@ class PositionSampler(Sampler[list[int]]):
 
     Step i gives rank r the positions ``begin + (i * ranks + r) * batch_size`` and the next
     ``batch_size - 1``. With ``DataLoader(dataset, sampler=PositionSampler(...), batch_size=None)``
-    each batch is one ``get_batch``; as ``batch_sampler=`` the loader reads sample by sample and
-    stacks them itself.
+    each batch is one ``get_batch``; as ``batch_sampler=`` the loader stacks the samples of one
+    batch itself.
     """
 
     def __init__(self, begin: int, batch_size: int, rank: int = 0, ranks: int = 1) -> None:
         """Args: see the class; ``batch_size`` is samples per rank and step.
 
         Raises:
-            BlendingError: begin < 0, batch_size < 1, or rank not in 0..ranks-1.
+            BlendingError: no whole numbers, begin < 0, batch_size < 1, or rank not in 0..ranks-1.
         """
-        if begin < 0 or batch_size < 1 or not 0 <= rank < ranks:
-            raise BlendingError(
-                f"begin {begin}, batch_size {batch_size}, rank {rank}, ranks {ranks}; "
-                f"begin >= 0, batch_size >= 1 and 0 <= rank < ranks"
-            )
-        self.begin, self.batch_size, self.rank, self.ranks = begin, batch_size, rank, ranks
+        self.begin, self.batch_size = whole_number("begin", begin, 0), whole_number("batch_size", batch_size, 1)
+        self.rank, self.ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)
+        if rank >= ranks:
+            raise BlendingError(f"rank is {rank} of {ranks} ranks; it is 0..{ranks - 1}")
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.begin + self.rank * self.batch_size

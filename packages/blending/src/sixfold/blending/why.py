@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class TokenRange:
     """Tokens ``offset .. offset + length`` of one sequence ("document"), and their bytes in the file.
 
-    ``path`` and the bytes are None for a source that is no file.
+    ``path`` and the bytes are None for a source that is no file, ``epoch`` in the orders that have indices.
     """
 
     epoch: int | None
@@ -25,7 +25,8 @@ class TokenRange:
 
     def __str__(self) -> str:
         bytes_ = "" if self.path is None else f" ({self.path} bytes {self.byte_begin}..{self.byte_end})"
-        return f"epoch {self.epoch} document {self.document} [{self.offset}:{self.offset + self.length}]{bytes_}"
+        epoch = "" if self.epoch is None else f"epoch {self.epoch} "
+        return f"{epoch}document {self.document} [{self.offset}:{self.offset + self.length}]{bytes_}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,17 @@ def test_recomputed_microbatches_are_spread_evenly_and_hold_their_input_until_th
         assert strip(made) == strip(make(2, 4))
 
 
+def test_a_step_waits_for_a_reduction_that_stands_behind_messages():
+    program = Program.parse(
+        "0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1: 1RECV_F0 1F0 1B0 1SEND_B0 2F0 1REDUCE_GRAD 2B0 2REDUCE_GRAD"
+    )
+    stepped = str(optimizer_step(program, when="post_validated")).splitlines()[1]
+    assert stepped == "1: 1RECV_F0 1F0 1B0 1SEND_B0 2F0 1REDUCE_GRAD 1STEP0 2B0 2REDUCE_GRAD 2STEP0"
+    for made in (interleaved(2, 4), dualpipe_v(2, 4), zb_v(4, 6)):
+        for reduced in (lower(reduce_grad(made)), reduce_grad(lower(unshard(made, 1)))):
+            verify(optimizer_step(reduced, when="post_validated"))
+
+
 def test_the_optimizer_steps_after_a_flush_or_as_soon_as_a_stage_is_done_or_per_version():
     program = zb_v(2, 2)
     flush, early = optimizer_step(program), optimizer_step(program, when="post_validated")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sixfold.pipeline import Program, ScheduleError, verify
-from sixfold.pipeline.passes import lower, reduce_grad, unshard
+from sixfold.pipeline.passes import lower, optimizer_step, reduce_grad, unshard
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch's schedules are the oracle")
 
@@ -64,6 +64,15 @@ def test_our_passes_lower_their_orders_as_they_do(name):
         compute = Program.from_csv(csv(schedule.pipeline_order))
         ours = lower(reduce_grad(unshard(compute)))
         assert str(ours) == str(Program.from_csv(csv(schedule.pipeline_order_with_comms)))
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_their_lowered_programs_take_our_steps(name):
+    make, every_chunks = LOOPED[name]
+    schedule = generated(make, 2, 4, every_chunks[-1])
+    program = Program.from_csv(csv(schedule.pipeline_order_with_comms))
+    for when in ("flush", "post_validated"):
+        verify(optimizer_step(program, when=when))
 
 
 def test_their_late_receives_need_a_transport_that_buffers():

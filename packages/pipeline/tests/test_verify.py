@@ -14,11 +14,13 @@ from sixfold.pipeline import (
     ScheduleError,
     gpipe,
     one_f_one_b,
+    pipedream,
     pipedream_2bw,
     verify,
     zb_h2,
 )
 from sixfold.pipeline.passes import lower, optimizer_step, recompute
+from sixfold.pipeline.slots import check_steps
 
 
 def test_the_shortest_cycle_of_crossing_messages_has_two_links():
@@ -113,6 +115,32 @@ def test_a_broken_rule_names_action_place_and_rule(text, place, rule):
 def test_microbatches_beyond_m_are_refused():
     with pytest.raises(ScheduleError, match=r"0F1: microbatches are 0..0"):
         verify(Program.parse("0: 0F0 0F1 0B0 0B1", microbatches=1))
+
+
+def test_a_number_with_too_many_digits_is_a_missing_action_and_no_lack_of_memory():
+    program = Program.parse("0: 0F0 0F999999999999999 0B999999999999999")
+    for read in (verify, lower):
+        with pytest.raises(ScheduleError, match="rank 0: 0F1 is missing") as caught:
+            read(program)
+        assert (caught.value.rank, str(caught.value.action)) == (0, "0F1")
+    assert str(recompute(program)) == "0: 0F0 0F999999999999999 0RECOMPUTE999999999999999 0B999999999999999\n"
+
+
+def test_the_proof_of_a_program_with_a_step_per_microbatch_takes_linear_time():
+    looks = []
+
+    class Counted(list):
+        def __getitem__(self, at):
+            found = super().__getitem__(at)
+            looks.append(len(found) if isinstance(at, slice) else 1)
+            return Counted(found) if isinstance(at, slice) else found
+
+    for m in (64, 256):
+        looks.clear()
+        program = pipedream(1, m)
+        positions = [3 * k + 1 for k in range(m)]
+        check_steps(program, Counted(positions), Counted(positions))
+        assert sum(looks) <= 8 * m
 
 
 def test_gathers_steps_and_reductions_in_their_places_pass():

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from sixfold.pipeline.action import MESSAGES, Action
+from sixfold.pipeline.action import MESSAGES, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.waits import Wait
 
-__all__ = ["broken", "deadlock", "grid", "missing"]
+__all__ = ["broken", "check_size", "deadlock", "grid", "missing"]
 
 _LINKS, _RANKS, _CELLS = 24, 24, 11
 
@@ -35,6 +35,25 @@ def missing(program: Program, rank: int, action: Action) -> ScheduleError:
     first = f"rank {rank}: {action} is missing; the program needs it once"
     lines = (first, *grid(program, {place}, absent=str(action)))
     return ScheduleError("\n".join(lines), rank=rank, action=action)
+
+
+def check_size(program: Program) -> None:
+    """Refuse more microbatches than there are actions for, before any table of microbatches * stages is made.
+
+    One wrong number in a text, such as ``0F999999999999``, makes that many microbatches.
+
+    Raises:
+        ScheduleError: names the first forward that is missing.
+    """
+    numbers = program.microbatches * program.stages
+    if numbers <= sum(len(entry.parts) or 1 for actions in program.ranks for entry in actions):
+        return
+    parts = (part for _, _, entry in program.entries() for part in entry.each())
+    there = {(part.stage, part.microbatch) for part in parts if part.kind is Kind.F}
+    stage, k = next(
+        divmod(n, program.microbatches) for n in range(numbers) if divmod(n, program.microbatches) not in there
+    )
+    raise missing(program, program.placement[stage], Action(stage, Kind.F, k))
 
 
 def deadlock(program: Program, links: Sequence[tuple[int, Wait]]) -> ScheduleError:

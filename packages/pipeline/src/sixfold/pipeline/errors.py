@@ -24,7 +24,7 @@ class ScheduleError(ValueError):
         rank: rank of the program that is at fault, or None.
         position: index in that rank's list, or None.
         action: the action there (or the missing one), or None.
-        cycle: (rank, position, action) in the order in which each waits for the next; () if it is no deadlock.
+        cycle: list of (rank, position, action), each of which waits for the next; empty if it is no deadlock.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ScheduleError(ValueError):
         self.rank = rank
         self.position = position
         self.action = action
-        self.cycle = tuple(cycle)
+        self.cycle = list(cycle)
 
 
 class PipelineTimeout(ScheduleError):

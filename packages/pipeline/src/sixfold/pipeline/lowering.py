@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.counterexample import check_size
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
@@ -31,12 +32,13 @@ def lower(program: Program) -> Program:
     and its consumer waits for it. The result equals torch 2.13's lowering.
 
     Raises:
-        ScheduleError: the program has messages already, or its order does not let every rank get through.
+        ScheduleError: the program has messages already or lacks forwards, or its order does not let every rank through.
     Cost: O(actions + ranks * time steps).
     """
     from sixfold.pipeline.passes import reduce_grad  # passes names lower among its own
 
     _check_actions(program)
+    check_size(program)
     m, stages, placement = program.microbatches, program.stages, program.placement
     # Of each (stage, microbatch): whether the input of F, and the gradient that B or I takes, was made or announced.
     inputs, gradients = bytearray(m * stages), bytearray(m * stages)

@@ -189,17 +189,23 @@ def recompute(program: Program, *, microbatches: int | Iterable[int] | None = No
         count = m if microbatches is None else microbatches
         if not 0 <= count <= m:
             raise ScheduleError(f"recompute of {count} microbatches; the program has {m}")
-        chosen = {k for k in range(m) if (k + 1) * count // m > k * count // m}
+
+        def chosen(k: int) -> bool:
+            return (k + 1) * count // m > k * count // m
+
     else:
-        chosen = set(microbatches)
-        if beyond := sorted(k for k in chosen if not 0 <= k < m):
+        which = set(microbatches)
+        if beyond := sorted(k for k in which if not 0 <= k < m):
             raise ScheduleError(f"recompute of microbatch {beyond[0]}; microbatches are 0..{m - 1}")
+
+        def chosen(k: int) -> bool:
+            return k in which
 
     def with_recomputes(actions: tuple[Action, ...]) -> list[Action]:
         row: list[Action] = []
         for entry in actions:
             for part in entry.each():
-                if part.kind in (Kind.B, Kind.I) and part.microbatch in chosen:
+                if part.kind in (Kind.B, Kind.I) and part.microbatch is not None and chosen(part.microbatch):
                     row.append(replace(part, kind=Kind.RECOMPUTE))
             row.append(entry)
         return row
@@ -239,20 +245,32 @@ def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> 
 
 
 def _with_steps(actions: tuple[Action, ...], batch: int) -> list[Action]:
-    """A STEP behind every ``batch``-th end of a stage's backwards, and the SENDs and REDUCE_GRAD that follow it."""
+    """A STEP behind every ``batch``-th end of a stage's backwards, or behind the REDUCE_GRAD of that batch.
+
+    A program from elsewhere may have messages between the two. The SENDs that follow come first.
+    """
     ends: dict[int, int] = {}
+    place: dict[tuple[int, int], int] = {}  # (stage, step) -> position of what it stands behind
+    for position, entry in enumerate(actions):
+        for part in entry.each():
+            if part.kind in BACKWARD_ENDS:
+                ends[part.stage] = ends.get(part.stage, 0) + 1
+            elif part.kind is not Kind.REDUCE_GRAD:
+                continue
+            count = ends.get(part.stage, 0)
+            if count and count % batch == 0:
+                place[part.stage, count // batch - 1] = position
+    steps: dict[int, list[Action]] = {}
+    for (stage, step), position in place.items():
+        steps.setdefault(position, []).append(Action(stage, Kind.STEP, step))
     row: list[Action] = []
     due: list[Action] = []
-    for entry in actions:
+    for position, entry in enumerate(actions):
         if due and entry.kind not in (*_SENDS, Kind.REDUCE_GRAD):
             row += due
             due = []
         row.append(entry)
-        for part in entry.each():
-            if part.kind in BACKWARD_ENDS:
-                ends[part.stage] = count = ends.get(part.stage, 0) + 1
-                if count % batch == 0:
-                    due.append(Action(part.stage, Kind.STEP, count // batch - 1))
+        due += steps.get(position, ())
     return row + due
 
 

@@ -8,6 +8,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from sixfold.pipeline.action import COMPUTE, Action, Kind
 from sixfold.pipeline.counterexample import broken, missing
@@ -68,14 +69,14 @@ def check_steps(program: Program, starts: list[int], ends: list[int]) -> None:
             raise broken(program, rank, positions[-1], Action(stage, Kind.STEP, steps - 1), rule)
         batch = m // steps
         first, last = (at[stage * m : (stage + 1) * m] for at in (starts, ends))
+        earliest = list(accumulate(reversed(first), min))[::-1]  # first backward of this microbatch and all later ones
         for step, position in enumerate(positions):
             action = Action(stage, Kind.STEP, step)
-            before, behind = last[step * batch : (step + 1) * batch], first[(step + 1) * batch :]
-            if max(before) > position:
+            if max(last[step * batch : (step + 1) * batch]) > position:
                 rule = f"a backward of its batch (microbatches {step * batch}..{(step + 1) * batch - 1}) comes after it"
                 raise broken(program, rank, position, action, rule)
-            if behind and min(behind) < position:
-                rule = f"a backward of a later batch is at [{min(behind)}]; its gradients are not this step's"
+            if (step + 1) * batch < m and (late := earliest[(step + 1) * batch]) < position:
+                rule = f"a backward of a later batch is at [{late}]; its gradients are not this step's"
                 raise broken(program, rank, position, action, rule)
 
 

@@ -18,7 +18,7 @@ from operator import le, lt
 
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.counterexample import broken, deadlock, grid, missing
+from sixfold.pipeline.counterexample import broken, check_size, deadlock, grid, missing
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
 from sixfold.pipeline.program import Program
@@ -77,6 +77,7 @@ def verify(
         raise ScheduleError(f"memory_cap is {memory_cap}; it is > 0")
     if costs is not None and len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
+    check_size(program)
     found = _Found(program)
     _check_compute(found)
     _check_messages(found)

@@ -4,11 +4,12 @@
     DIST_CKPT_BENCH_MIB=512 ... at another size (default 64 MiB of float32 in 8 tensors)
 
 One process holds all shards; files lie in a temporary folder and are warm. The time of flattened / plain is the
-figure; a flattened tensor is cut over DP besides TP, so that as many bytes go through more pieces.
+figure. Both forms hold the same boxes: a flat half of a TP part is its upper rows, which the plain form holds as a part
+of a two-dimensional grid.
 """
 
 import os
-from itertools import pairwise
+from itertools import product
 
 import pytest
 import torch
@@ -27,17 +28,18 @@ def state(tp, dp, *, flattened):
     for i, axis in enumerate(AXES):
         shape = [ROWS, COLUMNS]
         shape[axis] //= tp
-        elements = shape[0] * shape[1]
-        bounds = [elements * d // dp for d in range(dp + 1)] if flattened else [0, elements]
-        made[f"w{i}"] = [
-            ShardedTensor.from_rank_offsets_flat(
-                f"w{i}", torch.ones(b - a), tuple(shape), (axis, t, tp), flattened_range=slice(a, b)
-            )
-            if flattened
-            else ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(*shape), (axis, t, tp))
-            for t in range(tp)
-            for a, b in pairwise(bounds)
-        ]
+        rows, elements = shape[0] // dp, shape[0] * shape[1] // dp
+        shards = made[f"w{i}"] = []
+        for t, d in product(range(tp), range(dp)):
+            if flattened:
+                span = slice(d * elements, (d + 1) * elements)
+                data, grid = torch.ones(elements), (axis, t, tp)
+                shards.append(
+                    ShardedTensor.from_rank_offsets_flat(f"w{i}", data, tuple(shape), grid, flattened_range=span)
+                )
+            else:
+                grid = [(0, t * dp + d, tp * dp)] if axis == 0 else [(0, d, dp), (1, t, tp)]
+                shards.append(ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(rows, shape[1]), *grid))
     return made
 
 

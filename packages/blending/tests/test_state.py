@@ -77,10 +77,23 @@ def test_a_state_that_is_none_is_refused():
         data.state_dict(5.5)
 
 
+def test_the_first_of_many_changes_is_still_part_of_the_past():
+    def changed(first):
+        weights = [first, *range(2, 40)]
+        changes = [BlendChange(10 * at, (["a", "c"], [1, weight])) for at, weight in enumerate(weights, 1)]
+        return blend(NAMED, [1, 3], changes=changes)
+
+    state = through_json(changed(1).state_dict(1000))
+    assert len(json.dumps(state)) <= 1000 + 400 * 3
+    assert changed(1).load_state_dict(state) == 1000
+    with pytest.raises(BlendingError, match=r"earlier_segments\.hash was"):
+        changed(1.5).load_state_dict(state)
+
+
 def test_a_state_is_at_most_1_kb_and_400_bytes_per_dataset():
     many = {f"dataset-{number:04}": [[1, 2, 3]] for number in range(300)}
     weights = np.random.default_rng(0).random(300) + 0.01
-    changes = [BlendChange(at=100, blend=(list(many), weights[::-1].tolist()))]
+    changes = [BlendChange(at=100 * at, blend=(list(many), np.roll(weights, at).tolist())) for at in range(1, 13)]
     state = blend(many, weights.tolist(), changes=changes).state_dict(10**12)
     assert len(json.dumps(state)) <= 1000 + 400 * 300
     assert len(json.dumps(blend(TWO, [1, 3]).state_dict(10**12))) <= 1000 + 400 * 2

@@ -8,6 +8,7 @@ past that is not the one saved. What comes behind the position (later changes, s
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from sixfold.blending.checks import whole_number
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 STATE_VERSION = 1
+_SEGMENTS_TOLD = 4  # in full, the newest; of those before them a checksum, so that a state stays small
 
 
 def stream_state(
@@ -35,6 +37,16 @@ def stream_state(
     segments = [segment for segment in schedule.segments if segment.begin < position]
     used = [any(segment.tree.quotas[number] for segment in segments) for number in range(len(datasets))]
     part = config.split_matrix[split.value] if config.split_matrix else None
+    told = [
+        {
+            "begin": segment.begin,
+            "sequence_length": segment.sequence_length,
+            "quotas": {str(number): int(quota) for number, quota in enumerate(segment.tree.quotas) if quota},
+        }
+        for segment in segments
+    ]
+    earlier = told[:-_SEGMENTS_TOLD]
+    checksum = blake2b(json.dumps(earlier).encode(), digest_size=8).hexdigest()
     return {
         "state_version": STATE_VERSION,
         "order": config.order,
@@ -47,14 +59,8 @@ def stream_state(
             for number, dataset in enumerate(datasets)
             if used[number]
         },
-        "segments": [
-            {
-                "begin": segment.begin,
-                "sequence_length": segment.sequence_length,
-                "quotas": {str(number): int(quota) for number, quota in enumerate(segment.tree.quotas) if quota},
-            }
-            for segment in segments
-        ],
+        "earlier_segments": {"count": len(earlier), "hash": checksum} if earlier else None,
+        "segments": told[-_SEGMENTS_TOLD:],
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-COUNTS = {"--corruptions": 150, "--mangled": 100}
+COUNTS = {"--corruptions": 100, "--mangled": 50}
 
 
 def pytest_addoption(parser):

@@ -187,21 +187,25 @@ def test_interleaved_with_ragged_microbatches_makes_groups_of_near_equal_size():
     )
 
 
-def order(program: Program, stage: int, kinds: tuple[Kind, ...]) -> list[int | None]:
-    """Microbatches of ``kinds`` on ``stage``, in the order of the list."""
-    parts = (part for _, _, entry in program.entries() for part in entry.each())
-    return [part.microbatch for part in parts if part.stage == stage and part.kind in kinds]
+def orders(program: Program, kinds: tuple[Kind, ...]) -> list[list[int | None]]:
+    """Of each stage the microbatches of ``kinds``, in the order of the list."""
+    found: list[list[int | None]] = [[] for _ in program.placement]
+    for _, _, entry in program.entries():
+        for part in entry.each():
+            if part.kind in kinds:
+                found[part.stage].append(part.microbatch)
+    return found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_forwards_and_both_gradients_ascend_on_each_stage_and_the_program_is_proved(name):
-    for p in (1, 2, 3, 4, 5, 8):
-        for m in (1, 2, 3, 5, 2 * p):
+    for p in (1, 2, 3, 5, 8):
+        for m in (1, 2, 5, 2 * p):
             program = SCHEDULES[name](p, m)
             report = verify(program)
-            for stage in range(program.stages):
-                for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
-                    assert order(program, stage, kinds) == list(range(program.microbatches)), f"p={p} m={m} {kinds}"
+            for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
+                ascending = [list(range(program.microbatches))] * program.stages
+                assert orders(program, kinds) == ascending, f"p={p} m={m} {kinds}"
             lowered = verify(lower(program))
             local = sum(a == b for a, b in zip(program.placement, program.placement[1:], strict=False))
             assert lowered.messages == report.messages

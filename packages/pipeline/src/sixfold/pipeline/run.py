@@ -66,7 +66,7 @@ class PipelineRunner:
         timeout_s: deadline of every wait for another rank.
         store: for ranks to tell each other where they stand after a failure.
         lookahead: compute actions by which a receive is posted before its place.
-        profile: comes with the executor issue.
+        profile: comes with a later version.
         dynamic_shapes: shapes may differ in every step and microbatch without notice.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes a
             communicator per edge. One shared NCCL communicator serialises both directions.
@@ -96,7 +96,7 @@ class PipelineRunner:
         if scale == "token" and any(stage.data_parallel is not None for stage in stages):
             raise ScheduleError("scale='token' divides .grad, which data_parallel owns; use 'sum' and divide there")
         if profile:
-            raise ScheduleError("profile=True comes with the executor issue; simulate times a program on paper")
+            raise ScheduleError("profile=True comes with a later version; simulate times a program on paper")
         if not timeout_s > 0:
             raise ScheduleError(f"timeout_s is {timeout_s}; it is > 0")
         self._rank = 0 if group is None else group.rank()
@@ -229,8 +229,10 @@ class PipelineRunner:
     ) -> None:
         for rank, position, action in program.entries():
             if action.kind not in EXECUTED:
+                split = " (split backward)" if action.kind in (Kind.I, Kind.W) else ""
                 raise ScheduleError(
-                    f"rank {rank} [{position}] {action}: executing {action.kind} comes with the executor issue",
+                    f"rank {rank} [{position}] {action}: PipelineRunner runs {action.kind}{split} in a later version; "
+                    "until then give it one whose compute actions are F and B, such as one_f_one_b or interleaved",
                     rank=rank,
                     position=position,
                     action=action,

@@ -45,7 +45,7 @@ class Stage:
         module: takes and returns a tensor or a tuple of tensors; None passes its input on.
         index: its place, 0 first.
         data_parallel: see ``DataParallel``.
-        optimizer, tied, checkpoint: come with the executor issue and are refused until then.
+        optimizer, tied, checkpoint: come with a later version and are refused until then.
     Raises:
         ScheduleError: the module holds a DistributedDataParallel, or an argument of a later version was given.
     """
@@ -62,7 +62,7 @@ class Stage:
     ) -> None:
         for name, given in (("optimizer", optimizer), ("tied", tied), ("checkpoint", checkpoint)):
             if given:
-                raise ScheduleError(f"stage {index}: {name} comes with the executor issue; leave it out until then")
+                raise ScheduleError(f"stage {index}: {name} comes with a later version; leave it out until then")
         for part in module.modules() if module is not None else ():
             if isinstance(part, DistributedDataParallel):
                 raise ScheduleError(

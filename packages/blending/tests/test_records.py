@@ -155,6 +155,28 @@ def test_data_that_changed_under_the_metadata_file_is_never_read_through_a_stale
 
 
 @pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_data_that_is_replaced_between_its_opening_and_its_index_is_not_taken_for_what_the_index_is_of(
+    order, prefixes, tmp_path
+):
+    class Replaced(GPTDataset):
+        @staticmethod
+        def build_low_level_dataset(dataset_path, config):
+            source = GPTDataset.build_low_level_dataset(dataset_path, config)
+            if dataset_path == prefixes[0]:
+                write_pair(dataset_path, LENGTHS["wiki"][::-1])  # as many sequences and tokens
+            return source
+
+    Replaced.__name__ = "GPTDataset"  # whose files are looked for next
+    fields = {"blend": (prefixes, [0.5, 0.3, 0.2]), "split": "1", "order": order, "tokenizer": Tokenizer()}
+    made = GPTDatasetConfig(random_seed=5, sequence_length=8, path_to_cache=str(tmp_path / "cache"), **fields)
+    BlendedMegatronDatasetBuilder(Replaced, [60, 0, 0], lambda: True, made).build()
+    after, fresh = (
+        contents(build(prefixes, tmp_path / folder, [60, 0, 0], order, split="1")) for folder in ("cache", "fresh")
+    )
+    assert after == fresh
+
+
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
 def test_mapped_indices_hold_no_descriptor_and_stay_when_their_files_go(order, prefixes, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     parts = build(prefixes, tmp_path / "cache", order=order)

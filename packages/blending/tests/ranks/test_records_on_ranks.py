@@ -71,6 +71,7 @@ def test_each_index_is_built_by_one_rank_and_read_in_full_by_none(absent, prefix
 
 def test_an_error_at_one_share_is_raised_on_all_and_leaves_a_cache_that_is_whole(prefixes, tmp_path):
     found = ranktest.run_ranks(build, 2, prefixes, str(tmp_path / "cache"), None, True, 1)
-    assert [error for error, _ in found] == ["rank 1: no room for the index"] * 2
+    for error, _ in found:
+        assert error.startswith("rank 1: no room for the index (while the train part of ")
     alone = build(0, 1, prefixes, str(tmp_path / "other"), group=False)[0]
     assert build(0, 1, prefixes, str(tmp_path / "cache"), group=False)[0] == alone

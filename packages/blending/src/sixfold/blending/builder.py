@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sixfold.blending.apportion import apportion
 from sixfold.blending.blended import BlendedDataset
-from sixfold.blending.cache import Note, Record, try_to_write
+from sixfold.blending.cache import Note, Record, Stamp, stamps_of, try_to_write
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
@@ -22,6 +22,7 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import record_name
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
 from sixfold.blending.plan import build_cost, shares
+from sixfold.blending.prefixes import pair_of
 from sixfold.blending.shuffle import Shuffle
 from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Bookends, Split, part_range
@@ -84,6 +85,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
         self.group = group
         self._opened: dict[str, DocumentSource] = {}
+        self._stamps: dict[str, list[Stamp] | None] = {}
         self._indexed: dict[Task, MegatronDataset] = {}
         self._records: dict[Split, Record] = {}
         self._shuffles: dict[Split, Shuffle] = {}
@@ -325,6 +327,8 @@ class BlendedMegatronDatasetBuilder:
 
     def _source(self, prefix: str) -> DocumentSource:
         if prefix not in self._opened:
+            if self.config.order != "stateless":  # before: data that is replaced meanwhile must not vouch for an index
+                self._stamps[prefix] = stamps_of(pair_of(prefix))
             with _naming(f"{prefix} was opened"):
                 self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
         return self._opened[prefix]
@@ -351,7 +355,10 @@ class BlendedMegatronDatasetBuilder:
         if split in self._records:
             dataset._record = self._records[split]
         source, sequences = self._sequences(prefix, bookends)
+        if getattr(source, "path_prefix", None) == prefix:
+            dataset._stamps = self._stamps.get(prefix)
         with _naming(f"the {split.name} part of {prefix} was made"):
             self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)
-        vars(dataset).pop("_record", None)
+        for name in ("_record", "_stamps"):
+            vars(dataset).pop(name, None)
         return dataset

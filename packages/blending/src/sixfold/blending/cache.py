@@ -27,7 +27,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,7 +61,8 @@ class CacheEntry:
         description: the text of ``description.txt``.
         names: of the arrays.
         facts: what the description does not say of what they depend on; JSON values.
-        sources: files whose size and time they depend on; None for data that is no file and can change unseen.
+        sources: ``stamps_of`` the files they depend on, best from before these were opened; None for data that is no
+            file and can change unseen.
     """
 
     folder: str
@@ -70,7 +70,7 @@ class CacheEntry:
     description: str
     names: tuple[str, ...]
     facts: Mapping[str, Any]
-    sources: Sequence[str] | None
+    sources: Sequence[Stamp] | None
 
     def path(self, what: str) -> str:
         """``what`` is the end of the file's name."""
@@ -81,22 +81,22 @@ class CacheEntry:
         """The file of each array."""
         return {name: self.path(f"{name}.npy") for name in self.names}
 
-    @cached_property
-    def source_stamps(self) -> list[Stamp] | None:
-        """Of ``sources`` when first asked; None if the data is no file, or cannot be looked at as one."""
-        try:
-            return None if self.sources is None else [_stamp(os.stat(path)) for path in self.sources]
-        except OSError:
-            return None
-
     def note(self, stamps: Mapping[str, Stamp]) -> Note:
         """What the arrays were built from, and the ``stamps`` of their files."""
         return {
             "version": _NOTE_VERSION,
             "facts": dict(self.facts),
-            "sources": self.source_stamps,
+            "sources": None if self.sources is None else list(self.sources),
             "arrays": dict(stamps),
         }
+
+
+def stamps_of(paths: Iterable[str]) -> list[Stamp] | None:
+    """Size and time of files; None if one cannot be looked at."""
+    try:
+        return [_stamp(os.stat(path)) for path in paths]
+    except OSError:
+        return None
 
 
 class Record:
@@ -118,7 +118,7 @@ class Record:
 
     def vouches(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> bool:
         """Whether files of these ``stamps`` were built from what ``entry`` is built from."""
-        return entry.source_stamps is not None and self.notes.get(entry.stem) == entry.note(stamps)
+        return entry.sources is not None and self.notes.get(entry.stem) == entry.note(stamps)
 
     def add(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> None:
         """Vouch for the files of ``entry``, which were built or read in full."""

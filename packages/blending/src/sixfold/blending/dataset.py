@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.cache import Record
+from sixfold.blending.cache import Record, Stamp
 from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
@@ -163,6 +163,7 @@ class MegatronDataset(Samples):
     """
 
     _record: Record | None = None  # of the blend that a builder makes this for, while it is made
+    _stamps: Sequence[Stamp] | None = None  # of its pair before a builder opened it, while it is made
 
     def __init__(
         self,
@@ -313,6 +314,7 @@ class MegatronDataset(Samples):
             facts=self.index_facts,
             path_to_cache=config.path_to_cache,
             record=self._record,
+            sources=self._stamps,
         )
 
     @cached_property

@@ -8,11 +8,12 @@ from typing import Any
 
 from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BLEND_INDICES, BlendIndex, blend_fits, build_blend
-from sixfold.blending.cache import Arrays, CacheEntry, Record, load_or_build
+from sixfold.blending.cache import Arrays, CacheEntry, Record, Stamp, load_or_build, stamps_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import Identifiers, describe, digest
 from sixfold.blending.megatron.documents import EpochPlan
 from sixfold.blending.megatron.index import INDICES, IndexOrder, build_indices, indices_fit, shapes_fit
+from sixfold.blending.prefixes import pair_of
 from sixfold.blending.source import Part
 
 
@@ -25,6 +26,7 @@ def index_order(
     facts: Mapping[str, Any],
     path_to_cache: str | None,
     record: Record | None = None,
+    sources: Sequence[Stamp] | None = None,
 ) -> IndexOrder:
     """The three indices of one part.
 
@@ -35,6 +37,7 @@ def index_order(
         facts: what ``identifiers`` do not say of what the indices depend on.
         path_to_cache: None for ``PREFIX/cache/CLASS_indices``; data without a prefix then has no files.
         record: of the blend that this is part of, if that keeps one.
+        sources: stamps of the pair from before it was opened; None takes those of now.
     Raises:
         BlendingError: a folder that cannot be written to.
     """
@@ -49,7 +52,7 @@ def index_order(
         **_named(identifiers, identifiers["index_split"]),
         names=INDICES,
         facts=facts,
-        sources=None if prefix is None else [f"{prefix}.idx", f"{prefix}.bin"],
+        sources=sources or (None if prefix is None else stamps_of(pair_of(prefix))),
     )
     arrays = load_or_build(
         entry,

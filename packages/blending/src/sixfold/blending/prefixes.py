@@ -7,6 +7,11 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.source import DocumentSource
 
 
+def pair_of(prefix: str) -> list[str]:
+    """The files of a prefix."""
+    return [f"{prefix}.idx", f"{prefix}.bin"]
+
+
 def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
     """The dataset at ``prefix``. Cost: a few system calls per file, whatever its size.
 

@@ -131,7 +131,8 @@ KERNEL(open_index) {
         Py_CLEAR(capsule);
     } else {
         finder->indexed = 1;
-        finder->item_bytes = numbers[0], finder->sequence_length = numbers[1], finder->extra = numbers[2], finder->end = numbers[3];
+        finder->item_bytes = numbers[0], finder->sequence_length = numbers[1];
+        finder->extra = numbers[2], finder->end = numbers[3];
     }
     close_arrays(&array, 1);
     return capsule;

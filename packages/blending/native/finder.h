@@ -58,6 +58,7 @@ typedef struct {
     Finder *finder;
     int64_t epoch;        /* the first that it touches */
     int64_t held, epochs; /* where they are held, and how many */
+    int64_t slot;         /* of that epoch, its first; ranges.c searches it */
     Range range;          /* source, begin on the line, length, shown, row, column */
 } Piece;
 
@@ -68,7 +69,7 @@ typedef struct {
 
 /* The ranges of pieces, in their order; `epochs` are all that they hold. How many are found, or a negative number.
    Without the GIL; one function per level. */
-#define FIND_ARGUMENTS const Piece *pieces, int64_t number, Epoch *const *epochs, Found *found
+#define FIND_ARGUMENTS Piece *pieces, int64_t number, Epoch *const *epochs, Found *found
 typedef int64_t (*Find)(FIND_ARGUMENTS);
 Find find_at(int level);
 

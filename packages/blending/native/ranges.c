@@ -97,18 +97,6 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
     return fits;
 }
 
-/* The slot that holds a token of an epoch: the last with no more tokens before it. */
-INLINE int64_t slot_of(const Epoch *epoch, int64_t inside) {
-    const any_i8 *before = epoch->before.data;
-    int64_t low = 0, some = epoch->block.items;
-    while (some > 1) { /* before[low] <= inside; the answer is in low .. low + some - 1 */
-        int64_t half = some / 2;
-        low += before[low + half] <= inside ? half : 0;
-        some -= half;
-    }
-    return low;
-}
-
 /* The ranges of one slot from its token `local` on, at most until the piece is done. 1, or a negative number. */
 INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done, Found *found) {
     const Finder *line = piece->finder;
@@ -142,7 +130,7 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
 
 INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found *found) {
     const Finder *line = piece->finder;
-    int64_t done = 0, slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
+    int64_t done = 0, slot = piece->slot;
     int64_t local = piece->range.begin - piece->epoch * line->tokens - ((const any_i8 *)epochs[0]->before.data)[slot];
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
         for (; slot < epochs[number]->block.items; slot++, local = 0) {
@@ -180,27 +168,57 @@ INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
     return done == piece->range.length && behind <= CHECKED_BEHIND ? 1 : LEFT_TO_NUMPY;
 }
 
+#define GROUP 16 /* pieces whose first slots are searched together */
+#define AHEAD 2  /* pieces whose first blocks are asked for in advance */
+
+/* The slot of each piece's first token: the last with no more tokens before it. A step of every search, then the next step
+   of every search, so that they wait for memory at the same time. */
+INLINE void find_slots(Piece *pieces, int64_t number, Epoch *const *epochs) {
+    const any_i8 *before[GROUP];
+    int64_t inside[GROUP], some[GROUP], most = 1;
+    for (int64_t at = 0; at < number; at++) {
+        Piece *piece = &pieces[at];
+        piece->slot = 0, some[at] = 1;
+        if (piece->finder->indexed) continue;
+        const Epoch *epoch = epochs[piece->held];
+        before[at] = epoch->before.data, some[at] = epoch->block.items;
+        inside[at] = piece->range.begin - piece->epoch * piece->finder->tokens;
+        if (some[at] > most) most = some[at];
+    }
+    for (; most > 1; most -= most / 2)
+        for (int64_t at = 0; at < number; at++) {
+            int64_t half = some[at] / 2; /* before[slot] <= inside; the answer is in slot .. slot + some - 1 */
+            if (half) pieces[at].slot += before[at][pieces[at].slot + half] <= inside[at] ? half : 0;
+            some[at] -= half;
+        }
+    for (int64_t at = 0; at < number; at++)
+        if (!pieces[at].finder->indexed)
+            __builtin_prefetch((const any_i4 *)epochs[pieces[at].held]->block.data + pieces[at].slot);
+}
+
 /* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */
 INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
     const Finder *line = piece->finder;
-    int64_t slot = slot_of(epochs[0], piece->range.begin - piece->epoch * line->tokens);
-    int64_t first = line->first + (int64_t)((const any_i4 *)epochs[0]->block.data)[slot] * line->block;
-    if (line->members.items || first < 0 || first + line->block > line->lengths.items) return;
+    if (line->indexed || line->members.items) return;
+    int64_t first = line->first + (int64_t)((const any_i4 *)epochs[piece->held]->block.data)[piece->slot] * line->block;
+    if (first < 0 || first + line->block > line->lengths.items) return;
     const char *lengths = (const char *)line->lengths.data + 4 * first, *pointers = (const char *)line->pointers.data + 8 * first;
     for (int64_t at = 0; at <= 4 * line->block; at += 64) __builtin_prefetch(lengths + at);
     for (int64_t at = 0; at <= 8 * line->block; at += 64) __builtin_prefetch(pointers + at);
 }
 
-#define AHEAD 2 /* pieces */
-
-INLINE int64_t find_all(const Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
-    for (int64_t at = 0; at < number; at++) {
-        if (at + AHEAD < number && !pieces[at + AHEAD].finder->indexed)
-            fetch_block(&pieces[at + AHEAD], epochs + pieces[at + AHEAD].held);
-        const Piece *piece = &pieces[at];
-        int64_t status = piece->finder->indexed ? ranges_of_row(piece, found)
-                                                : ranges_of_stretch(piece, epochs + piece->held, found);
-        if (status < 0) return status;
+INLINE int64_t find_all(Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
+    for (int64_t begin = 0; begin < number; begin += GROUP) {
+        int64_t end = number - begin < GROUP ? number : begin + GROUP;
+        find_slots(pieces + begin, end - begin, epochs);
+        for (int64_t at = begin; at < end && at < begin + AHEAD; at++) fetch_block(&pieces[at], epochs);
+        for (int64_t at = begin; at < end; at++) {
+            const Piece *piece = &pieces[at];
+            if (at + AHEAD < end) fetch_block(&pieces[at + AHEAD], epochs);
+            int64_t status = piece->finder->indexed ? ranges_of_row(piece, found)
+                                                    : ranges_of_stretch(piece, epochs + piece->held, found);
+            if (status < 0) return status;
+        }
     }
     return found->found;
 }

@@ -1,13 +1,15 @@
 """The planner: its schedules are right, its bound holds, and small searches find what exhaustive search proves."""
 
+import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from sixfold.pipeline import Costs, ScheduleError, schedules, simulate, verify
 from sixfold.pipeline.placement import looped, wave
-from sixfold.pipeline.plan import plan, plan_over
+from sixfold.pipeline.plan import plan, plan_over, search
 from sixfold.pipeline.plan.bound import least_memory, lower_bound
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.patterns import pattern_order
@@ -269,3 +271,21 @@ def test_impossible_questions_are_refused(arguments, says):
 def test_no_way_at_all_is_refused():
     with pytest.raises(ScheduleError, match="ways is empty"):
         plan_over([], ranks=2)
+
+
+@pytest.mark.parametrize("unit", [2.0**-40, 2.0**30, 1e-12, 1e9, 1e300])
+def test_a_plan_does_not_depend_on_the_unit_of_time(unit, monkeypatch):
+    # Orders are counted, not seconds, so that both searches see the same ones.
+    def found(unit):
+        ticks = itertools.count()
+        monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+        row = [0.5 * unit] * 6
+        costs = Costs(row, [1.5 * time for time in row], [0.75 * time for time in row], hop=0.1 * unit)
+        return plan(costs, ranks=3, microbatches=4, memory_cap=2.0, time_limit_s=200.0)
+
+    ours, plain = found(unit), found(1.0)
+    # A power of two changes no bit of the search; other units round the costs, and ties may fall otherwise.
+    exact = math.frexp(unit)[0] == 0.5
+    assert ours.timeline.makespan == pytest.approx(plain.timeline.makespan * unit, rel=1e-9 if exact else 0.02)
+    assert ours.lower_bound == pytest.approx(plain.lower_bound * unit)
+    assert ours.gap == pytest.approx(plain.gap, abs=1e-9 if exact else 0.02)

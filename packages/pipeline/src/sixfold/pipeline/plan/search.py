@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
@@ -105,14 +105,15 @@ def plan_over(
     cap = math.inf if memory_cap is None else memory_cap
     if math.isnan(cap):
         raise ScheduleError("memory_cap is nan; it is a number, or None for no cap")
-    shops = _shops(ways, ranks, cap, placement)
+    unit = _unit(ways)
+    shops = _shops(ways, unit, ranks, cap, placement)
     deadline = time.perf_counter() + time_limit_s
     shop, order, costs = _best(shops, deadline, time_limit_s, Random(_SEED))
     times = shop.play(order)
     assert times is not None, "the best order runs"
     program = shop.program(order, times)
     timeline = simulate(program, costs)
-    bound = min(entry.bound for entry in shops)
+    bound = min(entry.bound for entry in shops) * unit
     return Plan(program, timeline, bound, timeline.makespan / bound - 1.0 if bound else 0.0)
 
 
@@ -131,17 +132,37 @@ class _Player(NamedTuple):
     order: Order
 
 
-def _shops(ways: Sequence[tuple[int, Costs]], ranks: int, cap: float, placement: Sequence[int] | None) -> list[_Entry]:
-    """Every way with every placement that fits the cap, the most promising first."""
+def _unit(ways: Sequence[tuple[int, Costs]]) -> float:
+    """About the longest time in the costs, in which the search counts: costs may be in nanoseconds or in hours.
+
+    A power of two, so that a time in units is exact.
+    """
+    longest = max(max((*c.forward, *c.backward_input, *c.backward_weight, c.hop)) for _, c in ways)
+    return math.ldexp(1.0, math.frexp(longest)[1] - 1)
+
+
+def _in_units(costs: Costs, unit: float) -> Costs:
+    rows = (costs.forward, costs.backward_input, costs.backward_weight)
+    forward, backward_input, backward_weight = ([time / unit for time in row] for row in rows)
+    return replace(
+        costs, forward=forward, backward_input=backward_input, backward_weight=backward_weight, hop=costs.hop / unit
+    )
+
+
+def _shops(
+    ways: Sequence[tuple[int, Costs]], unit: float, ranks: int, cap: float, placement: Sequence[int] | None
+) -> list[_Entry]:
+    """Every way with every placement that fits the cap, the most promising first; times in units."""
     fitting, least = [], math.inf
     for microbatches, costs in ways:
         placements.at_least_one(ranks=ranks, microbatches=microbatches)
+        counted = _in_units(costs, unit)
         for place in _placements(len(costs.forward), ranks, placement):
-            shop = Shop(costs, place, microbatches, cap)
+            shop = Shop(counted, place, microbatches, cap)
             needed = least_memory(shop.activation, place)
             least = min(least, needed)
             if needed <= shop.memory_cap:
-                fitting.append(_Entry(shop, costs, lower_bound(costs, place, microbatches)))
+                fitting.append(_Entry(shop, costs, lower_bound(counted, place, microbatches)))
     if not fitting:
         raise ScheduleError(
             f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
@@ -205,32 +203,3 @@ def in_a_subgroup(rank: int, ranks: int) -> None:
 
 def test_pipelines_run_side_by_side_in_subgroups_and_two_runners_share_a_group():
     run_ranks(in_a_subgroup, 4)
-
-
-def run_in_torch(rank: int, ranks: int, text: str, lowered: bool) -> None:
-    """PyTorch's own runtime runs our CSV and gets the plain loop's gradients."""
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    modules, oracle = layers(4), layers(4)
-    mine = [s for s in range(4) if s % 2 == rank]
-    stages = [PipelineStage(modules[s], s, 4, torch.device("cpu")) for s in mine]
-    schedule = _PipelineScheduleRuntime(stages, 4, loss_fn=square_loss)
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "program.csv").write_text(text, newline="")
-        schedule._load_csv(str(Path(folder) / "program.csv"), "compute_comms" if lowered else "compute_only")
-    inputs, targets = batch(8)
-    schedule.step(*([inputs] if rank == 0 else []), **({"target": targets} if rank == 1 else {}))
-    plain_loop(oracle, list(inputs.tensor_split(4)), list(targets.tensor_split(4)))
-    for s in mine:
-        for ours, theirs in zip(gradients(modules[s]), gradients(oracle[s]), strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("change", [lower, lambda program: program], ids=["lowered", "compute"])
-def test_pytorchs_runtime_runs_our_export(change: Callable[..., Any]):
-    program = change(interleaved(2, 4, 2))
-    run_ranks(run_in_torch, 2, program.to_csv(), program.lowered)

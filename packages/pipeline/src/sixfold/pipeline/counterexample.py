@@ -46,9 +46,11 @@ def check_size(program: Program) -> None:
         ScheduleError: names the first forward that is missing.
     """
     numbers = program.microbatches * program.stages
-    if numbers <= sum(len(entry.parts) or 1 for actions in program.ranks for entry in actions):
+    if numbers <= sum(map(len, program.ranks)):
         return
-    parts = (part for _, _, entry in program.entries() for part in entry.each())
+    parts = [part for _, _, entry in program.entries() for part in entry.each()]
+    if numbers <= len(parts):
+        return
     there = {(part.stage, part.microbatch) for part in parts if part.kind is Kind.F}
     stage, k = next(
         divmod(n, program.microbatches) for n in range(numbers) if divmod(n, program.microbatches) not in there

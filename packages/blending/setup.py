@@ -20,6 +20,7 @@ native = Extension(
     depends=HEADERS,
     define_macros=[("Py_LIMITED_API", "0x030B0000")],  # 3.11, the first with buffers in it
     py_limited_api=True,
+    libraries=["m"],  # sqrt: not every Python brings it along
     # A fused multiply-add changes the order of megatron-core's blends.
     extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"],
     optional=True,

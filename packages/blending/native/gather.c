@@ -313,7 +313,7 @@ KERNEL(arrays_of_rows) {
     return result;
 }
 
-/* boundaries(begins, cu_seqlens) -> None: the places of the ones in begins (u1), then how many items begins has. cu_seqlens:
+/* boundaries(begins, cu_seqlens) -> True: the places of the ones in begins (u1), then how many items begins has. cu_seqlens:
    i4, one item more than there are ones. */
 KERNEL(boundaries) {
     (void)module;

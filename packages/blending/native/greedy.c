@@ -141,7 +141,7 @@ static int are_fit(const double *weight, const int64_t *left, int64_t datasets, 
     return size < (int64_t)1 << 52 && (!left || total == size);
 }
 
-/* greedy(weight, left, dataset, sample) -> None. weight: f8 (D,) >= 0; left: i8 (D,) samples of each dataset, which is
+/* greedy(weight, left, dataset, sample) -> True. weight: f8 (D,) >= 0; left: i8 (D,) samples of each dataset, which is
    used up to zeros, or of no item: endless; dataset: i2, sample: i8, both (size,), with left the sum of it. */
 KERNEL(greedy) {
     (void)module;

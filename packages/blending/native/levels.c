@@ -33,7 +33,7 @@ KERNEL(level) {
     return arguments_are("level", count, 0) ? PyLong_FromLong(best()) : NULL;
 }
 
-/* use_level(level) -> None: from now on; never above what the processor has. */
+/* use_level(level) -> True: from now on; never above what the processor has. */
 KERNEL(use_level) {
     (void)module;
     int64_t asked;

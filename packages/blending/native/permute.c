@@ -90,7 +90,7 @@ KERNEL(permute) {
     return result;
 }
 
-/* permute_range(key, size, begin, out) -> None: out[i] is where begin + i goes. out: u4 or i8. */
+/* permute_range(key, size, begin, out) -> True: out[i] is where begin + i goes. out: u4 or i8. */
 KERNEL(permute_range) {
     (void)module;
     static const Wanted wanted[] = {{"out", "u4 i8", 1}};

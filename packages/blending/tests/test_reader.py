@@ -347,6 +347,15 @@ def test_out_must_be_writable_contiguous_arrays(level):
             data.get_batch(range(6), out=out)
 
 
+def test_out_has_an_array_for_each_name(level):
+    data, _ = data_of("stateless")
+    one = np.zeros((6, 13), np.int64)
+    with pytest.raises(BlendingError, match="out\\['tokens'\\] and out\\['labels'\\] are one array"):
+        data.get_batch(range(6), out=dict.fromkeys(("tokens", "labels"), one))
+    out = {"tokens": one}
+    assert data.get_batch(range(6), out=data.get_batch(range(6), out=out)) is out  # which has all of them by then
+
+
 def test_more_tokens_than_int32_counts_have_no_cu_seqlens():
     from sixfold.blending.sample import _boundaries
 

@@ -63,8 +63,13 @@ class SampleLayout:
         self.dtype = np.dtype(config.token_dtype)
 
     def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
-        """Rows to fill, in the arrays of ``out`` where it has them."""
+        """Rows to fill, in the arrays of ``out`` where it has them.
+
+        Raises:
+            BlendingError: an array of ``out`` does not fit, or is there under two names.
+        """
         shape = (samples, sequence_length)
+        _refuse_array_with_two_names(out)
         tokens, labels = output_array(out, "tokens", shape, self.dtype), output_array(out, "labels", shape, self.dtype)
         return TokenRows(tokens, labels, np.empty(shape, dtype=np.bool_), self.pad)
 
@@ -183,6 +188,15 @@ def _boundaries(begins: npt.NDArray[np.bool_], documents: int) -> npt.NDArray[An
     boundaries = np.empty(documents + 1, dtype=np.int32)
     native.boundaries(begins, boundaries)
     return boundaries
+
+
+def _refuse_array_with_two_names(out: Batch | None) -> None:
+    names = {id(array): name for name, array in (out or {}).items()}
+    if out is not None and len(names) < len(out):
+        name, other = next((name, names[id(array)]) for name, array in out.items() if names[id(array)] != name)
+        raise BlendingError(
+            f"out[{name!r}] and out[{other!r}] are one array, and each would write over the other; make one for each"
+        )
 
 
 def output_array(out: Batch | None, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

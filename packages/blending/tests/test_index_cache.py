@@ -239,6 +239,23 @@ def test_a_write_that_dies_leaves_no_description_and_no_temporary_file(prefixes,
     assert contents(whole) == contents(build(prefixes[:1], None, blend=(prefixes[:1], None)))
 
 
+def test_what_a_killed_writer_left_goes_after_an_hour_and_nothing_else(prefixes, tmp_path):
+    build(prefixes, tmp_path / "cache")
+    before = contents_on_disk(tmp_path / "cache")
+    name = min(before)
+    old, young = (tmp_path / "cache" / f".{name}.4711-{number:08x}" for number in range(2))
+    others = [tmp_path / "cache" / other for other in (".notes", f"{name}.4711-00000000", f".{name}.swp")]
+    for path in (old, young, *others):
+        path.write_bytes(b"half of it")
+    for path in (old, *others):
+        os.utime(path, (path.stat().st_mtime - 3700,) * 2)
+    build(prefixes, tmp_path / "cache")
+    assert not old.exists()
+    assert young.exists()
+    assert all(path.exists() for path in others)
+    assert {name: contents_on_disk(tmp_path / "cache")[name] for name in before} == before
+
+
 def test_a_folder_that_cannot_be_written_to_is_named(prefixes, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(BlendingError, match=r"cannot write the index .*file.*; set path_to_cache"):

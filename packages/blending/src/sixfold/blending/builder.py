@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sixfold.blending.apportion import apportion
 from sixfold.blending.blended import BlendedDataset
-from sixfold.blending.cache import Note, Record, Stamp, stamps_of, try_to_write
+from sixfold.blending.cache import Note, Record, Stamp, stamps_of, sweep, try_to_write
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import MegatronDataset
@@ -206,7 +206,7 @@ class BlendedMegatronDatasetBuilder:
         return {split: record.notes for split, record in self._records.items()}
 
     def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], place: int) -> None:
-        """Take the notes of all ranks; the first rank writes them down."""
+        """Take the notes of all ranks; the first rank writes them down, and tidies the folder."""
         for notes in found:
             for split, some in notes.items():
                 if split in self._records:
@@ -214,6 +214,8 @@ class BlendedMegatronDatasetBuilder:
         if place == 0:
             for record in self._records.values():
                 try_to_write(record)
+            if self.config.path_to_cache:
+                sweep(self.config.path_to_cache)
 
     def _build_blends(self, place: int, places: int) -> None:
         """The same for blends that have an index of their own in the cache."""

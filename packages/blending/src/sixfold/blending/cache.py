@@ -26,6 +26,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,6 +50,8 @@ _HEADER = re.compile(
     re.DOTALL,
 )
 _HEADER_BYTES = 128
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{8}")  # of _put
+_ABANDONED_NS = 3600 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,18 @@ def try_to_write(record: Record) -> None:
         record.write()
     except OSError:
         return
+
+
+def sweep(folder: str) -> None:
+    """Remove what writers that were killed left: temporary files an hour older than the last change of the folder.
+
+    Both times are of the clock of the disk. A file that is being written is younger.
+    """
+    with suppress(OSError), os.scandir(folder) as found:
+        newest = os.stat(folder).st_mtime_ns
+        for entry in found:
+            if _TEMPORARY.fullmatch(entry.name) and newest - entry.stat().st_mtime_ns > _ABANDONED_NS:
+                os.unlink(entry.path)
 
 
 def _read(entry: CacheEntry, *, described: bool) -> MappedArrays | None:

@@ -2,7 +2,8 @@
 
        lengths, pointers, grids, epochs --> Finder in a capsule (this file) --> search.c, ranges.c
 
-   A finder holds the arrays open; epochs of a line and strings of left-over tokens are added when a search asks for them. */
+   A finder holds the arrays open; epochs of a line and strings of left-over tokens are added when a search asks for
+   them. */
 
 #include "finder.h"
 #include "permute.h"
@@ -45,7 +46,8 @@ static PyObject *new_finder(PyObject *lengths, PyObject *pointers, Finder **made
         return NULL;
     }
     *made = finder;
-    if (open_view(lengths, "lengths", "i4", &finder->lengths) && open_view(pointers, "pointers", "i8", &finder->pointers)) {
+    if (open_view(lengths, "lengths", "i4", &finder->lengths) &&
+        open_view(pointers, "pointers", "i8", &finder->pointers)) {
         if (finder->lengths.items == finder->pointers.items) return capsule;
         refuse("a finder has as many lengths as pointers");
     }
@@ -54,9 +56,9 @@ static PyObject *new_finder(PyObject *lengths, PyObject *pointers, Finder **made
 }
 
 /* open_line(lengths, pointers, members, names, numbers, grids) -> capsule.
-   members: i8 numbers of the part's sequences, empty if they are first, first + 1, ... names: u1, what every key begins with.
-   numbers: i8 (item_bytes, first, sequences, tokens, block, window, chunks or -1). grids: i8 (number, GRID_NUMBERS),
-   ascending. */
+   members: i8 numbers of the part's sequences, empty if they are first, first + 1, ... names: u1, what every key begins
+   with. numbers: i8 (item_bytes, first, sequences, tokens, block, window, chunks or -1). grids: i8 (number,
+   GRID_NUMBERS), ascending. */
 KERNEL(open_line) {
     (void)module;
     static const Wanted wanted[] = {{"names", "u1", 0}, {"numbers", "i8", 0}, {"grids", "i8", 0}};
@@ -72,7 +74,8 @@ KERNEL(open_line) {
     const int64_t *numbers = arrays[1].data, held = finder->lengths.items;
     int fits = arrays[1].items == 7 && arrays[2].items >= GRID_NUMBERS && arrays[2].items % GRID_NUMBERS == 0;
     if (fits) {
-        finder->item_bytes = numbers[0], finder->first = numbers[1], finder->sequences = numbers[2], finder->tokens = numbers[3];
+        finder->item_bytes = numbers[0], finder->first = numbers[1], finder->sequences = numbers[2],
+        finder->tokens = numbers[3];
         finder->block = numbers[4], finder->window = numbers[5], finder->chunks = numbers[6];
         fits = numbers[0] >= 1 && numbers[0] <= 8 && numbers[1] >= 0 && numbers[2] >= 1 && numbers[3] >= 1 &&
                numbers[3] <= INT64_MAX / 4 && numbers[4] >= 1 && numbers[4] <= BLOCK_AT_MOST && numbers[5] >= 1 &&
@@ -87,8 +90,8 @@ KERNEL(open_line) {
     }
     const int64_t *grid = arrays[2].data;
     for (int64_t at = 0; fits && at < arrays[2].items; at += GRID_NUMBERS)
-        fits = grid[at] >= 0 && grid[at + 1] >= 0 && grid[at + 2] >= 1 && grid[at + 2] <= LONGEST_SAMPLE && grid[at + 3] >= 0 &&
-               grid[at + 4] >= 0 && grid[at + 4] <= INT64_MAX / 2 / grid[at + 2];
+        fits = grid[at] >= 0 && grid[at + 1] >= 0 && grid[at + 2] >= 1 && grid[at + 2] <= LONGEST_SAMPLE &&
+               grid[at + 3] >= 0 && grid[at + 4] >= 0 && grid[at + 4] <= INT64_MAX / 2 / grid[at + 2];
     if (!fits)
         refuse("open_line: numbers, members or grids do not describe a line");
     else {
@@ -109,8 +112,8 @@ KERNEL(open_line) {
     return capsule;
 }
 
-/* open_index(lengths, pointers, documents, samples, shuffle, numbers) -> capsule. documents: i4, samples: i4 or i8 (rows + 1, 2),
-   shuffle: u4 or i8 (rows,), numbers: i8 (item_bytes, sequence_length, extra, end). */
+/* open_index(lengths, pointers, documents, samples, shuffle, numbers) -> capsule. documents: i4, samples: i4 or i8
+   (rows + 1, 2), shuffle: u4 or i8 (rows,), numbers: i8 (item_bytes, sequence_length, extra, end). */
 KERNEL(open_index) {
     (void)module;
     static const Wanted wanted[] = {{"numbers", "i8", 0}};
@@ -120,7 +123,8 @@ KERNEL(open_index) {
     PyObject *capsule = new_finder(arguments[0], arguments[1], &finder);
     if (capsule == NULL || !open_view(arguments[2], "documents", "i4", &finder->documents) ||
         !open_view(arguments[3], "samples", "i4 i8", &finder->samples) ||
-        !open_view(arguments[4], "shuffle", "u4 i8", &finder->shuffle) || !open_arrays(arguments + 5, wanted, &array, 1)) {
+        !open_view(arguments[4], "shuffle", "u4 i8", &finder->shuffle) ||
+        !open_arrays(arguments + 5, wanted, &array, 1)) {
         Py_XDECREF(capsule);
         return NULL;
     }
@@ -138,8 +142,8 @@ KERNEL(open_index) {
     return capsule;
 }
 
-/* add_epoch(finder, epoch, before, block, keep) -> True. before: i8 (slots + 1,), block: i4 (slots,), of the first slots, in
-   place of what was known of that epoch. Of the epochs added earlier the last keep stay. */
+/* add_epoch(finder, epoch, before, block, keep) -> True. before: i8 (slots + 1,), block: i4 (slots,), of the first
+   slots, in place of what was known of that epoch. Of the epochs added earlier the last keep stay. */
 KERNEL(add_epoch) {
     (void)module;
     int64_t number, keep;
@@ -157,11 +161,13 @@ KERNEL(add_epoch) {
         return PyErr_NoMemory();
     }
     epoch->number = number, epoch->users = 1;
-    if (!open_view(arguments[2], "before", "i8", &epoch->before) || !open_view(arguments[3], "block", "i4", &epoch->block)) {
+    if (!open_view(arguments[2], "before", "i8", &epoch->before) ||
+        !open_view(arguments[3], "block", "i4", &epoch->block)) {
         let_go(epoch);
         return NULL;
     }
-    if (epoch->before.items != epoch->block.items + 1 || epoch->block.items < 1 || epoch->block.items > finder->blocks) {
+    if (epoch->before.items != epoch->block.items + 1 || epoch->block.items < 1 ||
+        epoch->block.items > finder->blocks) {
         let_go(epoch);
         return refuse("add_epoch: block has at most as many items as the line has blocks, before one more");
     }
@@ -198,7 +204,8 @@ KERNEL(add_string) {
                rows[row + 1] <= INT64_MAX / 2;
     if (!fits) {
         close_view(&string);
-        return refuse("add_string: string has a row for each stretch, ascending from 0 to below the grid's left-over tokens");
+        return refuse(
+            "add_string: string has a row for each stretch, ascending from 0 to below the grid's left-over tokens");
     }
     close_view(&grid->string);
     grid->string = string;

@@ -13,8 +13,8 @@
 /* What find_samples returns besides the number of ranges found: negative numbers. */
 enum { TOO_LITTLE_ROOM = -1, LEFT_TO_NUMPY = -2, MISSING = -3 };
 
-/* The first slots of an epoch of a line, those that are known: tokens before each and behind the last (slots + 1), block in
-   each (slots). */
+/* The first slots of an epoch of a line, those that are known: tokens before each and behind the last (slots + 1),
+   block in each (slots). */
 typedef struct {
     int64_t number;
     int users; /* the finder and the calls that read it; counted with the GIL held */
@@ -22,7 +22,7 @@ typedef struct {
 } Epoch;
 
 /* A sequence length from one of the dataset's samples on (grid.py). The string is what it reads first, of what the grid
-   before left over: for each stretch, its tokens' place in the string and where it begins on the line; open if asked. */
+   before left over: for each stretch, its tokens' place in the string and where it begins on the line. */
 typedef struct {
     int64_t first_sample, number, sequence_length, origin, left_over_samples;
     View string;
@@ -30,8 +30,8 @@ typedef struct {
 
 #define GRID_NUMBERS 5 /* of a grid, that Python gives */
 
-/* All of one dataset. It changes with the GIL held alone, and its epochs and strings are not read without it but for the
-   epochs that a call holds. */
+/* All of one dataset. It changes with the GIL held alone, and its epochs and strings are not read without it but for
+   the epochs that a call holds. */
 typedef struct {
     int indexed; /* megatron's three indices, or a line */
     View lengths, pointers, members;

@@ -1,9 +1,9 @@
 /* Token ids of ranges into the rows of a batch, and the other arrays of a batch from its rows.
 
-       ranges, maps --> gather (this file) --> tokens, labels, begins --> arrays_of_rows --> loss_mask, position_ids, ...
+       ranges, maps --> gather (this file) --> tokens, labels, begins --> arrays_of_rows --> the rest
 
-   A map is all ids of one source, flat, as they lie in its file. Every range is checked against its map and its row before
-   the first id of any is read. Oracles: the numpy statements in gather.py and sample.py. */
+   A map is all ids of one source, flat, as they lie in its file. Every range is checked against its map and its row
+   before the first id of any is read. Oracles: the numpy statements in gather.py and sample.py. */
 
 #include "views.h"
 
@@ -91,12 +91,13 @@ static void fetch(const View *map, const Range *range) {
     for (int64_t at = 0; at < bytes && at < FETCHED_BYTES; at += 64) __builtin_prefetch(from + at);
 }
 
-/* Whether a range lies in its row: its tokens in 0..width-1, its labels too, and those are all but perhaps the first. */
+/* Whether a range lies in its row: its tokens in 0..width-1, its labels too, and those are all but maybe the first. */
 static int fits_row(const Range *range, int64_t rows, int64_t width) {
     return range->row >= 0 && range->row < rows && range->column >= 0 && range->column <= width && range->length >= 0 &&
            range->length <= width - range->column + 1 && range->shown >= 0 && range->shown <= range->length &&
            range->shown <= width - range->column && range->labels >= 0 && range->labels <= range->length &&
-           range->length - range->labels <= 1 && (range->labels < range->length || range->column > 0 || range->length == 0);
+           range->length - range->labels <= 1 &&
+           (range->labels < range->length || range->column > 0 || range->length == 0);
 }
 
 /* Whether its map holds it. */
@@ -127,11 +128,11 @@ static const View **maps_of(PyObject *list, int64_t *number) {
     return maps;
 }
 
-/* gather(maps, found, pad, rows, ranges, tokens, labels, begins) -> found, or the first range that does not fit its map or
-   row: then nothing was read. maps: a tuple of capsules of open_map, None where no range may be, False for sources whose
-   ranges are left out here.
-   ranges: i8 (at least found, RANGE_FIELDS). tokens, labels: i8 (rows, width), every item is written: pad where no range
-   is. begins: u1 (rows, width), 1 in column 0 and where a range shows its first token, else 0. */
+/* gather(maps, found, pad, rows, ranges, tokens, labels, begins) -> found, or the first range that does not fit its map
+   or row: then nothing was read. maps: a tuple of capsules of open_map, None where no range may be, False for sources
+   whose ranges are left out here. ranges: i8 (at least found, RANGE_FIELDS). tokens, labels: i8 (rows, width), every
+   item is written: pad where no range is. begins: u1 (rows, width), 1 in column 0 and where a range shows its first
+   token, else 0. */
 KERNEL(gather) {
     (void)module;
     static const Wanted wanted[] = {{"ranges", "i8", 0}, {"tokens", "i8", 1}, {"labels", "i8", 1}, {"begins", "u1", 1}};
@@ -274,16 +275,17 @@ static int64_t row_plain(ROW_ARGUMENTS) { return arrays_of_row(l, t, b, s, m, p,
 AVX2 static int64_t row_avx2(ROW_ARGUMENTS) { return arrays_of_row(l, t, b, s, m, p, i); }
 AVX512 static int64_t row_avx512(ROW_ARGUMENTS) { return arrays_of_row(l, t, b, s, m, p, i); }
 
-/* arrays_of_rows(eod, pad, flags, rows, tokens, labels, begins, loss_mask, positions, ids) -> documents that begin in the
-   batch, 0 without the flag DOCUMENTS. All (rows, width): tokens, labels i8 (padding becomes 0), begins u1 (documents behind
-   an EOD are added), loss_mask f4, positions i8, ids i4 or empty. */
+/* arrays_of_rows(eod, pad, flags, rows, tokens, labels, begins, loss_mask, positions, ids) -> documents that begin in
+   the batch, 0 without the flag DOCUMENTS. All (rows, width): tokens, labels i8 (padding becomes 0), begins u1
+   (documents behind an EOD are added), loss_mask f4, positions i8, ids i4 or empty. */
 KERNEL(arrays_of_rows) {
     (void)module;
     static const Wanted wanted[] = {{"tokens", "i8", 1},    {"labels", "i8", 1},    {"begins", "u1", 1},
                                     {"loss_mask", "f4", 1}, {"positions", "i8", 1}, {"ids", "i4", 1}};
     Layout layout;
     int64_t rows, documents = 0;
-    if (!arguments_are("arrays_of_rows", count, 10) || !integer_of(arguments[0], "eod", INT64_MIN, INT64_MAX, &layout.eod) ||
+    if (!arguments_are("arrays_of_rows", count, 10) ||
+        !integer_of(arguments[0], "eod", INT64_MIN, INT64_MAX, &layout.eod) ||
         !integer_of(arguments[1], "pad", INT64_MIN, INT64_MAX, &layout.pad) ||
         !integer_of(arguments[2], "flags", 0, 31, &layout.flags) ||
         !integer_of(arguments[3], "rows", 0, INT64_MAX, &rows))
@@ -302,9 +304,10 @@ KERNEL(arrays_of_rows) {
         Py_BEGIN_ALLOW_THREADS
         for (int64_t row = 0; layout.width && row < rows; row++) {
             int64_t at = row * layout.width;
+            int32_t *ids = arrays[5].items ? (int32_t *)arrays[5].data + at : NULL;
             documents += row_of(&layout, (int64_t *)arrays[0].data + at, (int64_t *)arrays[1].data + at,
                                 (uint8_t *)arrays[2].data + at, (float *)arrays[3].data + at,
-                                (int64_t *)arrays[4].data + at, arrays[5].items ? (int32_t *)arrays[5].data + at : NULL);
+                                (int64_t *)arrays[4].data + at, ids);
         }
         Py_END_ALLOW_THREADS
         result = PyLong_FromLongLong(documents);
@@ -313,8 +316,8 @@ KERNEL(arrays_of_rows) {
     return result;
 }
 
-/* boundaries(begins, cu_seqlens) -> True: the places of the ones in begins (u1), then how many items begins has. cu_seqlens:
-   i4, one item more than there are ones. */
+/* boundaries(begins, cu_seqlens) -> True: the places of the ones in begins (u1), then how many items begins has.
+   cu_seqlens: i4, one item more than there are ones. */
 KERNEL(boundaries) {
     (void)module;
     static const Wanted wanted[] = {{"begins", "u1", 0}, {"cu_seqlens", "i4", 1}};

@@ -80,7 +80,7 @@ TARGET INLINE int64_t LEVEL(fill_few)(Blend *blend, int64_t position, int64_t en
             same |= LEVEL(bits)(equal[at]) << at * LANES;
         }
         int place = __builtin_ctzll(same);
-        if (__builtin_expect(same & (same - 1), 0)) /* the first alone of several */
+        if (__builtin_expect((same & (same - 1)) != 0, 0)) /* the first alone of several */
             for (int at = 0; at < vectors; at++) equal[at] = LEVEL(mask)((same & -same) >> at * LANES);
         for (int at = 0; at < vectors; at++) c[at] = LEVEL(count)(c[at], equal[at]);
         if (LEVEL(take)(blend, place, position)) {

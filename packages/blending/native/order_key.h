@@ -63,8 +63,8 @@ static void blake2b_block(uint64_t *state, const unsigned char *block, uint64_t 
         for (int column = 0; column < 4; column++)
             blake2b_mix(v, column, 4 + column, 8 + column, 12 + column, m[s[2 * column]], m[s[2 * column + 1]]);
         for (int column = 0; column < 4; column++)
-            blake2b_mix(v, column, 4 + (column + 1) % 4, 8 + (column + 2) % 4, 12 + (column + 3) % 4, m[s[8 + 2 * column]],
-                        m[s[9 + 2 * column]]);
+            blake2b_mix(v, column, 4 + (column + 1) % 4, 8 + (column + 2) % 4, 12 + (column + 3) % 4,
+                        m[s[8 + 2 * column]], m[s[9 + 2 * column]]);
     }
     for (int at = 0; at < 8; at++) state[at] ^= v[at] ^ v[8 + at];
 }
@@ -90,7 +90,8 @@ static inline uint64_t key_of(const KeyStart *start, const int64_t *numbers, int
     for (int at = 0; at < count; at++) {
         unsigned char digits[20];
         int some = 0;
-        for (uint64_t left = (uint64_t)numbers[at]; some == 0 || left; left /= 10) digits[some++] = (unsigned char)('0' + left % 10);
+        for (uint64_t left = (uint64_t)numbers[at]; some == 0 || left; left /= 10)
+            digits[some++] = (unsigned char)('0' + left % 10);
         text[bytes++] = 0x1f;
         while (some) text[bytes++] = digits[--some];
     }

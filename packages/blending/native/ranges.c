@@ -2,8 +2,8 @@
 
        Piece: stretch -> block -> documents (this file) --> Range --> gather.c
 
-   What line.py and megatron/index.py say in numpy. Whatever does not fit (damaged lengths) is told by a number, and Python
-   says the rest. */
+   What line.py and megatron/index.py say in numpy. Whatever does not fit (damaged lengths) is told by a number, and
+   Python says the rest. */
 
 #include "finder.h"
 #include "permute.h"
@@ -16,8 +16,14 @@ INLINE int emit(Found *found, const Range *piece, int64_t done, int64_t sequence
     if (found->found == found->room) return 0;
     int64_t shown = piece->shown - done;
     found->ranges[found->found++] = (Range){
-        .source = piece->source, .sequence = sequence, .offset = offset, .begin = pointer_items + offset, .length = length,
-        .shown = shown < 0 ? 0 : shown < length ? shown : length, .row = piece->row, .column = piece->column + done,
+        .source = piece->source,
+        .sequence = sequence,
+        .offset = offset,
+        .begin = pointer_items + offset,
+        .length = length,
+        .shown = shown < 0 ? 0 : shown < length ? shown : length,
+        .row = piece->row,
+        .column = piece->column + done,
         .labels = done ? length : length - 1,
     };
     return 1;
@@ -46,8 +52,8 @@ INLINE Bytes looked_up(Bytes table, Bytes at) {
 #endif
 }
 
-/* Which member of a block each of its places has, size <= 256: the Feistel network on halves of at most 4 bits, so that a
-   round is a table of 16, looked up for 16 numbers at a time. */
+/* Which member of a block each of its places has, size <= 256: the Feistel network on halves of at most 4 bits, so that
+   a round is a table of 16, looked up for 16 numbers at a time. */
 INLINE void permute_places(uint64_t key, int size, uint8_t *member) {
     uint8_t moved[BLOCK_AT_MOST];
     Bytes table[ROUNDS], x = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -90,7 +96,7 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
         int64_t wrong = 0, inner = line->first + begin + size < line->lengths.items ? size : size - 1;
         for (int at = 0; at < size; at++) tokens += lengths[at] = from[at], wrong |= from[at] < 0;
         for (int64_t at = 0; at < inner; at++)
-            wrong |= (int64_t)((uint64_t)pointers[at + 1] - (uint64_t)pointers[at]) ^ (int64_t)from[at] * line->item_bytes;
+            wrong |= (int64_t)((uint64_t)pointers[at + 1] - (uint64_t)pointers[at]) ^ from[at] * line->item_bytes;
         fits = !wrong && fits_pointer(line, line->first + begin) && fits_pointer(line, line->first + begin + size - 1);
     }
     *sum = tokens;
@@ -98,7 +104,8 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
 }
 
 /* The ranges of one slot from its token `local` on, at most until the piece is done. 1, or a negative number. */
-INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done, Found *found) {
+INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done,
+                              Found *found) {
     const Finder *line = piece->finder;
     const any_i8 *before = epoch->before.data;
     int64_t block = ((const any_i4 *)epoch->block.data)[slot], sum;
@@ -117,7 +124,8 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
     }
     while (local >= lengths[member[place]]) local -= lengths[member[place++]]; /* local < sum: it ends */
     for (; place < size && *done < piece->range.length; place++, local = 0) {
-        int64_t sequence = begin + member[place], there = lengths[member[place]] - local, want = piece->range.length - *done;
+        int64_t sequence = begin + member[place];
+        int64_t there = lengths[member[place]] - local, want = piece->range.length - *done;
         if (there == 0) continue;
         sequence = line->members.items ? ((const any_i8 *)line->members.data)[sequence] : line->first + sequence;
         int64_t length = there < want ? there : want;
@@ -171,8 +179,8 @@ INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
 #define GROUP 16 /* pieces whose first slots are searched together */
 #define AHEAD 2  /* pieces whose first blocks are asked for in advance */
 
-/* The slot of each piece's first token: the last with no more tokens before it. A step of every search, then the next step
-   of every search, so that they wait for memory at the same time. */
+/* The slot of each piece's first token: the last with no more tokens before it. A step of every search, then the next
+   step of every search, so that they wait for memory at the same time. */
 INLINE void find_slots(Piece *pieces, int64_t number, Epoch *const *epochs) {
     const any_i8 *before[GROUP];
     int64_t inside[GROUP], some[GROUP], most = 1;
@@ -202,7 +210,8 @@ INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
     if (line->indexed || line->members.items) return;
     int64_t first = line->first + (int64_t)((const any_i4 *)epochs[piece->held]->block.data)[piece->slot] * line->block;
     if (first < 0 || first + line->block > line->lengths.items) return;
-    const char *lengths = (const char *)line->lengths.data + 4 * first, *pointers = (const char *)line->pointers.data + 8 * first;
+    const char *lengths = (const char *)line->lengths.data + 4 * first;
+    const char *pointers = (const char *)line->pointers.data + 8 * first;
     for (int64_t at = 0; at <= 4 * line->block; at += 64) __builtin_prefetch(lengths + at);
     for (int64_t at = 0; at <= 8 * line->block; at += 64) __builtin_prefetch(pointers + at);
 }

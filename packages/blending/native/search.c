@@ -2,8 +2,8 @@
 
        finders, samples --> Grid: stretches of lines --> pieces (this file) --> ranges.c --> ranges
 
-   What grid.py says in numpy, for all datasets of a batch in one call. What is not known yet (a finder, an epoch, a string)
-   is told by a pair of numbers, what does not fit by a number, and Python adds it or says the rest. */
+   What grid.py says in numpy, for all datasets of a batch in one call. What is not known yet (a finder, an epoch, a
+   string) is told by a pair of numbers, what does not fit by a number, and Python adds it or says the rest. */
 
 #include "finder.h"
 #include "permute.h"
@@ -26,8 +26,8 @@ static const Grid *grid_of(const Finder *line, int64_t sample) {
 /* The stretch of the sample that is read index-th from a grid, with so many tokens more behind it where there are. */
 static int stretch_of(Finder *line, const Grid *grid, int64_t index, int64_t more, Range *range) {
     int64_t S = grid->sequence_length, place, next;
-    if (index < 0 || __builtin_mul_overflow(index, S, &place) ||
-        __builtin_add_overflow(place, grid->origin, &place) || __builtin_add_overflow(place, line->tokens + 2 * S, &next))
+    if (index < 0 || __builtin_mul_overflow(index, S, &place) || __builtin_add_overflow(place, grid->origin, &place) ||
+        __builtin_add_overflow(place, line->tokens + 2 * S, &next))
         return 0; /* next only shows that nothing below overflows */
     int64_t epoch = place / line->tokens, first = 0, stop = line->chunks;
     if (line->chunks >= 0) {
@@ -119,7 +119,8 @@ static int64_t hold_epochs(Call *call, Piece *piece) {
     for (int64_t epoch = piece->epoch; epoch < piece->epoch + piece->epochs; epoch++) {
         int64_t at = line->number_of_epochs - 1;
         while (at >= 0 && line->epochs[at]->number != epoch) at--;
-        if (at < 0 || !reaches(line, line->epochs[at], range->begin + range->length)) return missing(call, range->source, epoch);
+        if (at < 0 || !reaches(line, line->epochs[at], range->begin + range->length))
+            return missing(call, range->source, epoch);
         if (call->held == call->room) {
             int64_t room = call->room ? 2 * call->room : 64;
             Epoch **more = PyMem_Realloc(call->epochs, (size_t)room * sizeof *more);
@@ -135,7 +136,7 @@ static int64_t hold_epochs(Call *call, Piece *piece) {
     return 1;
 }
 
-/* Search with the GIL released and end the call: ranges found, a negative number, or (source, what) of what is missing. */
+/* Search with the GIL released and end the call: ranges found, a negative number, or (source, what is missing). */
 static PyObject *answer(Call *call, int64_t status, const Array *ranges) {
     if (status > 0) {
         Found found = {.ranges = ranges->data, .room = ranges->items / RANGE_FIELDS};
@@ -153,8 +154,9 @@ static PyObject *answer(Call *call, int64_t status, const Array *ranges) {
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(status);
 }
 
-/* The stretches of a sample that the grid before left over, the inside-th. 1, a negative number, or 0 and an exception. */
-static int64_t pieces_of_string(Call *call, Finder *line, const Grid *grid, int64_t inside, int64_t source, int64_t row) {
+/* The stretches of the inside-th sample that was left over. 1, a negative number, or 0 and an exception. */
+static int64_t pieces_of_string(Call *call, Finder *line, const Grid *grid, int64_t inside, int64_t source,
+                                int64_t row) {
     const any_i8 *string = grid->string.data;
     if (string == NULL) return missing(call, source, MISSING_STRING - (grid - line->grids));
     int64_t S = grid->sequence_length, low = inside * S, stretches = grid->string.items / 2, at = 0, length;
@@ -178,7 +180,8 @@ static int64_t pieces_of_string(Call *call, Finder *line, const Grid *grid, int6
 }
 
 /* The stretches of a sample of a line. The same returns. */
-static int64_t pieces_of_line(Call *call, Finder *line, int64_t sample, int64_t sequence_length, int64_t source, int64_t row) {
+static int64_t pieces_of_line(Call *call, Finder *line, int64_t sample, int64_t sequence_length, int64_t source,
+                              int64_t row) {
     const Grid *grid = grid_of(line, sample);
     int64_t inside = sample - grid->first_sample, index = inside - grid->left_over_samples;
     if (inside < 0 || grid->sequence_length != sequence_length) return LEFT_TO_NUMPY;
@@ -189,7 +192,8 @@ static int64_t pieces_of_line(Call *call, Finder *line, int64_t sample, int64_t 
 }
 
 /* The row of the sample index of a sample of indices. The same returns. */
-static int64_t piece_of_index(Call *call, Finder *finder, int64_t sample, int64_t sequence_length, int64_t source, int64_t row) {
+static int64_t piece_of_index(Call *call, Finder *finder, int64_t sample, int64_t sequence_length, int64_t source,
+                              int64_t row) {
     if (sample >= finder->shuffle.items || finder->sequence_length != sequence_length) return LEFT_TO_NUMPY;
     Piece *piece = new_piece(call, finder, source, row, 0);
     if (piece == NULL) return 0;
@@ -206,10 +210,10 @@ static int64_t piece_of_index(Call *call, Finder *finder, int64_t sample, int64_
     return range->length > 0 ? 1 : LEFT_TO_NUMPY;
 }
 
-/* find_samples(finders, sequence_length, source, sample, ranges) -> how many ranges the samples are made of, in their order;
-   row i of the batch is sample i. Or a negative number, or of what is to be added first (source, epoch), (source, -1) where
-   finders has None, (source, -2 - n) for the string of grid n. finders: a tuple of capsules and None; source, sample: i8 (B,);
-   ranges: i8 (room, RANGE_FIELDS). */
+/* find_samples(finders, sequence_length, source, sample, ranges) -> how many ranges the samples are made of, in their
+   order; row i of the batch is sample i. Or a negative number, or of what is to be added first (source, epoch),
+   (source, -1) where finders has None, (source, -2 - n) for the string of grid n. finders: a tuple of capsules and
+   None; source, sample: i8 (B,); ranges: i8 (room, RANGE_FIELDS). */
 KERNEL(find_samples) {
     (void)module;
     static const Wanted wanted[] = {{"source", "i8", 0}, {"sample", "i8", 0}, {"ranges", "i8", 1}};

@@ -16,7 +16,8 @@ int open_view(PyObject *object, const char *name, const char *types, View *view)
     if (*format && strchr("@=^<", *format) && (*format != '<' || __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)) format++;
     char kind = !format[0] || format[1] ? 0 : strchr("bhilq", format[0]) ? 'i' : strchr("BHILQ", format[0]) ? 'u' : 0;
     int wanted = 0;
-    for (const char *type = types; *type; type += type[2] ? 3 : 2) wanted |= type[0] == kind && type[1] - '0' == open->itemsize;
+    for (const char *type = types; *type; type += type[2] ? 3 : 2)
+        wanted |= type[0] == kind && type[1] - '0' == open->itemsize;
     if (!wanted) {
         PyErr_Format(PyExc_TypeError, "%s has items '%s' of %zd bytes; it has one of the types %s", name,
                      open->format ? open->format : "B", open->itemsize, types);

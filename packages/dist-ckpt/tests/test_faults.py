@@ -56,6 +56,16 @@ def test_every_sampled_flip_of_every_file_is_found_and_named(folder):
     load_all(folder)
 
 
+def test_a_flip_in_values_names_the_tensors_of_the_block_that_it_hit_and_no_other(folder):
+    data = (folder / "__0_0.distcp").read_bytes()
+    for name, values in (("w", torch.ones(40, 30)), ("v", torch.ones(7))):
+        run = bytes(values.untyped_storage())
+        flip_byte(folder / "__0_0.distcp", data.index(run) if name == "w" else data.rindex(run))
+        with pytest.raises(CorruptError, match=f"__0_0.*; damaged: {name}$"):
+            load_all(folder)
+        (folder / "__0_0.distcp").write_bytes(data)
+
+
 @pytest.mark.parametrize("change", ["truncated", "longer", "missing", "zeroed"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata", "metadata.json", "integrity.json"])
 def test_other_damage_of_every_file_is_found(folder, name, change):

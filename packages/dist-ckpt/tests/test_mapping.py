@@ -28,6 +28,9 @@ def test_a_prepended_axis_has_local_length_one():
         ([(0, -1, 2)], "rank -1"),
         ([(0, 0, 0)], "rank 0"),
         ([(0, 0, 2), (0, 1, 2)], "named twice"),
+        ([0, 0, 2], "0 is no tuple"),
+        ([(0, 2)], r"\(0, 2\) is no tuple"),
+        ([(0, 0.5, 2)], "no tuple"),
     ],
 )
 def test_impossible_rank_offsets_are_refused(offsets, word):
@@ -38,6 +41,7 @@ def test_impossible_rank_offsets_are_refused(offsets, word):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
+        ({"data": [1.0]}, "data is a list"),
         ({"dtype": torch.float64}, "dtype"),
         ({"local_shape": (1, 3)}, r"\(2, 3\)"),
         ({"global_shape": (4,)}, "dimensions"),
@@ -61,6 +65,20 @@ def test_contradictions_in_a_record_are_refused(changes, word):
     ShardedTensor("w", **fields)
     with pytest.raises(ShardingError, match=f"w: .*{word}"):
         ShardedTensor("w", **{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ShardedTensor.from_rank_offsets(5, torch.zeros(2)),
+        lambda: ShardedObject(b"rng", None, (1,), (0,)),
+        lambda: ShardedTensor.from_rank_offsets("w", [1, 2]),
+        lambda: ShardedTensor.from_rank_offsets_flat("w", (1, 2), (2,), flattened_range=slice(0, 2)),
+    ],
+)
+def test_arguments_of_another_type_are_named_with_what_they_are(make):
+    with pytest.raises(ShardingError, match=r"is a int|is a bytes|data is a list|data is a tuple"):
+        make()
 
 
 def test_an_irregular_cut_may_start_anywhere():

@@ -27,6 +27,12 @@ def steps_of(root):
     return [step for step, _ in retention.checkpoints(root)]
 
 
+@pytest.mark.parametrize("step", [-1, "7", 1.0])
+def test_a_step_is_an_integer_from_zero_on(tmp_path, step):
+    with pytest.raises(dist_ckpt.CheckpointError, match=r"step is .*; it is an integer >= 0"):
+        retention.step_path(tmp_path, step)
+
+
 def test_step_paths_have_eight_digits_and_more_if_need_be(tmp_path):
     assert retention.step_path("root", 1000).as_posix() == "root/step-00001000"
     assert retention.step_path(tmp_path, 10**9).name == "step-1000000000"

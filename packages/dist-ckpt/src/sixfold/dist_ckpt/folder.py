@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,26 @@ class Checkpoint:
             raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
         return memoryview(self.map(frame.file))[frame.offset : frame.offset + frame.length]
 
+    def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
+        """Keys whose frame is damaged and has bytes in [start, stop) of a file.
+
+        A block may hold many frames; the CRC-32s of each tell which. Objects have them too: torch.save writes them.
+        """
+        inside = [
+            (key, frame)
+            for key, frame in self.manifest.frames_by_key()
+            if frame.file == file and frame.offset < stop and frame.offset + frame.length > start
+        ]
+        return sorted({key for key, frame in inside if not self._is_whole(frame)})
+
+    def _is_whole(self, frame: ByteRange) -> bool:
+        try:
+            frames.parse(self.frame(frame))
+            frames.check_records(self.frame(frame))
+        except CorruptError:
+            return False
+        return True
+
     def small_file(self, name: str) -> bytes | None:
         """A whole small file, its digest checked unless verify is "off"; None if there is none."""
         path = self.folder / name
@@ -168,9 +189,6 @@ def _open_integrity(folder: Path) -> Integrity | None:
     if data is None:
         return None
     integrity = checks.decode(folder / checks.FILE_NAME, data)
-    for name in integrity.files:
-        if "/" in name or name in ("", ".", ".."):
-            raise UnsafeError(f"{folder / checks.FILE_NAME}: the file name {name!r} leaves the folder")
     integrity.check_sizes(folder)
     return integrity
 
@@ -196,6 +214,10 @@ def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | Non
             f"{folder / '.metadata'} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "
             "files of two saves are mixed"
         )
+    if integrity is not None:
+        needed = {".metadata", "common.pt", "metadata.json", *(frame.file for frame in manifest.frames())}
+        if unknown := sorted(name for name in needed - integrity.files.keys() if (folder / name).exists()):
+            raise CorruptError(f"{folder / unknown[0]} is not in {checks.FILE_NAME}: the save did not write it")
 
 
 def _check_ranges(folder: Path, manifest: Manifest) -> None:
@@ -206,6 +228,7 @@ def _check_ranges(folder: Path, manifest: Manifest) -> None:
             ends[frame.file] = frame
     for name, frame in sorted(ends.items()):
         try:
+            _check_regular(folder / name)
             size = (folder / name).stat().st_size
         except FileNotFoundError:
             raise CorruptError(f"{folder / name} is missing; .metadata names bytes of it") from None
@@ -215,9 +238,17 @@ def _check_ranges(folder: Path, manifest: Manifest) -> None:
 
 def _read(path: Path) -> bytes | None:
     try:
+        _check_regular(path)
         return path.read_bytes()
     except FileNotFoundError:
         return None
+
+
+def _check_regular(path: Path) -> None:
+    """UnsafeError for a pipe or a device, which would give bytes for ever or never any."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder is an error of the system, which says so itself
+        raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
 
 
 def _at(path: Path, action: Callable[[], _Value]) -> _Value:

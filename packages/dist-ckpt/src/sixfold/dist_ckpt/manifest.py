@@ -5,7 +5,7 @@ plan + written frames --> manifest.py (this file) <--> metadata.py <--> .metadat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -89,3 +89,10 @@ class Manifest:
     def frames(self) -> list[ByteRange]:
         """Every frame, tensors first."""
         return [chunk.frame for tensor in self.tensors.values() for chunk in tensor.chunks] + [*self.objects.values()]
+
+    def frames_by_key(self) -> Iterator[tuple[str, ByteRange]]:
+        """Every frame with its key, which for an object is the stored one."""
+        for key, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                yield key, chunk.frame
+        yield from self.objects.items()

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.box import Box, describe, range_boxes
+from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class ShardedTensor(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Check the rules of the class docstring; raises ShardingError with the key and the numbers."""
+        _check_key(self.key)
         if not len(self.global_shape) == len(self.global_offset) == len(self.local_shape) + self.prepend_axis_num:
             raise ShardingError(
                 f"{self.key}: global_shape {self.global_shape}, global_offset {self.global_offset} and local_shape "
@@ -105,6 +108,7 @@ class ShardedTensor(ShardedBase):
             self._check_flattened_range(self.flattened_range)
         if self.data is None:
             return
+        _check_is_tensor(self.key, self.data)
         if self.data.dtype != self.dtype:
             raise ShardingError(f"{self.key}: data has dtype {self.data.dtype}, the record says {self.dtype}")
         if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
@@ -151,6 +155,7 @@ class ShardedTensor(ShardedBase):
         """
         if fields.get("flattened_range") is not None:
             raise ShardingError(f"{key}: flattened_range goes with from_rank_offsets_flat")
+        _check_is_tensor(key, data)
         return cls._on_grid(key, data, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num, fields)
 
     @classmethod
@@ -176,6 +181,7 @@ class ShardedTensor(ShardedBase):
             ShardingError: as ``from_rank_offsets``; data not 1-D; range outside the box.
         """
         fields["flattened_range"] = flattened_range
+        _check_is_tensor(key, data)
         shape = tuple(non_flat_local_shape)
         return cls._on_grid(key, data, shape, rank_offsets, replica_id, prepend_axis_num, fields)
 
@@ -193,7 +199,11 @@ class ShardedTensor(ShardedBase):
         local_box = (1,) * prepend_axis_num + local_shape
         shape, offset, fragmentations = list(local_box), [0] * len(local_box), [1] * len(local_box)
         seen: set[int] = set()
-        for axis, rank, fragments in rank_offsets:
+        for given in rank_offsets:
+            try:
+                axis, rank, fragments = map(index, given)
+            except (TypeError, ValueError):
+                raise ShardingError(f"{key}: {given!r} is no tuple (axis, rank, fragments) of integers") from None
             if not 0 <= axis < len(local_box):
                 raise ShardingError(f"{key}: axis {axis} of {(axis, rank, fragments)} is not in [0, {len(local_box)})")
             if not 0 <= rank < fragments:
@@ -262,10 +272,7 @@ class ShardedTensor(ShardedBase):
         """The elements of ``piece`` as a tensor of the shape of its box, sharing memory with ``data``."""
         if self.data is None:
             raise ShardingError(f"{self}: data is None; a save needs the tensor")
-        if self.data.is_meta or self.data.layout is not torch.strided:
-            raise ShardingError(
-                f"{self}: data is {self.data.layout} on {self.data.device}; it is dense and holds values"
-            )
+        check_readable(self, self.data)
         data = self.data.detach()
         if piece.flat is not None:
             return data[piece.flat[0] : piece.flat[1]].view(piece.box.size)
@@ -345,6 +352,7 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
+        _check_key(self.key)
         self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
         inside = len(self.global_shape) == len(self.global_offset) and all(
             0 <= at < n for at, n in zip(self.global_offset, self.global_shape, strict=True)
@@ -423,8 +431,18 @@ class ShardedTensorFactory(ShardedBase):
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
-def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index + 1 :])
+def _check_key(key: object) -> None:
+    if not isinstance(key, str):
+        raise ShardingError(f"the key {key!r} is a {type(key).__name__}; keys of records are strings")
+
+
+def _check_is_tensor(key: str, data: object) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise ShardingError(f"{key}: data is a {type(data).__name__}; it is a torch.Tensor")
+
+
+def _set(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from sixfold.dist_ckpt import foreign, frame, integrity, metadata, remote, serialization, storage
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, typed
-from sixfold.dist_ckpt.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.integrity import Integrity
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.manifest import Manifest
 
 Progress = Callable[[int, int], None]
 Problem = dict[str, Any]
@@ -168,7 +168,7 @@ class _Probe:
 
     def _check_frames_lie_in_files(self, manifest: Manifest) -> None:
         sizes = dict(files(self.folder))
-        for key, place in _frames(manifest):
+        for key, place in manifest.frames_by_key():
             if place.file not in sizes:
                 if not self._names(place.file):
                     self._add("missing", place.file, f"{place.file} is missing; .metadata names bytes of it", key)
@@ -195,17 +195,13 @@ class _Probe:
             progress(done, total)
 
     def _keys_in(self, file: str, start: int, stop: int) -> Sequence[str | None]:
-        """Keys whose frame is damaged and has bytes in [start, stop) of a file, or None alone.
-
-        A block may hold many frames; the CRC-32 of each tells which. Objects have it too: torch.save writes it.
-        """
-        places = () if self._manifest is None else _frames(self._manifest)
-        inside = [(k, p) for k, p in places if p.file == file and p.offset < stop and p.offset + p.length > start]
+        """Keys whose frame is damaged and has bytes in [start, stop) of a file, or None alone."""
         try:
-            checkpoint = open_checkpoint(self.folder, verify="off")
+            return open_checkpoint(self.folder, verify="off").damaged_keys(file, start, stop) or [None]
         except CheckpointError:
-            return sorted({key for key, _ in inside}) or [None]
-        return sorted({key for key, place in inside if not _is_whole(checkpoint, place)}) or [None]
+            places = () if self._manifest is None else self._manifest.frames_by_key()
+            inside = {k for k, p in places if p.file == file and p.offset < stop and p.offset + p.length > start}
+            return sorted(inside) or [None]
 
     def _check_foreign_frames(self, manifest: Manifest, progress: Progress) -> None:
         """Frames of torch and megatron carry a CRC-32 that torch never looks at (pytorch#126952)."""
@@ -213,7 +209,7 @@ class _Probe:
             checkpoint = open_checkpoint(self.folder, verify="off")
         except CheckpointError:
             return  # look() has said why
-        frames = list(_frames(manifest))
+        frames = list(manifest.frames_by_key())
         total = sum(place.length for _, place in frames)
         done = 0
         for key, place in frames:
@@ -224,22 +220,6 @@ class _Probe:
             self.checked_bytes += place.length
             done += place.length
             progress(done, total)
-
-
-def _is_whole(checkpoint: Checkpoint, place: ByteRange) -> bool:
-    try:
-        frame.parse(checkpoint.frame(place))
-        frame.check_records(checkpoint.frame(place))
-    except CorruptError:
-        return False
-    return True
-
-
-def _frames(manifest: Manifest) -> Iterator[tuple[str, ByteRange]]:
-    for key, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            yield key, chunk.frame
-    yield from manifest.objects.items()
 
 
 def _problems_of_other_backend(folder: Path) -> list[Problem]:

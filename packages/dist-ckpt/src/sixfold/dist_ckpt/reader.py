@@ -40,6 +40,7 @@ from sixfold.dist_ckpt.sources import Sources, comparable
 
 DTYPE_POLICIES = ("exact", "cast", "strict")
 WINDOW_BYTES = 1 << 28
+_MOST_KEYS = 8  # in the text of an error
 _DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
 
 Place = tuple[str, int]  # a file and the number of a window in it
@@ -250,7 +251,16 @@ class Reader:
             hasher.update_at(run.address, run.stop - run.start)
             at = run.stop
         self._pass(file, at, stop, small, hasher)
-        integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
+        try:
+            integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
+        except CorruptError as error:
+            raise CorruptError(f"{error}{self._damaged(file, number * integrity.block_bytes, stop)}") from error
+
+    def _damaged(self, file: str, start: int, stop: int) -> str:
+        """Which keys a damaged block holds damaged, as far as their own checksums tell."""
+        keys = self._checkpoint.damaged_keys(file, start, stop)
+        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+        return f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
 
     def _pass(self, file: str, start: int, stop: int, wanted: list[Run], hasher: Hasher) -> None:
         """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""

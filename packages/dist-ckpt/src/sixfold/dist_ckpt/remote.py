@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from sixfold.dist_ckpt import integrity, loading, metadata, saving, storage
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, StorageError
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, StorageError, UnsafeError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block
 from sixfold.dist_ckpt.manifest import ByteRange
@@ -42,7 +42,13 @@ def is_url(checkpoint_dir: str | Path) -> bool:
 
 
 def local_path(checkpoint_dir: str | Path) -> str | Path:
-    """A local path without ``file://``; anything else as it is."""
+    """A local path without ``file://``; anything else as it is.
+
+    Raises:
+        CheckpointError: neither a string nor a path.
+    """
+    if not isinstance(checkpoint_dir, (str, os.PathLike)):
+        raise CheckpointError(f"checkpoint_dir is {checkpoint_dir!r}; it is a str or a Path")
     text = str(checkpoint_dir)
     return text.partition("://")[2] if text.startswith(_LOCAL) else checkpoint_dir
 
@@ -192,8 +198,9 @@ class Mirror:
         self.folder = Path(self._folder.name) / "checkpoint"
         self._fetched: set[tuple[str, int]] = set()
         for name, size in self._sizes.items():
-            if ".." in name.split("/"):
-                raise MismatchError(f"{url}: the name {name!r} leaves the folder")
+            # Also an empty part: joined to a path, the name behind "//" would stand for itself, anywhere on this host.
+            if "\0" in name or {"", ".", ".."} & set(name.split("/")):
+                raise UnsafeError(f"{url}: the name {name!r} leaves the folder; nothing was written")
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:

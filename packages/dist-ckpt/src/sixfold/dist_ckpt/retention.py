@@ -27,8 +27,8 @@ _UNFINISHED = re.compile(r"\.step-(\d{8,})\.(tmp|job)-.+")
 
 def step_path(root: str | Path, step: int) -> Path:
     """``root/step-%08d``, the folder of a step."""
-    if step < 0:
-        raise CheckpointError(f"step is {step}; it is >= 0")
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
     return Path(root) / f"step-{step:08d}"
 
 

@@ -1,0 +1,56 @@
+"""Which tensors have memory that is their values, so that it may be copied byte by byte.
+
+    caller's tensor --> dense.py (this file) --> saving.py, loading.py, which take its address
+
+A DTensor, a fake or a wrapped quantised tensor says that it is a contiguous CPU tensor and has memory of its own
+nowhere, or somewhere else: copying from its address saves garbage, and copying to it is a crash. No files, no ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sixfold.dist_ckpt.errors import ShardingError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def check_readable(name: object, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose memory is not its values.
+
+    Args:
+        name: what the tensor is, for the error; made into text only then.
+    Raises:
+        ShardingError: a subclass that computes its values, a sparse, a quantised, a meta tensor.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ShardingError(
+            f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
+            "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        form = f"quantised {tensor.dtype}" if tensor.is_quantized else tensor.layout
+        raise ShardingError(
+            f"{name}: data is {form} on {tensor.device}; it is dense and holds values. Save its dense parts instead"
+        )
+
+
+def check_writable(name: object, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that values cannot be put into: as ``check_readable``, and one with two elements in one place.
+
+    Raises:
+        ShardingError: the elements of an expanded or overlapping view would overwrite each other.
+    """
+    check_readable(name, tensor)
+    if tensor.is_contiguous():
+        return
+    reach = 0  # of all axes with a smaller stride
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                raise ShardingError(
+                    f"{name}: data of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several elements "
+                    "in one place, so that a load cannot fill it; pass a tensor of its own, such as .clone()"
+                )
+            reach += (length - 1) * stride

@@ -145,7 +145,8 @@ def _load() -> Kernels | None:
     except ImportError as error:
         warnings.warn(
             f"sixfold.blending runs without its compiled kernels ({error}): the results are the same, made by numpy, "
-            "several times slower. Install a wheel, or a C compiler and the package again",
+            "several times slower. Install a wheel, or a C compiler and then the package again: pip install "
+            "--force-reinstall --no-cache-dir sixfold-blending (pip keeps what it built without one)",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -67,9 +67,11 @@ BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def typed(action: Callable[[], _Value]) -> _Value:
-    """The result of ``action``; errors of the operating system become StorageError."""
+    """The result of ``action``; errors of the operating system become StorageError, endless nesting a ShardingError."""
     try:
         return action()
+    except RecursionError as error:
+        raise ShardingError("the state dict is nested too deep, or a dict or list of it contains itself") from error
     except OSError as error:
         name = f": {error.filename}" if error.filename else ""
         raise StorageError(f"{error.strerror or error}{name}", error.errno) from error

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt.crc import Piece, crc32, crc32_at, shift
-from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.errors import CorruptError, UnsafeError
 from sixfold.dist_ckpt.manifest import ByteRange
 
 FILE_NAME = "integrity.json"
 BLOCK_BYTES = 4 * 2**20
 _ALGORITHMS = ("crc32", "sha256")
+_MOST_BLOCK_BYTES = 2**40
 
 
 class FileDigest(NamedTuple):
@@ -229,14 +230,25 @@ def decode(path: Path, data: bytes) -> Integrity:
         content = json.loads(data)
         claimed = content.pop("self")
         algorithm, block_bytes = content["algorithm"], content["block_bytes"]
-        if algorithm not in _ALGORITHMS or not isinstance(block_bytes, int) or block_bytes < 1:
+        if algorithm not in _ALGORITHMS or type(block_bytes) is not int or not 0 < block_bytes <= _MOST_BLOCK_BYTES:
             raise CorruptError(f"{path}: algorithm {algorithm!r} with blocks of {block_bytes!r} bytes is unknown")
         if _canonical({**content, "self": claimed}) != data or digest(algorithm, _canonical(content)) != claimed:
             raise CorruptError(f"{path} is damaged: it does not match its own digest")
         files = {name: FileDigest(file["size"], tuple(file["digests"])) for name, file in content["files"].items()}
+        for name, file in files.items():
+            _check_entry(path, name, file, block_bytes)
         return Integrity(save_id=content["save_id"], files=files, algorithm=algorithm, block_bytes=block_bytes)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check_entry(path: Path, name: str, file: FileDigest, block_bytes: int) -> None:
+    """Refuse what no save wrote, though its digest is right: whoever made the file can make that too."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise UnsafeError(f"{path}: the file name {name!r} leaves the folder; it is a bare file name")
+    fits = type(file.size) is int and 0 <= file.size < 2**63
+    if not fits or len(file.digests) != max(1, -(-file.size // block_bytes)):
+        raise CorruptError(f"{path}: {name} of {file.size!r} bytes has {len(file.digests)} digests of {block_bytes} bytes")
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -150,10 +150,11 @@ def test_a_schedule_is_its_picture_here_and_in_its_documentation(program, pictur
     assert "".join(f"    {line}\n" for line in picture.splitlines()) in (module.__doc__ or "")
 
 
-def test_every_schedule_has_a_picture():
+def test_every_schedule_has_a_picture_and_is_in_the_list_that_other_tests_go_through():
     from sixfold.pipeline import schedules
 
     assert {program.name for program, _ in PICTURES} == set(schedules.__all__)
+    assert {name.partition(" ")[0] for name in SCHEDULES} == set(schedules.__all__)
 
 
 def test_1f1b_on_four_stages_in_time():

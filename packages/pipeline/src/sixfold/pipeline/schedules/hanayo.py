@@ -10,6 +10,7 @@ Two ranks, three microbatches, one wave:
 A wave is two chunks, so v = 2 waves. bubble_over_ideal is (p - 1) / (2 waves m) where that can
 be reached: for one wave at m >= 2 p and p <= 4, and for two at p=4, m=8. At p = m = 4 the optimum
 of one wave is 0.5 and not the paper's 0.375, and at m=8 0.1875 needs memory for all 8 (with five it is 0.25).
+A rank holds at most m microbatches, mostly more than 1F1B's p; messages are 4 waves m (p - 1).
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     at_least_one(ranks=ranks, microbatches=microbatches, waves=waves)
     placement = wave(ranks, 2 * waves)
     stages = len(placement)
+
+    def deepest_forward(kind: Kind, stage: int) -> int:
+        return -stage if kind is Kind.F else stages - stage
+
+    def shallowest_backward(kind: Kind, stage: int) -> int:
+        return stage if kind is Kind.B else 2 * stages - stage
+
     tried = []
+    narrow, wide = ranks + ranks // 2, 2 * ranks
     for favour, most in (
-        (lambda kind, s: -s if kind is Kind.F else stages - s, ranks + ranks // 2),
-        (lambda kind, s: -s if kind is Kind.F else stages - s, 2 * ranks),
-        (lambda kind, s: -s if kind is Kind.F else stages - s, microbatches),
-        (lambda kind, s: s if kind is Kind.B else 2 * stages - s, 2 * ranks),
+        (deepest_forward, narrow),
+        (deepest_forward, wide),
+        (deepest_forward, microbatches),
+        (shallowest_backward, wide),
     ):
         room = 2 * waves * min(most, microbatches)
         tried.append(list_schedule(placement, microbatches, favour, split=False, room=room))

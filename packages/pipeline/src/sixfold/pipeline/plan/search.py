@@ -34,7 +34,7 @@ from sixfold.pipeline.simulate import Timeline, simulate
 __all__ = ["Plan", "plan", "plan_over"]
 
 _MAKING = 0.4  # part of the time in which orders are made
-_PLAYERS = 4  # of the knock-out
+_PLAYERS = 6  # of the knock-out
 _SEED = 20240515
 
 
@@ -229,7 +229,8 @@ def _made(entries: list[_Entry], deadline: float, random: Random) -> list[_Playe
         if order is None or not entry.shop.fits(order) or (times := entry.shop.play(order)) is None:
             continue
         best = min(best, times.makespan)
-        found.setdefault((at, round(times.makespan, 9)), _Player(times.makespan, entry, order))
+        # The latest of equally long ones: random orders leave more room to improve than known schedules.
+        found[at, round(times.makespan, 9)] = _Player(times.makespan, entry, order)
         if len(found) > _PLAYERS:
             del found[max(found, key=lambda key: found[key].makespan)]
     return sorted(found.values(), key=lambda player: player.makespan)

@@ -10,6 +10,9 @@
 
 #include <string.h>
 
+/* a - b of numbers that may lie; what overflows wraps. */
+INLINE int64_t difference(int64_t a, int64_t b) { return (int64_t)((uint64_t)a - (uint64_t)b); }
+
 /* The next range of a piece of which `done` tokens are found; false if there is no room. */
 INLINE int emit(Found *found, const Range *piece, int64_t done, int64_t sequence, int64_t offset, int64_t pointer_items,
                 int64_t length) {
@@ -96,7 +99,7 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
         int64_t wrong = 0, inner = line->first + begin + size < line->lengths.items ? size : size - 1;
         for (int at = 0; at < size; at++) tokens += lengths[at] = from[at], wrong |= from[at] < 0;
         for (int64_t at = 0; at < inner; at++)
-            wrong |= (int64_t)((uint64_t)pointers[at + 1] - (uint64_t)pointers[at]) ^ from[at] * line->item_bytes;
+            wrong |= difference(pointers[at + 1], pointers[at]) ^ from[at] * line->item_bytes;
         fits = !wrong && fits_pointer(line, line->first + begin) && fits_pointer(line, line->first + begin + size - 1);
     }
     *sum = tokens;
@@ -115,7 +118,7 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
     int32_t lengths[BLOCK_AT_MOST];
     uint8_t member[BLOCK_AT_MOST] = {0};
     if (!lengths_of_block(line, begin, size, lengths, &sum)) return LEFT_TO_NUMPY;
-    if (sum != before[slot + 1] - before[slot]) return LEFT_TO_NUMPY;
+    if (sum != difference(before[slot + 1], before[slot])) return LEFT_TO_NUMPY;
     if (sum == 0) return 1; /* checked as the others are */
     if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
     if (line->block > 1) {
@@ -139,7 +142,8 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
 INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found *found) {
     const Finder *line = piece->finder;
     int64_t done = 0, slot = piece->slot;
-    int64_t local = piece->range.begin - piece->epoch * line->tokens - ((const any_i8 *)epochs[0]->before.data)[slot];
+    int64_t inside = piece->range.begin - piece->epoch * line->tokens;
+    int64_t local = difference(inside, ((const any_i8 *)epochs[0]->before.data)[slot]);
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
         for (; slot < epochs[number]->block.items; slot++, local = 0) {
             if (done == piece->range.length) return 1;

@@ -109,8 +109,9 @@ def test_an_epoch_that_grows_gives_the_samples_of_one_that_is_known_at_once(scat
     growing = data()
     per_epoch = whole.samples_per_epoch
     for positions in ([0], [5, 1], range(per_epoch - 4, per_epoch + 4), [3 * per_epoch], range(0, 2 * per_epoch, 97)):
+        batch = growing.get_batch(positions)
         for name, array in whole.get_batch(positions).items():
-            assert np.array_equal(growing.get_batch(positions)[name], array), (list(positions), name)
+            assert np.array_equal(batch[name], array), (list(positions), name)
         assert growing.why(positions[0]) == whole.why(positions[0])
     fresh = data()
     fresh.why(0)

@@ -36,6 +36,16 @@ def test_the_shortest_cycle_of_crossing_messages_has_two_links():
     ]
 
 
+def test_a_chain_of_buffered_messages_names_the_send_that_each_receive_waits_for():
+    program = Program.parse("0: 0F0 0RECV_B0 0B0 0SEND_F0\n1: 1RECV_F0 1F0 1B0 1SEND_B0")
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        verify(program, transport="buffered")
+    assert str(caught.value).splitlines()[1:3] == [
+        "  rank 0 [1] 0RECV_B0 waits for rank 1 [3] 1SEND_B0",
+        "  rank 1 [0] 1RECV_F0 waits for rank 0 [3] 0SEND_F0",
+    ]
+
+
 def test_a_cycle_over_three_ranks_has_three_links_and_a_crossing_behind_it_is_preferred():
     # A circle of sends and receives between three ranks of two stages each; every pair alone is in order.
     ring = Program.parse(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.waits import Wait
@@ -58,12 +58,16 @@ def check_size(program: Program) -> None:
     raise missing(program, program.placement[stage], Action(stage, Kind.F, k))
 
 
-def deadlock(program: Program, links: Sequence[tuple[int, Wait]]) -> ScheduleError:
-    """``links`` wait for each other: (rank, wait) in the order in which each waits for the next."""
+def deadlock(program: Program, links: Sequence[tuple[int, Wait]], *, rendezvous: bool) -> ScheduleError:
+    """``links`` wait for each other: (rank, wait) in the order in which each waits for the next.
+
+    Args:
+        rendezvous: whether a wait ends at the entry behind the one that it needs done; see [Note: waits].
+    """
     cycle = [(rank, wait[0], program.ranks[rank][wait[0]]) for rank, wait in links]
     lines = (
         "deadlock: each of these waits for the next, the last for the first",
-        *_chain(program, links),
+        *_chain(program, links, int(rendezvous)),
         *grid(program, {(rank, position) for rank, position, _ in cycle}),
     )
     rank, position, action = cycle[0]
@@ -95,10 +99,10 @@ def grid(program: Program, marks: Collection[tuple[int, int]], absent: str = "")
         yield f"    {rank} [{start}]: {dots[0]}{' '.join(cells)}{dots[1]}"
 
 
-def _chain(program: Program, links: Sequence[tuple[int, Wait]]) -> Iterator[str]:
+def _chain(program: Program, links: Sequence[tuple[int, Wait]], behind: int) -> Iterator[str]:
     for rank, (position, peer, need) in links[:_LINKS]:
         action = program.ranks[rank][position]
-        at = need + 1 if action.kind in MESSAGES else need
+        at = need + behind
         yield f"  rank {rank} [{position}] {action} waits for rank {peer} [{at}] {program.ranks[peer][at]}"
     if len(links) > _LINKS:
         yield f"  and {len(links) - _LINKS} more"

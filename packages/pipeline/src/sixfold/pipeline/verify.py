@@ -87,7 +87,8 @@ def verify(
         lengths = [len(actions) for actions in program.ranks]
         done = run_to_the_end(waits, lengths)
         if done != lengths:
-            raise deadlock(program, shortest_cycle(waits, done))
+            meeting = found.lowered and transport == "rendezvous"
+            raise deadlock(program, shortest_cycle(waits, done), rendezvous=meeting)
         if transport == "buffered":
             _check_fifo(found)
     peaks = peak_activations(

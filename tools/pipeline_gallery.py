@@ -1,9 +1,9 @@
 """The gallery of schedules: one picture each, with the figures of its simulation.
 
-    sixfold.pipeline.schedules --> docs/gallery/*.svg, docs/gallery/README.md (this file)
+sixfold.pipeline.schedules --> docs/gallery/*.svg, docs/gallery/README.md (this file)
 
-    python tools/pipeline_gallery.py --write     # make them anew
-    python tools/pipeline_gallery.py             # say which are not current, ending with 1
+python tools/pipeline_gallery.py --write     # make them anew
+python tools/pipeline_gallery.py             # say which are not current, ending with 1
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from sixfold.pipeline import Costs, Program, draw, schedules, simulate, verify
 
 FOLDER = Path(__file__).parents[1] / "docs" / "gallery"
 RANKS, MICROBATCHES = 4, 8
-EXTRA = {"interleaved": {"chunks": 2}, "looped_bfs": {"chunks": 2}, "hanayo": {"waves": 1}, "pipedream_2bw": {"steps": 2}}
+EXTRA = {
+    "interleaved": {"chunks": 2},
+    "looped_bfs": {"chunks": 2},
+    "hanayo": {"waves": 1},
+    "pipedream_2bw": {"steps": 2},
+}
 HEAD = f"""# Gallery of schedules
 
-Every schedule of `sixfold.pipeline` on {RANKS} ranks with {MICROBATCHES} microbatches, where F, I and W take the same time and messages
-none. Darker boxes are later chunks of a rank; the number is the microbatch. Made by `python tools/pipeline_gallery.py --write`.
+Every schedule of `sixfold.pipeline` on {RANKS} ranks with {MICROBATCHES} microbatches, where F, I and W take the same
+time and messages none. Darker boxes are later chunks of a rank; the number is the microbatch. Made by
+`python tools/pipeline_gallery.py --write`.
 
 | schedule | bubble over ideal | span over ideal | peak activations of the fullest rank | messages |
 |---|---|---|---|---|
@@ -42,7 +48,8 @@ def pages() -> dict[str, str]:
         )
         module = inspect.getmodule(getattr(schedules, name))
         summary = (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")
-        sections.append(f"\n## {name}\n\n`{name}({RANKS}, {MICROBATCHES}{arguments})` {summary}\n\n![{name}]({name}.svg)\n")
+        call = f"`{name}({RANKS}, {MICROBATCHES}{arguments})`"
+        sections.append(f"\n## {name}\n\n{call} {summary}\n\n![{name}]({name}.svg)\n")
     files["README.md"] = HEAD + "".join(rows) + "".join(sections)
     return files
 

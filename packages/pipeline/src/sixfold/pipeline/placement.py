@@ -8,18 +8,22 @@ any total map; these are the ones that the schedules use.
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 from sixfold.pipeline.errors import ScheduleError
 
 __all__ = ["at_least_one", "linear", "looped", "vee", "wave"]
 
 
 def at_least_one(**arguments: int) -> None:
-    """Refuse the first of ``arguments`` that is below one.
+    """Refuse the first of ``arguments`` that is below one, or no whole number.
 
     Raises:
         ScheduleError: names the argument, its value and the rule.
     """
     for name, value in arguments.items():
+        if not isinstance(value, SupportsIndex):
+            raise ScheduleError(f"{name} is {value!r}; it is a whole number >= 1")
         if value < 1:
             raise ScheduleError(f"{name} is {value}; it is >= 1")
 

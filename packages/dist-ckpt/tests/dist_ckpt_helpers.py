@@ -7,6 +7,7 @@ Nothing here shares code with the package: local parts come from ``torch.narrow`
 
 from __future__ import annotations
 
+import os
 import random
 from math import prod
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt import ShardedTensor
+
+#: How many examples a property is tried on; ``DIST_CKPT_EXAMPLES=1000`` for a long search.
+EXAMPLES = int(os.environ.get("DIST_CKPT_EXAMPLES", "50"))
 
 
 class Cut(NamedTuple):

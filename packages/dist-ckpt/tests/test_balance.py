@@ -3,6 +3,7 @@
 from itertools import combinations
 
 import pytest
+from dist_ckpt_helpers import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def states(draw):
     return ranks, draw(st.lists(shard, min_size=1, max_size=30))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(states())
 def test_the_fullest_rank_is_within_one_percent_of_the_lower_bound(state):
     ranks, shards = state

@@ -4,6 +4,7 @@ from itertools import product
 from math import prod
 
 import pytest
+from dist_ckpt_helpers import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def boxes_in(draw, shape):
     return Box(tuple(offset), tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.integers(0, prod(shape)), st.integers(0, prod(shape))))
 )
@@ -48,7 +49,7 @@ def test_a_range_over_three_axes_is_five_boxes():
     assert texts == ["w[0:1, 1:2, 1:4]", "w[0:1, 2:4, :]", "w[1:3, :, :]", "w[3:4, 0:2, :]", "w[3:4, 2:3, 0:3]"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(SHAPES.flatmap(lambda shape: st.tuples(boxes_in(shape), boxes_in(shape))))
 def test_intersection_and_difference_are_those_of_the_element_sets(pair):
     a, b = pair
@@ -59,7 +60,7 @@ def test_intersection_and_difference_are_those_of_the_element_sets(pair):
     assert set(rest) == elements(a) - elements(b)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes_in(shape), max_size=6))))
 def test_holes_and_overlaps_are_those_of_the_element_sets(case):
     shape, boxes = case
@@ -71,7 +72,7 @@ def test_holes_and_overlaps_are_those_of_the_element_sets(case):
     assert overlaps(boxes) == sorted(naive)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape))))
 def test_contiguous_parts_are_runs_of_the_flat_tensor(case):
     shape, part = case

@@ -62,7 +62,7 @@ CASES = {
         for i, name in enumerate(("offset", "torch", "größe" * 60, "", "x" * 300, "float32", "Size", "\ud800"))
     },
     "more than the short memo": {
-        f"t{i}": stored(torch.float32, (1,), (((0,), (1,)), (f"f{i}", 0, 1))) for i in range(600)
+        f"t{i}": stored(torch.float32, (1,), (((0,), (1,)), (f"f{i}", 0, 1))) for i in range(300)
     },
 }
 

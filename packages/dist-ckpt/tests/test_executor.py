@@ -159,18 +159,19 @@ def test_small_and_large_tensors_share_a_file_and_every_byte_of_it_is_hashed(tmp
     ]
 
 
-def test_damage_anywhere_in_blocks_that_hold_small_large_and_strided_parts_is_found(tmp_path):
+def test_damage_anywhere_in_blocks_that_hold_small_large_and_strided_parts_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 18)
     state = {
         "small": one("small", torch.ones(100)),
-        "large": one("large", torch.ones(1_500_000)),
-        "wide": one("wide", torch.ones(1000, 1000)),
+        "large": one("large", torch.ones(100_000)),
+        "wide": one("wide", torch.ones(300, 200)),
     }
     dist_ckpt.save(state, tmp_path / "c")
     path = tmp_path / "c" / "__0_0.distcp"
     asked = {
         "small": one("small", torch.zeros(100)),
-        "large": one("large", torch.zeros(1_500_000)),
-        "wide": ShardedTensor("wide", torch.zeros(1000, 10), torch.float32, (1000, 10), (1000, 1000), (0, 20), None),
+        "large": one("large", torch.zeros(100_000)),
+        "wide": ShardedTensor("wide", torch.zeros(300, 10), torch.float32, (300, 10), (300, 200), (0, 20), None),
     }
     for position in random.Random(0).sample(range(path.stat().st_size), 40):
         flip_byte(path, position)
@@ -191,8 +192,8 @@ def test_two_targets_of_the_same_bytes_are_both_filled(tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("verify", ["touched", "off"])
 def test_threads_and_small_windows_read_the_same_values(tmp_path, monkeypatch, threads, verify):
-    monkeypatch.setattr(reader, "WINDOW_BYTES", 1 << 22)
-    values = {f"t{i}": torch.randn(n, 7) for i, n in enumerate((1, 500_000, 3, 90_000, 2, 400_000))}
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 18)
+    values = {f"t{i}": torch.randn(n, 7) for i, n in enumerate((1, 30_000, 3, 6_000, 2, 25_000))}
     dist_ckpt.save({key: one(key, tensor) for key, tensor in values.items()}, tmp_path / "c")
     checkpoint = open_checkpoint(tmp_path / "c", verify=verify)
     whole = [one(key, torch.zeros_like(tensor)) for key, tensor in values.items()]
@@ -203,7 +204,7 @@ def test_threads_and_small_windows_read_the_same_values(tmp_path, monkeypatch, t
     spans = checkpoint.integrity.all_spans() if verify == "touched" else []
     blocks = [block for span in spans for block in span.blocks() if block.file.endswith("distcp") and block.number % 3]
     done = []
-    found = reader.Reader(checkpoint, "exact", threads)
+    found = reader.Reader(checkpoint, "exact", threads, window_bytes=1 << 18)
     found.run(
         [*whole, *columns],
         plan_load([*whole, *columns], checkpoint.manifest, dtype_policy="exact"),

@@ -13,7 +13,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class Integrity:
     save_id: str
     files: dict[str, FileDigest]
     algorithm: str = "crc32"
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
 
     def encode(self) -> bytes:
         """Canonical JSON: sorted keys, no spaces, with a digest of the rest under ``self``."""
@@ -248,7 +248,9 @@ def _check_entry(path: Path, name: str, file: FileDigest, block_bytes: int) -> N
         raise UnsafeError(f"{path}: the file name {name!r} leaves the folder; it is a bare file name")
     fits = type(file.size) is int and 0 <= file.size < 2**63
     if not fits or len(file.digests) != max(1, -(-file.size // block_bytes)):
-        raise CorruptError(f"{path}: {name} of {file.size!r} bytes has {len(file.digests)} digests of {block_bytes} bytes")
+        raise CorruptError(
+            f"{path}: {name} of {file.size!r} bytes has {len(file.digests)} digests of {block_bytes} bytes"
+        )
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -280,6 +280,21 @@ def test_diff_finds_keys_shapes_dtypes_values_and_common_data(folder, tmp_path):
     assert tools.diff(folder, tmp_path / "d", keys="layer.*", rtol=1e6)["different"] == []
 
 
+@pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors"])
+def test_a_glob_that_matches_nothing_is_told_and_not_taken_for_an_empty_checkpoint(folder, tmp_path, to):
+    with pytest.raises(MismatchError, match=r"keys is 'decodr.*', which matches nothing"):
+        tools.convert(folder, tmp_path / "out", to=to, keys="decodr.*")
+    with pytest.raises(MismatchError, match=r"keys is 'decodr.*', which matches nothing"):
+        tools.diff(folder, folder, keys="decodr.*")
+    assert not (tmp_path / "out").exists()
+
+
+def test_diff_against_a_checkpoint_without_common_data_names_the_paths_of_the_other(tmp_path):
+    dist_ckpt.save({"w": one("w", torch.ones(2)), "it": 5, "args": {}}, tmp_path / "a")
+    dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "b")
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["args", "it"]
+
+
 def test_diff_knows_nan_and_relative_distance(tmp_path):
     x = torch.tensor([1.0, 100.0, torch.nan, torch.inf])
     y = torch.tensor([1.0, 101.0, torch.nan, torch.inf])

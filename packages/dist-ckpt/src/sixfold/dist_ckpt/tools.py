@@ -7,7 +7,7 @@ One plain process, no group. Tensors pass in batches of rows, so that memory sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt import conversion, foreign, probe, serialization, standin, tree
-from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.sources import comparable
@@ -131,15 +131,22 @@ def convert(
     tell = progress or (lambda done, total: None)
     with probe.opened(src, whole=True) as source:
         wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
+        objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
+        _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
         if to == "safetensors":
             target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, tell)
         else:
-            objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
             target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, tell, safe_globals)
         name = probe.name_of(src, source)
     total = sum(map(conversion.nbytes_of, wanted.values()))
     tell(total, total)
     return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
+
+
+def _check_matches(keys: str, where: str | Path, matches: Collection[str]) -> None:
+    """A mistyped glob is told, and not taken for a checkpoint without tensors."""
+    if keys != "*" and not matches:
+        raise MismatchError(f"keys is {keys!r}, which matches nothing of {where}; inspect lists what there is")
 
 
 def _name(stored_key: str) -> str:
@@ -172,6 +179,7 @@ def diff(
 
 def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress) -> dict[str, Any]:
     left, right = (_all_keys(folder, keys) for folder in folders)
+    _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
     different: list[dict[str, Any]] = []
     same: dict[str, ShardedTensor] = {}
     objects = []
@@ -237,6 +245,7 @@ def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]
 
 
 def _differing_paths(left: Any, right: Any) -> list[str]:
-    x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part)} for part in (left, right))
+    # An empty dict is a leaf; at the top it says no more than that the paths of the other side are missing.
+    x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
     missing = object()
     return sorted(path for path in x.keys() | y.keys() if not standin.equal(x.get(path, missing), y.get(path, missing)))

@@ -6,5 +6,5 @@ nox -s "ranks(pipeline)" -- --all-exports
 
 
 def pytest_addoption(parser):
-    parser.addoption("--mutants", type=int, default=12, help="of each schedule that verify is tested with (12)")
+    parser.addoption("--mutants", type=int, default=8, help="of each schedule that verify is tested with (8)")
     parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")

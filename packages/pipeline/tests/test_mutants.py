@@ -32,7 +32,7 @@ def refusal(program: Program, transport: str = "rendezvous") -> ScheduleError | 
 def test_mutants_are_accepted_exactly_when_they_run(name, pytestconfig):
     rng = random.Random(name)
     verdicts: Counter[bool] = Counter()
-    for turn in range(pytestconfig.getoption("--mutants", 12)):
+    for turn in range(pytestconfig.getoption("--mutants", 8)):
         base = SCHEDULES[name](rng.randint(1, 4), rng.randint(1, 6))
         if name not in ASYNCHRONOUS and turn % 3 == 0:
             base = optimizer_step(base, when=rng.choice(["flush", "post_validated"]))

@@ -41,7 +41,7 @@ def csv(rows: dict) -> str:
 def test_what_pytorch_makes_and_lowers_is_accepted(name):
     make, every_chunks = LOOPED[name]
     proved = 0
-    for ranks, microbatches in (*itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 8)), (8, 16)):
+    for ranks, microbatches in (*itertools.product((1, 2, 3, 4), (1, 3, 4, 8)), (8, 16)):
         for chunks in every_chunks:
             try:
                 schedule = generated(make, ranks, microbatches, chunks)

@@ -2,7 +2,7 @@
 
 import pytest
 
-COUNTS = {"--corruptions": 100, "--mangled": 50}
+COUNTS = {"--corruptions": 100, "--mangled": 30}
 
 
 def pytest_addoption(parser):

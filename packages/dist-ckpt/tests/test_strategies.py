@@ -1,7 +1,6 @@
 """Strategies: the registry, strategies of users, and that every composition of saving and loading is equivalent."""
 
 import errno
-import itertools
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -163,15 +162,15 @@ def state(fill):
     }
 
 
-def assert_same(loaded):
+def assert_same(loaded, what=""):
     expected = state(True)
-    assert torch.equal(loaded["model"]["w"], expected["model"]["w"].data)
-    assert torch.equal(loaded["model"]["copy"], expected["model"]["w"].data)
+    assert torch.equal(loaded["model"]["w"], expected["model"]["w"].data), what
+    assert torch.equal(loaded["model"]["copy"], expected["model"]["w"].data), what
     for got, wanted in zip(loaded["model"]["list"], expected["model"]["list"], strict=True):
-        assert torch.equal(got, wanted.data)
-    assert torch.equal(loaded["model"]["made"], expected["model"]["made"].data)
-    assert loaded["rng"] == [{"cell": 0}, {"cell": 1}]
-    assert (loaded["here"], loaded["step"], loaded["args"]) == ("mine", 7, {"names": ["x", "y"]})
+        assert torch.equal(got, wanted.data), what
+    assert torch.equal(loaded["model"]["made"], expected["model"]["made"].data), what
+    assert loaded["rng"] == [{"cell": 0}, {"cell": 1}], what
+    assert (loaded["here"], loaded["step"], loaded["args"]) == ("mine", 7, {"names": ["x", "y"]}), what
 
 
 def compositions():
@@ -220,15 +219,16 @@ def compositions():
         },
     }
     for backend in savers:
-        for (s, save), (ld, load) in itertools.product(savers[backend].items(), loaders[backend].items()):
-            yield pytest.param(save, load, id=f"{backend}: {s} / {ld}")
+        for name, save in savers[backend].items():
+            yield pytest.param(save, loaders[backend], id=f"{backend}: {name}")
 
 
 @pytest.mark.filterwarnings("ignore:the zarr format")
-@pytest.mark.parametrize(("save", "load"), list(compositions()))
-def test_every_composition_of_saving_and_loading_is_equivalent(tmp_path, registered, save, load):
+@pytest.mark.parametrize(("save", "loaders"), list(compositions()))
+def test_every_composition_of_saving_and_loading_is_equivalent(tmp_path, registered, save, loaders):
     dist_ckpt.save(state(True), tmp_path / "c", save())
-    assert_same(dist_ckpt.load(state(False), tmp_path / "c", load()))
+    for name, load in loaders.items():
+        assert_same(dist_ckpt.load(state(False), tmp_path / "c", load()), name)
 
 
 @pytest.mark.parametrize("sharded", [None, ("one_file", 3)])

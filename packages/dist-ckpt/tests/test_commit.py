@@ -98,6 +98,26 @@ def test_a_load_that_is_overtaken_by_a_save_is_an_error_and_no_mixture(tmp_path,
     assert loaded_value(tmp_path / "c") == 2
 
 
+@pytest.mark.filterwarnings("ignore:the zarr format")
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+def test_every_file_and_folder_is_on_disk_before_the_move_and_the_parent_after_it(
+    tmp_path, monkeypatch, backend, replaced
+):
+    target, events = tmp_path / "c", []
+    if replaced:
+        dist_ckpt.save(state(1), target, (backend, 1))
+    sync, rename, swap = os.fsync, Path.rename, storage.exchange
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))) or sync(fd))
+    monkeypatch.setattr(Path, "rename", lambda path, to: events.append(("move", str(path))) or rename(path, to))
+    monkeypatch.setattr(storage, "exchange", lambda a, b: events.append(("move", str(a))) or swap(a, b))
+    dist_ckpt.save(state(2), target, (backend, 1))
+    moved = next(n for n, (kind, path) in enumerate(events) if kind == "move" and ".c.tmp-" in path)
+    before = {os.path.relpath(path, events[moved][1]) for kind, path in events[:moved] if kind == "sync"}
+    assert before >= {".", *(str(path.relative_to(target)) for path in target.rglob("*"))}
+    assert ("sync", str(tmp_path)) in events[moved:]
+
+
 def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):
     dist_ckpt.save(state(1), tmp_path / "d")
     (tmp_path / "d").rename(tmp_path / ".c.tmp-0123")

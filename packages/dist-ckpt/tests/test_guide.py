@@ -1,5 +1,6 @@
 """The reference guide, section by section, in one process that never made a process group."""
 
+import json
 from pathlib import Path
 
 import guide_helpers
@@ -176,5 +177,11 @@ def test_metadata_json_and_common_pt_are_beside_the_tensors(tmp_path):
     )
     names = {path.name for path in Path(tmp_path / "c").iterdir()}
     assert names == {"metadata.json", "common.pt", ".metadata", "integrity.json", "__0_0.distcp"}
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text()) == {  # megatron-core refuses any further key
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     assert dist_checkpointing.load_content_metadata(tmp_path / "c") == {"layout": "tp1"}
     assert dist_checkpointing.load_content_metadata(preloaded_state_dict={"content_metadata": 1}) == 1

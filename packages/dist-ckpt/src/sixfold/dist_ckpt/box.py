@@ -151,3 +151,14 @@ def describe(key: str, box: Box, shape: Sequence[int], flattened: tuple[int, int
     axes = [":" if (o, s) == (0, n) else f"{o}:{o + s}" for o, s, n in zip(box.offset, box.size, shape, strict=True)]
     text = f"{key}[{', '.join(axes)}]"
     return text if flattened is None else f"{text}{{{flattened[0]}:{flattened[1]}}}"
+
+
+def cover_weight(box: Box) -> int:
+    """A number that adds up: boxes that tile a box have its weight together; any hole or overlap gives another sum.
+
+    As in table.py's [Note: cover by hashes], for the few boxes of one read.
+    """
+    weight = 1
+    for axis, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        weight *= hash((axis, start + length)) - hash((axis, start))
+    return weight

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ from sixfold.dist_ckpt.errors import (
     CorruptError,
     MismatchError,
     StorageError,
-    UnsafeError,
     typed,
 )
 from sixfold.dist_ckpt.integrity import Integrity
@@ -199,11 +197,19 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
     if data is None:
         if has_config or any(folder.glob("*.distcp")):
             raise CorruptError(f"{path} is missing: a save never finished, or the file was lost")
-        raise MismatchError(f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata")
+        raise MismatchError(
+            f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
+        )
     trusted = integrity is not None and verify != "off"
     if integrity is not None and trusted:
         integrity.check_file_bytes(path, data)
     return _at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
+
+
+def _inside(folder: Path) -> str:
+    """The remedy for the folder of a run, which holds one checkpoint per step."""
+    found = sorted(path.parent.name for path in folder.glob("[!.]*/metadata.json"))
+    return f"; it holds checkpoints: name one, such as {folder / found[-1]}" if found else ""
 
 
 def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None) -> None:
@@ -228,7 +234,7 @@ def _check_ranges(folder: Path, manifest: Manifest) -> None:
             ends[frame.file] = frame
     for name, frame in sorted(ends.items()):
         try:
-            _check_regular(folder / name)
+            storage.check_regular(folder / name)
             size = (folder / name).stat().st_size
         except FileNotFoundError:
             raise CorruptError(f"{folder / name} is missing; .metadata names bytes of it") from None
@@ -238,17 +244,9 @@ def _check_ranges(folder: Path, manifest: Manifest) -> None:
 
 def _read(path: Path) -> bytes | None:
     try:
-        _check_regular(path)
-        return path.read_bytes()
+        return storage.read_small(path)
     except FileNotFoundError:
         return None
-
-
-def _check_regular(path: Path) -> None:
-    """UnsafeError for a pipe or a device, which would give bytes for ever or never any."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder is an error of the system, which says so itself
-        raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
 
 
 def _at(path: Path, action: Callable[[], _Value]) -> _Value:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt import factory, integrity, loading, plan, saving, storage, tree, validation
+from sixfold.dist_ckpt import factory, integrity, loading, metadata, plan, saving, storage, tree, validation
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -38,11 +38,9 @@ Config = tuple[tuple[str, int], tuple[str, int]]
 def read_config(checkpoint_dir: str | Path) -> Config | None:
     """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
     try:
-        config = json.loads((Path(checkpoint_dir) / CONFIG_NAME).read_bytes())
-        sharded, common = ((config[f"{k}_backend"], config[f"{k}_backend_version"]) for k in ("sharded", "common"))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return metadata.read_config(storage.read_small(Path(checkpoint_dir) / CONFIG_NAME))
+    except (OSError, ValueError, CheckpointError):  # what is wrong with it, the engine says
         return None
-    return sharded, common
 
 
 def save(

@@ -192,7 +192,10 @@ def check_records(frame: memoryview) -> None:
     if bytes(frame[:4]) != _LOCAL:
         return
     try:
-        for name, place in _directory(frame).items():
+        records = _directory(frame)
+        if sum(size for _, size, _ in records.values()) > len(frame):
+            raise CorruptError(f"the frame of {len(frame)} bytes has records that lie in one another")
+        for name, place in records.items():
             start, size, crc = _record(frame, *place)
             if crc and (found := crc32(frame[start : start + size])) != crc:
                 raise CorruptError(f"record {name}: CRC-32 is {found:08x}, saved was {crc:08x}")

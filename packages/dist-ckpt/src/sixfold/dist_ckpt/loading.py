@@ -5,6 +5,7 @@ state dicts + folder --> request --> agree --> verify and read --> assemble (thi
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import warnings
@@ -12,15 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import factory, metadata, plan, tree, validation, weights_only
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, typed
+from sixfold.dist_ckpt.dense import check_writable
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
 from sixfold.dist_ckpt.integrity import Block, Span
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.reader import WINDOW_BYTES, Reader, check_policy
@@ -30,6 +33,7 @@ from sixfold.dist_ckpt.strategies.base import LoadEngine, load_engine
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.validation import StrictHandling
 
+_DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
 _RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
 
 
@@ -187,14 +191,28 @@ def _look(
     for number, (place, record) in enumerate(parts.records):
         if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
             record = record.without_data()  # a copy: the caller's record stays without data
-            record.init_data("cpu")
+            _allocate(record, checkpoint.manifest.tensors[record.key])
             parts.records[number] = (place, record)
     tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
+    for record in tensors:
+        if record.data is not None and record.key in checkpoint.manifest.tensors:
+            check_writable(record, record.data)
     with collection_paused():
         table, pieces = tabulate(tensors)
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy, pieces=pieces)
     common = _common(checkpoint, safe_globals) if with_common else {}
     return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+
+
+def _allocate(record: ShardedTensor, stored: StoredTensor) -> None:
+    """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
+    nbytes = prod(record.local_shape) * record.dtype.itemsize
+    if nbytes > _DOUBTFUL_BYTES and prod(stored.shape) > sum(chunk.box.volume for chunk in stored.chunks):
+        raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
+    try:
+        record.init_data("cpu")
+    except RuntimeError as error:  # of torch's allocator
+        raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
 def _report(request: _Request, wanted: _Request, rank: int) -> _Report:

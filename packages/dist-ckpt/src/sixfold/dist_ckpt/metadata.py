@@ -20,7 +20,7 @@ from sixfold.dist_ckpt.box import Box, range_boxes
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, Run, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.pause import collection_paused
-from sixfold.dist_ckpt.unpickle import Node, kind_of, loads
+from sixfold.dist_ckpt.unpickle import Node, kind_of, loads, shown
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
 CONFIG = {
@@ -47,6 +47,9 @@ def read_config(data: bytes) -> tuple[tuple[str, int], tuple[str, int]]:
         sharded, common = ((config[f"{k}_backend"], config[f"{k}_backend_version"]) for k in ("sharded", "common"))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(f"metadata.json is damaged: {type(error).__name__}: {error}") from error
+    for backend, version in (sharded, common):
+        if type(backend) is not str or type(version) is not int:
+            raise CorruptError("metadata.json is damaged: a backend is a name and its version a whole number")
     return sharded, common
 
 
@@ -110,7 +113,7 @@ def _decode(root: Any) -> Manifest:
     for key, entry in entries.items():
         kind = kind_of(entry)
         if not isinstance(key, str):
-            raise CorruptError(f"entry {key!r} is {kind}")
+            raise CorruptError(f"entry {shown(key)} is {kind}")
         if kind == "TensorStorageMetadata":
             tensors[key] = _true_shape(key, _tensor(key, entry, places), legacy)
         elif kind == "BytesStorageMetadata":
@@ -149,15 +152,17 @@ def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
         key, offset = of.get("fqn"), of.get("offset")
         file, start, length = at.get("relative_path"), at.get("offset"), at.get("length")
         if not isinstance(key, str) or not isinstance(file, str):
-            raise CorruptError(f"storage_data: key {key!r} lies in file {file!r}; both are text")
+            raise CorruptError(f"storage_data: key {shown(key)} lies in file {shown(file)}; both are text")
         if file not in known:
             if file in ("", ".", "..") or "/" in file or "\0" in file:
                 raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
             known.add(file)
         if not _is_count(start) or not _is_count(length):
-            raise CorruptError(f"{key}: bytes {start!r} + {length!r} of {file}")
+            raise CorruptError(f"{key}: bytes {shown(start)} + {shown(length)} of {file}")
         if at.get("transform_descriptors"):
-            raise MismatchError(f"{key}: stored with the transforms {at.get('transform_descriptors')}; none is read")
+            raise MismatchError(
+                f"{key}: stored with the transforms {shown(at.get('transform_descriptors'))}; none is read"
+            )
         places[key, None if offset is None else _ints(offset, f"offset of {key}")] = ByteRange(file, start, length)
     return places
 
@@ -220,7 +225,7 @@ def _ints(value: Any, name: str) -> tuple[int, ...]:
                 break
         else:
             return value if type(value) is tuple else tuple(value)
-    raise CorruptError(f"{name} is {value!r}; it is a tuple of counts")
+    raise CorruptError(f"{name} is {shown(value)}; it is a tuple of counts")
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

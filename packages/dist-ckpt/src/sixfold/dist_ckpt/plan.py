@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.box import Box, describe, intersect, whole
+from sixfold.dist_ckpt.box import Box, cover_weight, describe, intersect, whole
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.integrity import Span
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
@@ -118,7 +118,7 @@ def plan_load(
     """Intersect what is asked for with what is stored; ``pieces`` of the records, if they are known already.
 
     Raises:
-        CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory).
+        CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory), or overlap.
     Cost: near linear in pieces and the chunks that they share elements with.
     """
     reads: list[Read] = []
@@ -142,7 +142,7 @@ def plan_load(
                 zeroed.append((index, piece))
             if wanted is None:
                 continue
-            found = 0
+            found, begin = 0, len(reads)
             for chunk in _near(wanted, stored, searches):
                 part = wanted if wanted == chunk.box else intersect(wanted, chunk.box)
                 if part is not None:
@@ -153,6 +153,10 @@ def plan_load(
                 raise CorruptError(
                     f"{where}: {wanted.volume - found} of its elements are in no chunk of the checkpoint"
                 )
+            several = len(reads) > begin + 1
+            if several and sum(cover_weight(read.part) for read in reads[begin:]) != cover_weight(wanted):
+                where = describe(record.key, wanted, stored.shape)
+                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
     reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
     return LoadPlan(
         reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)

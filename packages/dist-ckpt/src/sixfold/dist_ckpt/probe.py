@@ -56,7 +56,7 @@ def files(folder: Path) -> list[tuple[str, int]]:
 def count_chunks(folder: Path, key: str) -> int | None:
     """Chunks of a zarr array; None where that cannot be told."""
     try:
-        array = json.loads((folder / key / ".zarray").read_bytes())
+        array = json.loads(storage.read_small(folder / key / ".zarray"))
         return prod(-(-int(length) // int(part)) for length, part in zip(array["shape"], array["chunks"], strict=True))
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
         return None
@@ -121,7 +121,9 @@ class _Probe:
     def _open_integrity(self) -> None:
         path = self.folder / integrity.FILE_NAME
         if path.exists():
-            self._integrity = self._attempt("unreadable", path.name, lambda: integrity.decode(path, path.read_bytes()))
+            self._integrity = self._attempt(
+                "unreadable", path.name, lambda: integrity.decode(path, storage.read_small(path))
+            )
 
     def _open_manifest(self) -> None:
         path = self.folder / ".metadata"
@@ -132,7 +134,7 @@ class _Probe:
             return
         # Not trusted, whatever its digest says: the digests are compared later.
         self._manifest = self._attempt(
-            "unreadable", ".metadata", lambda: metadata.decode(path.read_bytes(), trusted_bytes=False)
+            "unreadable", ".metadata", lambda: metadata.decode(storage.read_small(path), trusted_bytes=False)
         )
         manifest, own = self._manifest, self.folder / integrity.FILE_NAME
         if manifest is None:
@@ -158,7 +160,7 @@ class _Probe:
     def _check_config(self) -> None:
         path = self.folder / "metadata.json"
         if path.exists():
-            self._attempt("unreadable", path.name, lambda: metadata.check_config(path.read_bytes()))
+            self._attempt("unreadable", path.name, lambda: metadata.check_config(storage.read_small(path)))
         elif self._manifest is not None and self._manifest.needs_metadata_json and not self._names(path.name):
             self._add("unfinished", path.name, f"{self.folder} has no metadata.json: its save never ended")
 

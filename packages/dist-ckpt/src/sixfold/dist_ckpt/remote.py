@@ -50,6 +50,8 @@ def local_path(checkpoint_dir: str | Path) -> str | Path:
     if not isinstance(checkpoint_dir, (str, os.PathLike)):
         raise CheckpointError(f"checkpoint_dir is {checkpoint_dir!r}; it is a str or a Path")
     text = str(checkpoint_dir)
+    if "\0" in text:
+        raise CheckpointError(f"{text!r} is no path: it holds a zero byte")
     return text.partition("://")[2] if text.startswith(_LOCAL) else checkpoint_dir
 
 

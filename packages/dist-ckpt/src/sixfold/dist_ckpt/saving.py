@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import factory, metadata, plan, storage, transfer, tree, validation, weights_only
 from sixfold.dist_ckpt.crc import crc32
+from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.frame import tensor_bytes
@@ -292,8 +293,10 @@ def describe(
         table, pieces = tabulate(tensors)
         writes = plan.plan_save(tensors, pieces)
     for record, own in zip(tensors, pieces, strict=True):
-        if record.data is None and own and is_main_replica(record.replica_id):
-            raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
+        if own and is_main_replica(record.replica_id):
+            if record.data is None:
+                raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
+            check_readable(record, record.data)
     common = dict(parts.common)
     if content_metadata is not None:
         common["content_metadata"] = content_metadata

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import serialization
+from sixfold.dist_ckpt import serialization, storage
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.mapping import ShardedObject
@@ -53,7 +53,7 @@ class _StandIn:
 def stand_ins(folder: Path) -> list[Any]:
     """``safe_globals`` that let a load of tensors alone pass by the classes in common data."""
     path = folder / "common.pt"
-    return _stand_ins(path.read_bytes(), path) if path.exists() else []
+    return _stand_ins(storage.read_small(path), path) if path.exists() else []
 
 
 def load_common(folder: Path) -> dict[Any, Any]:
@@ -61,7 +61,7 @@ def load_common(folder: Path) -> dict[Any, Any]:
     try:
         return serialization.load_common_state_dict(folder)
     except UnsafeError:
-        value = _load((folder / "common.pt").read_bytes(), folder / "common.pt")
+        value = _load(storage.read_small(folder / "common.pt"), folder / "common.pt")
     if not isinstance(value, dict):
         raise CorruptError(f"{folder / 'common.pt'} holds a {type(value).__name__}, not a dict")
     return value

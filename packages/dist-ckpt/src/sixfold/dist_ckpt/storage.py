@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 
 from sixfold.dist_ckpt.crc import Piece, crc32, join_pieces
-from sixfold.dist_ckpt.errors import StorageError
+from sixfold.dist_ckpt.errors import StorageError, UnsafeError
 from sixfold.dist_ckpt.frame import Frame
 from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, cut_at_blocks, digest_of
 
@@ -174,6 +175,19 @@ def write_file(folder: Path, name: str, data: bytes) -> FileDigest:
         file.flush()
         os.fsync(file.fileno())
     return digest_of(data)
+
+
+def read_small(path: Path) -> bytes:
+    """The content of a file that is read whole. UnsafeError: as ``check_regular``."""
+    check_regular(path)
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+    """UnsafeError for a pipe or a device, which would give bytes for ever or never any."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system says itself what is wrong
+        raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
 
 
 def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import reprlib
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def kind_of(value: Any) -> str:
     return type(value).kind if isinstance(value, Node) else type(value).__name__
 
 
+def shown(value: Any) -> str:
+    """A decoded value for an error, cut short: a tuple of tuples that share their parts has a text without end."""
+    return reprlib.repr(value)
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -100,7 +106,7 @@ class _Unpickler(pickle.Unpickler):
         return self._kinds[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafeError(f"the pickle holds the persistent id {pid!r}, which no checkpoint needs")
+        raise UnsafeError(f"the pickle holds the persistent id {shown(pid)}, which no checkpoint needs")
 
 
 def loads(data: bytes, *, trusted_bytes: bool) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sixfold.dist_ckpt import storage
 from sixfold.dist_ckpt.box import Box, Ints, intersect, whole
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
@@ -109,7 +110,7 @@ def parse_header(path: Path) -> Header:
         CorruptError: it is none. MismatchError: another zarr format, or a dtype unknown here.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(storage.read_small(path))
         shape, chunk, name = tuple(content["shape"]), tuple(content["chunks"]), content["dtype"]
         version, fill = content["zarr_format"], content["fill_value"]
         odd = [content["compressor"], content["filters"] or None, None if content["order"] == "C" else "F"]

@@ -83,7 +83,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
 
     def _load(self, path: Path) -> Any:
         try:
-            data = path.read_bytes()
+            data = storage.read_small(path)
         except FileNotFoundError:
             raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
         return weights_only.load(data, str(path), self._safe_globals)

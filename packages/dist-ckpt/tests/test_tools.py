@@ -327,6 +327,15 @@ def test_exit_statuses_and_json_of_the_command(folder, tmp_path, capsys):
     assert run("inspect", folder)[0] == 2
 
 
+@pytest.mark.filterwarnings("ignore:the zarr format")
+def test_verify_says_where_a_format_has_no_checksums(folder, tmp_path, capsys):
+    dist_ckpt.save({"w": one("w", torch.ones(3))}, tmp_path / "z", ("zarr", 1))
+    assert main(["verify", str(tmp_path / "z")]) == 0
+    assert "whole (names, sizes and metadata; it has no checksums)" in capsys.readouterr().out
+    assert main(["verify", str(folder)]) == 0
+    assert "by checksum)" in capsys.readouterr().out
+
+
 def test_the_text_of_inspect_can_be_read(folder, capsys):
     main(["inspect", str(folder), "--keys", "layer*"])
     lines = capsys.readouterr().out.splitlines()

@@ -109,6 +109,23 @@ def save_replicas_fully_parallel(rank, ranks, folder):
     return all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items()), sizes
 
 
+def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
+    """The text that both kinds of save raise behind the path, and what they leave."""
+    sees, seen = Path.is_dir, []
+    if rank == 1:
+        Path.is_dir = lambda path: sees(path) and ".tmp-" not in path.name
+    try:
+        for save in (dist_ckpt.save, dist_ckpt.async_save):
+            try:
+                save(state(rank, ranks, 2), folder / "c")
+            except CheckpointError as error:
+                seen.append((type(error).__name__, str(error).partition(" was made")[2]))
+    finally:
+        Path.is_dir = sees
+    dist.barrier()
+    return seen, names(folder), loaded_value(folder / "c")
+
+
 LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
 
 
@@ -119,6 +136,7 @@ def live_through_everything(rank, ranks, folder):
         "parallel": save_replicas_fully_parallel(rank, ranks, folder),
         "train": train_on(rank, ranks, folder, worker),
         "error": fail_on_one_rank(rank, ranks, folder),
+        "unshared": save_where_one_rank_sees_another_file_system(rank, ranks, folder),
     }
     for victim, signals in LOSSES:
         dist.barrier()
@@ -161,6 +179,13 @@ def test_an_error_of_one_worker_is_raised_on_every_rank(lives):
         assert life["error"] == ("ShardingError", "w[30] is nan on rank 1, and check_finite is set", ["c"], 1)
 
 
+def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):
+    text = " by the first rank and is not visible here; a checkpoint needs one file system that all ranks share. "
+    text += "Save to a path on one, or save one folder per rank with group=None"
+    for life in lives:
+        assert life["unshared"] == ([("StorageError", text)] * 2, ["c"], 1)
+
+
 def lose_a_rank(rank, ranks, folder, victim):
     worker = first_save(rank, ranks, folder)
     if rank == victim:
@@ -194,25 +219,3 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
     assert (kind, value) == ("LostPeerError", 1)
     assert "rank 0 died" in text
     assert 0.5 < seconds < 10
-
-
-def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
-    if rank == 1:
-        sees = Path.is_dir
-        Path.is_dir = lambda path: sees(path) and ".tmp-" not in path.name
-    seen = []
-    for save in (dist_ckpt.save, dist_ckpt.async_save):
-        try:
-            save(state(rank, ranks, 2), folder / "c")
-        except CheckpointError as error:
-            seen.append((type(error).__name__, str(error).partition(" was made")[2]))
-    return seen
-
-
-def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(tmp_path):
-    results = run_ranks(save_where_one_rank_sees_another_file_system, 2, tmp_path, timeout=60)
-    assert results[0] == results[1]
-    text = " by the first rank and is not visible here; a checkpoint needs one file system that all ranks share. "
-    text += "Save to a path on one, or save one folder per rank with group=None"
-    assert results[0] == [("StorageError", text)] * 2
-    assert names(tmp_path) == []

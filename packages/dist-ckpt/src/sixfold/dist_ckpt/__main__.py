@@ -132,7 +132,9 @@ def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, 
 def _verify(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
     found = tools.verify(options.dir, quick=options.quick, progress=show)
     if found["ok"]:
-        what = "names, sizes and metadata" if options.quick else f"{_size(found['checked_bytes'])} by checksum"
+        what = f"{_size(found['checked_bytes'])} by checksum"
+        if options.quick or not found["checked_bytes"]:
+            what = "names, sizes and metadata" + ("" if options.quick else "; it has no checksums")
         return found, f"{found['path']}: whole ({what})", 0
     lines = [f"{found['path']}: {_count(len(found['problems']), 'problem')}"]
     lines += _table([(p["kind"], p["file"] or "-", p["key"] or "-", p["detail"]) for p in found["problems"]])

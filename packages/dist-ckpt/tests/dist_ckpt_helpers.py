@@ -18,7 +18,7 @@ import torch
 from sixfold.dist_ckpt import ShardedTensor
 
 #: How many examples a property is tried on; ``DIST_CKPT_EXAMPLES=1000`` for a long search.
-EXAMPLES = int(os.environ.get("DIST_CKPT_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("DIST_CKPT_EXAMPLES", "30"))
 
 
 class Cut(NamedTuple):

@@ -1,6 +1,6 @@
 """flattened_range: every (TP, DP) over the divisors of 8 loads as every other, bit for bit, whatever the shapes.
 
-DIST_CKPT_ALL_LAYOUTS=1 pytest packages/dist-ckpt/tests/test_flattened.py    # all 256 pairs; else 2 of each 16
+DIST_CKPT_ALL_LAYOUTS=1 pytest packages/dist-ckpt/tests/test_flattened.py    # all 256 pairs; else 16 of them
 """
 
 import os
@@ -15,6 +15,7 @@ from sixfold.dist_ckpt import ShardedTensor
 DIVISORS = (1, 2, 4, 8)
 LAYOUTS = [(tp, dp) for tp in DIVISORS for dp in DIVISORS]
 ALL = bool(os.environ.get("DIST_CKPT_ALL_LAYOUTS"))
+SAVED = LAYOUTS if ALL else [(1, 1), (1, 8), (2, 2), (2, 4), (4, 1), (4, 8), (8, 2), (8, 8)]
 # key -> shape, axis that TP cuts; no DP above 1 divides the elements of some parts
 TENSORS = {
     "vector": ((40,), 0),
@@ -54,7 +55,7 @@ def unflattened(tp):
     return made
 
 
-@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "dp"), SAVED)
 def test_a_layout_saved_flattened_loads_as_every_other_layout(tmp_path, tp, dp):
     dist_ckpt.save(state(tp, dp, fill=True), tmp_path / "c")
     listed = dist_ckpt.load_tensors_metadata(tmp_path / "c")

@@ -97,31 +97,9 @@ def load(
     safe_globals: Sequence[Any] = (),
     timeout_s: float = 600.0,
 ) -> Any:
-    """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
+    """``serialization.load``, which says what the arguments are, by the built-in engine.
 
-    Collective over ``group``. Data goes into the tensors of the records, and those (detached, same
-    storage) are what the result holds; after an error their content is undefined.
-
-    Args:
-        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed.
-        checkpoint_dir: a folder of this package, of torch DCP or of megatron-core.
-        sharded_strategy, common_strategy: None, or the tuples of ``save``.
-        validate_access_integrity: all ranks together ask for each element once; False allows
-            parts of tensors and overlapping parts.
-        strict: ``StrictHandling`` or its string.
-        group: a process group, None for this process alone, or "world".
-        dtype_policy: where the asked dtype is not the stored: "exact" converts and each value must
-            survive the way there and back, "cast" converts and warns once, "strict" refuses.
-        verify: "touched" checks the digests of what is read, each block on one rank of the group;
-            "full" of everything; "off" only sizes and structure.
-        safe_globals: classes that common data and objects may name besides torch's own list.
-        timeout_s: longest wait for one peer, seconds.
-    Returns:
-        The state dict with plain tensors and the saved common data; for ``return_*`` modes the
-        tuple (state dict, missing keys, unexpected keys).
-    Raises:
-        MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
-            errors.py; raised on every rank, and before the result is returned.
+    Raises: as there; CheckpointError for strategies that load by themselves.
     """
     engine = load_engine(sharded_strategy, common_strategy)
     if engine is None:

@@ -106,29 +106,7 @@ def save(
     check_finite: bool = False,
     timeout_s: float = 600.0,
 ) -> None:
-    """Save a state dict, every rank of ``group`` its shards, as one torch_dist folder.
-
-    Collective over ``group``. The folder appears complete or not at all, and replaces an older
-    checkpoint in one step. The state dict is not changed.
-
-    Args:
-        sharded_state_dict: nested dicts and lists of records; everything else is common data,
-            written by the first rank of the group.
-        checkpoint_dir: the folder; parents are made.
-        sharded_strategy: None or ``("torch_dist", 1)``. common_strategy: None or ``("torch", 1)``.
-        validate_access_integrity: accepted for the guide's sake; a save is always validated.
-        preprocess_common_before_consistancy_check: applied to the common data before it is
-            compared between ranks.
-        content_metadata: saved with the common data under ``content_metadata``.
-        group: a process group, None for this process alone, or "world".
-        if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
-        check_finite: NaN or infinity in a tensor is an error.
-        timeout_s: longest wait for one peer, seconds.
-    Raises:
-        ShardingError: holes, overlaps, unlike shapes or dtypes, data that would not be read back.
-        StorageError: full disk, a target that holds other files, any error of the system.
-        LostPeerError: a rank is dead or late. Any error is raised on every rank.
-    """
+    """``serialization.save``, which says what the arguments are, by the built-in engine."""
     agreed = agree_on(
         sharded_state_dict,
         checkpoint_dir,

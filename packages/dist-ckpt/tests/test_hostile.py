@@ -208,10 +208,10 @@ def test_a_hole_behind_chunks_that_overlap_is_found(foreign):
 
 
 def nested():
-    """A value of 60 tuples whose text would fill every disk."""
-    value = (1,)
+    """A value of 60 lists whose text would fill every disk."""
+    value = [1]
     for _ in range(60):
-        value = (value, value)
+        value = [value, value]
     return value
 
 
@@ -253,3 +253,36 @@ def test_records_of_a_frame_that_lie_in_one_another_are_not_hashed_again_and_aga
     repeated = b"".join(entry[:-1] + name for name in (b"a", b"b", b"c"))
     with pytest.raises(CorruptError, match="lie in one another"):
         check_records(memoryview(content[:at] + repeated + bytes(end)))
+
+
+DOUBLE = {"DUP": lambda at: b"2\x86\x94", "BINGET": lambda at: b"0h%ch%c\x86\x94" % (at, at)}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("double", DOUBLE.values(), ids=DOUBLE.keys())
+def test_a_key_whose_hash_takes_for_ever_is_not_hashed(tmp_path, double):
+    doubled = b"".join(map(double, range(60)))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04}K\x01\x85\x94" + doubled + b"K\x01s.")
+    with pytest.raises(CorruptError, match="makes a tuple of more than"):
+        dist_ckpt.load_tensors_metadata(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "..", "a/b"])
+def test_a_file_name_in_metadata_cannot_leave_the_folder(foreign, name):
+    def rename(content):
+        for place in content.storage_data.values():
+            place.relative_path = name
+
+    folder = foreign(rename)
+    for look in (load, tools.inspect):
+        with pytest.raises(UnsafeError, match="leaves the folder"):
+            look(folder)
+
+
+def test_a_conversion_asks_for_space_before_it_makes_a_file(foreign, tmp_path):
+    def claim(content):
+        entry = content.state_dict_metadata["w"]
+        entry.chunks, entry.size = [], torch.Size([2**60])
+
+    with pytest.raises(CheckpointError, match="ENOSPC"):
+        tools.convert(foreign(claim), tmp_path / "d", to="torch_dist")

@@ -215,6 +215,7 @@ def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTen
     """The whole tensor in a mapped file of its own."""
     elements = prod(record.global_shape)
     if elements:
+        storage.check_space(scratch, nbytes_of(record))
         file = scratch / secrets.token_hex(4)
         flat = torch.from_file(str(file), shared=True, size=elements, dtype=record.dtype)
     else:

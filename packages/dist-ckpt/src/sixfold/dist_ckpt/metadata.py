@@ -154,7 +154,7 @@ def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
         if not isinstance(key, str) or not isinstance(file, str):
             raise CorruptError(f"storage_data: key {shown(key)} lies in file {shown(file)}; both are text")
         if file not in known:
-            if file in ("", ".", "..") or "/" in file or "\0" in file:
+            if file in ("", ".", "..") or "/" in file or not file.isprintable():
                 raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
             known.add(file)
         if not _is_count(start) or not _is_count(length):

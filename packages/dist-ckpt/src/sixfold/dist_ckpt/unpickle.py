@@ -50,6 +50,12 @@ KNOWN_GLOBALS = frozenset(
 )
 
 
+_MOST_PARTS = 1 << 12  # of a tuple, those of its tuples included; real ones have as many as a tensor has axes
+_PUTS = frozenset(["PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"])
+_GETS = frozenset(["GET", "BINGET", "LONG_BINGET"])
+_KEEP_PARTS = frozenset(["TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE"])  # torch.Size(tuple) is that tuple
+
+
 class Node:
     """An object of the pickle: the name of its class, and its state as attributes, which ``get`` reads.
 
@@ -132,6 +138,40 @@ def loads(data: bytes, *, trusted_bytes: bool) -> Any:
 
 
 def _walk(data: bytes) -> None:
+    """Follow the opcodes without doing what they say; ``stack`` and ``memo`` hold the parts of each value.
+
+    Parts count for tuples alone: the hash of one is that of all its parts, so that sixty tuples, each of the one
+    before twice, make a dict key whose hash takes for ever.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
     for opcode, argument, position in pickletools.genops(data):
-        if opcode.name in ("LONG_BINPUT", "PUT", "FRAME") and int(argument or 0) > len(data):
-            raise CorruptError(f"opcode {opcode.name} at byte {position} asks for {argument} of {len(data)} bytes")
+        name = opcode.name
+        if name in ("LONG_BINPUT", "PUT", "FRAME") and int(argument or 0) > len(data):
+            raise CorruptError(f"opcode {name} at byte {position} asks for {argument} of {len(data)} bytes")
+        if name in _PUTS:
+            memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = stack[-1]
+        elif name in _GETS:
+            stack.append(memo[int(argument or 0)])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name != "POP" or not marks or marks[-1] < len(stack):
+            parts = _pop(opcode.stack_before, stack, marks)
+            size = 1 + parts if name in _KEEP_PARTS else 1
+            if size > _MOST_PARTS:
+                raise CorruptError(f"opcode {name} at byte {position} makes a tuple of more than {_MOST_PARTS} parts")
+            stack.extend([size] * len(opcode.stack_after))
+        else:
+            marks.pop()  # POP may also take a mark
+
+
+def _pop(before: list[pickletools.StackObject], stack: list[int], marks: list[int]) -> int:
+    """Take what an opcode takes; the sum of its parts."""
+    at = marks.pop() - before.index(pickletools.markobject) if pickletools.markobject in before else -1
+    at = at if at >= 0 else len(stack) - len(before)
+    parts = sum(stack[at:])
+    del stack[at:]
+    return parts

@@ -14,7 +14,16 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, ShardedTensor, ShardingError, UnsafeError, tools
+from sixfold.dist_ckpt import (
+    CheckpointError,
+    CorruptError,
+    ShardedTensor,
+    ShardingError,
+    StorageError,
+    UnsafeError,
+    tools,
+)
+from sixfold.dist_ckpt import folder as opening
 from sixfold.dist_ckpt.frame import check_records
 
 
@@ -286,3 +295,20 @@ def test_a_conversion_asks_for_space_before_it_makes_a_file(foreign, tmp_path):
 
     with pytest.raises(CheckpointError, match="ENOSPC"):
         tools.convert(foreign(claim), tmp_path / "d", to="torch_dist")
+
+
+@pytest.mark.parametrize("moment", ["_open_integrity", "_check_ranges"])
+def test_a_save_that_overtakes_the_opening_of_a_checkpoint_is_no_damage(folder, monkeypatch, moment):
+    real, left = getattr(opening, moment), ["once"]
+
+    def overtaken(*arguments):
+        result = real(*arguments)
+        if left:
+            left.pop()
+            dist_ckpt.save({"w": one("w", torch.ones(4)), "it": 4}, folder)
+        return result
+
+    monkeypatch.setattr(opening, moment, overtaken)
+    with pytest.raises(StorageError, match="was replaced while it was read"):
+        load(folder)
+    assert load(folder)["it"] == 4

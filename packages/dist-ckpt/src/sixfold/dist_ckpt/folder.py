@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -80,8 +81,7 @@ class Checkpoint:
 
         Files are opened by path, one after the other; only this shows that all were of one save.
         """
-        if not self.folder.is_dir() or _identity(self.folder) != self.identity:
-            raise StorageError(f"{self.folder} was replaced while it was read; load it again", errno.ESTALE)
+        _check_unchanged(self.folder, self.identity)
 
     def frame(self, frame: ByteRange) -> memoryview:
         """The bytes of a frame, not copied."""
@@ -112,11 +112,12 @@ class Checkpoint:
     def small_file(self, name: str) -> bytes | None:
         """A whole small file, its digest checked unless verify is "off"; None if there is none."""
         path = self.folder / name
-        data = _read(path)
-        if data is not None and self.integrity is not None and self.verify != "off":
-            self.integrity.check_file_bytes(path, data)
-        elif data is not None and self.verify != "off":
-            _at(path, lambda: frames.check_records(memoryview(data)))
+        with _or_replaced(self.folder, self.identity):
+            data = _read(path)
+            if data is not None and self.integrity is not None and self.verify != "off":
+                self.integrity.check_file_bytes(path, data)
+            elif data is not None and self.verify != "off":
+                _at(path, lambda: frames.check_records(memoryview(data)))
         return data
 
 
@@ -140,6 +141,11 @@ def _open(folder: Path, verify: str) -> Checkpoint:
     if not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
     identity = _identity(folder)
+    with _or_replaced(folder, identity):
+        return _look_into(folder, verify, identity)
+
+
+def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoint:
     config = _read(folder / "metadata.json")
     integrity = _open_integrity(folder)
     if config is not None:
@@ -155,6 +161,21 @@ def _open(folder: Path, verify: str) -> Checkpoint:
     _check_identity(folder, manifest, integrity)
     _check_ranges(folder, manifest)
     return Checkpoint(folder, manifest, integrity, verify, identity)
+
+
+@contextmanager
+def _or_replaced(folder: Path, identity: tuple[int, ...]) -> Iterator[None]:
+    """An error inside is no damage if another save has taken the folder's place meanwhile."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        _check_unchanged(folder, identity)
+        raise
+
+
+def _check_unchanged(folder: Path, identity: tuple[int, ...]) -> None:
+    if not folder.is_dir() or _identity(folder) != identity:
+        raise StorageError(f"{folder} was replaced while it was read; load it again", errno.ESTALE)
 
 
 def _identity(folder: Path) -> tuple[int, ...]:

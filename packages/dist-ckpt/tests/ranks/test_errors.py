@@ -43,6 +43,7 @@ def fail_in_many_ways(rank, ranks, folder):
             )
         },
     )
+    seen["folders"] = caught(lambda: dist_ckpt.save({"w": shard(rank, ranks)}, folder / f"of-{rank}"))
     save("nan", {"w": shard(rank, ranks, float("nan") if rank == 2 else 0.0)}, check_finite=True)
 
     def build(key, data, replica_id, flattened_range):
@@ -62,6 +63,8 @@ def fail_in_many_ways(rank, ranks, folder):
     )
     seen["unexpected"] = caught(lambda: dist_ckpt.load(asked, folder / "good"))
     seen["corrupt"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "good"))
+    policy = "bad" if rank == 1 else "exact"
+    seen["policy"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "good", dtype_policy=policy))
     for number in range(ranks):
         dist_ckpt.save({"w": shard(rank, ranks)}, folder / "many" / str(number))
     seen["two saves"] = caught(lambda: dist_ckpt.load({"w": shard(rank, ranks)}, folder / "many" / str(rank)))
@@ -81,6 +84,8 @@ def test_every_rank_raises_the_same_type_and_text(tmp_path):
         "unexpected": "MismatchError",
         "corrupt": "CorruptError",
         "two saves": "CorruptError",
+        "folders": "ShardingError",
+        "policy": "CheckpointError",
     }
     texts = {name: seen[1] for name, seen in results[0].items()}
     assert "w[3:6]" in texts["hole"]
@@ -89,6 +94,8 @@ def test_every_rank_raises_the_same_type_and_text(tmp_path):
     assert "rank 1: ValueError: my own bug" in texts["factory"]
     assert "x: asked for" in texts["unexpected"]
     assert "__2_0.distcp" in texts["corrupt"]
+    assert "save into different folders" in texts["folders"]
+    assert "dtype_policy is 'bad'" in texts["policy"]
     assert "ranks see different checkpoints" in texts["two saves"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "many"]
 

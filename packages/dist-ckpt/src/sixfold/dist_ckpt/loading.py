@@ -104,13 +104,17 @@ def load(
     engine = load_engine(sharded_strategy, common_strategy)
     if engine is None:
         raise CheckpointError(f"the built-in engine does not load with {sharded_strategy}, {common_strategy}")
-    check_policy(dtype_policy)
-    mode = validation.parse_strict(strict)
     exchange = Exchange(group, timeout_s)
+
+    def requested() -> tuple[_Request, _Report]:
+        check_policy(dtype_policy)
+        validation.parse_strict(strict)
+        return _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals, engine, exchange)
+
     request, decision = exchange.together(
-        lambda: _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals, engine, exchange),
-        lambda reports: _agree(reports, mode, validate_access_integrity),
+        requested, lambda reports: _agree(reports, validation.parse_strict(strict), validate_access_integrity)
     )
+    mode = validation.parse_strict(strict)
     values, casts = exchange.together(
         lambda: _read_one_save(request, decision, exchange.rank, dtype_policy, safe_globals), _union
     )

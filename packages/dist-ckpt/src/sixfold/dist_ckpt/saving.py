@@ -43,6 +43,7 @@ class _Report(NamedTuple):
     objects: list[plan.ObjectReport]
     nbytes: int
     common_digest: int
+    target: str = ""
 
 
 @dataclass(slots=True)
@@ -175,16 +176,21 @@ def agree_on(
     engine = save_engine(sharded_strategy, common_strategy)
     if engine is None:
         raise CheckpointError(f"the built-in engine does not save with {sharded_strategy}, {common_strategy}")
-    if if_exists not in ("replace", "error"):
-        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
     exchange = Exchange(group, timeout_s)
     place = f"{exchange.rank} of {exchange.ranks}"
     kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    host = _Host(Path(checkpoint_dir).resolve(), if_exists, kept)
+    target = Path(checkpoint_dir).resolve()
+    host = _Host(target, if_exists, kept)
+
+    def described() -> tuple[tuple[Content, _Report], _Report]:
+        if if_exists not in ("replace", "error"):
+            raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
+        (content, report), _ = describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept)
+        aimed = report._replace(target=str(target))
+        return (content, aimed), aimed
+
     try:
-        (content, report), ticket = exchange.together(
-            lambda: describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept), host.agree
-        )
+        (content, report), ticket = exchange.together(described, host.agree)
         if ticket.again:
             whole = report._replace(table=content.table, token="")
             _, ticket = exchange.together(lambda: (None, whole), host.agree)
@@ -208,6 +214,11 @@ class _Host:
 
     def agree(self, reports: list[_Report]) -> Ticket:
         """Check that the records of all ranks fit together, and make the staging folder. See [Note: plan cache]."""
+        targets = sorted({report.target for report in reports})
+        if len(targets) > 1:
+            raise ShardingError(
+                f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
+            )
         tables = [report.table for report in reports if report.table is not None]
         tokens = {report.token for report in reports}
         known = not tables and self._kept is not None and tokens == {self._kept.token}

@@ -18,7 +18,7 @@ import ctypes
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from operator import sub
@@ -118,11 +118,14 @@ class Reader:
         left = [index for index in range(len(records)) if index not in last]
         pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         run_all = _Runner(pool)
+        ahead = ThreadPoolExecutor(1)  # asking the kernel to read ahead takes as long as a third of the reading
+        asked: Future[None] | None = None
         try:
             for own, before, after in zip([*order, None], [None, *order], [*order, None, None][1:], strict=True):
+                if asked is not None:
+                    asked.result()
                 self._open({place[0] for place in (before, own, after) if place is not None})
-                for ahead in (own, after) if before is None else (after,):
-                    self._prefetch(ahead, windows)
+                asked = None if after is None else ahead.submit(self._prefetch, after, windows[after])
                 if own is not None:
                     run_all([partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
                 if before is not None:
@@ -133,6 +136,7 @@ class Reader:
                         on_complete(index)
                 left = []
         finally:
+            ahead.shutdown(cancel_futures=True)
             if pool:
                 pool.shutdown(cancel_futures=True)
             self._open(set())
@@ -270,10 +274,9 @@ class Reader:
             for run in wanted:
                 ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
 
-    def _prefetch(self, place: Place | None, windows: dict[Place, _Window]) -> None:
+    def _prefetch(self, place: Place, window: _Window) -> None:
         """Have the kernel read this rank's blocks of a window while it works on the one before."""
-        for number in windows[place].blocks if place is not None else ():
-            assert place is not None, number
+        for number in window.blocks:
             at, length = number * self._block_bytes, self._block_bytes
             os.posix_fadvise(self._handles[place[0]], at, length, os.POSIX_FADV_WILLNEED)
 

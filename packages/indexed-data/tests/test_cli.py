@@ -208,7 +208,9 @@ def test_ctrl_c_exits_130_without_a_traceback(folder):
     )
     argv = ["build", "a.jsonl", "--output", "x", "--tokenizer", "slow:Slow"]
     command = [sys.executable, "-m", "sixfold.indexed_data", *argv]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell starts background jobs with SIGINT ignored, and Python would inherit that.
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     deadline = time.monotonic() + 30
     while not os.path.exists("started") and time.monotonic() < deadline:
         time.sleep(0.005)

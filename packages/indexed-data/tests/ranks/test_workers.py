@@ -33,7 +33,12 @@ if __name__ == "__main__":
     build(["a.jsonl"], "out", tokenizer="slow_tokenizer:Slow", workers=2, part_bytes=60)
 """)
     process = subprocess.Popen(
-        [sys.executable, "run.py"], start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "run.py"],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # A shell starts background jobs with SIGINT ignored, and Python would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not os.path.exists("out.building/part-00001.json") and time.monotonic() < deadline:

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from multiprocessing.connection import Pipe
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -39,7 +39,8 @@ from sixfold.dist_ckpt.control import Alive, ControlFolder, Job
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
 from sixfold.dist_ckpt.exchange import Group, Outcome
 from sixfold.dist_ckpt.mapping import ShardedTensor
-from sixfold.dist_ckpt.strategies.base import save_engine
+from sixfold.dist_ckpt.saving import SaveRequest
+from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
 
 _CLOSE_S = 5.0
 
@@ -122,20 +123,17 @@ class AsyncSaver:
         check_finite: bool = False,
     ) -> AsyncSave:
         """``async_save`` on this saver's group."""
-        folder = _local_folder(checkpoint_dir, sharded_strategy, common_strategy)
-        agree = partial(
-            saving.agree_on,
-            sharded_state_dict,
-            folder,
-            sharded_strategy,
-            common_strategy,
-            preprocess_common_before_consistancy_check,
-            content_metadata,
+        request = SaveRequest(
+            state=sharded_state_dict,
+            path=remote.local_path(checkpoint_dir),
+            preprocess=preprocess_common_before_consistancy_check,
+            content_metadata=content_metadata,
             group=self._group,
             if_exists=if_exists,
+            check_finite=check_finite,
             timeout_s=self._timeout_s,
         )
-        return self._start(agree, folder, check_finite, self._timeout_s)
+        return self._start(request, _engine_for(request.path, sharded_strategy, common_strategy))
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again."""
@@ -154,18 +152,16 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(
-        self, agree: Callable[[], saving.Agreed], folder: Path, check_finite: bool, timeout_s: float
-    ) -> AsyncSave:
+    def _start(self, request: SaveRequest, engine: SaveEngine) -> AsyncSave:
         start = time.monotonic()
         if self._is_closed:
             raise CheckpointError("this AsyncSaver is closed; make a new one")
         self._let_go()
         worker = self._ready_worker()
-        agreed = agree()
+        agreed = saving.agree_on(request, engine)
         sign: list[Alive] = []
         try:
-            job = self._hand_over(agreed, check_finite, timeout_s, sign)
+            job = self._hand_over(agreed, request.check_finite, request.timeout_s, sign)
         except BaseException:
             for alive in sign:
                 alive.close()
@@ -174,7 +170,7 @@ class AsyncSaver:
             agreed.abandon()
             raise
         self._flight = _Flight(worker, job, sign[0] if sign else None)
-        return AsyncSave(folder, start, worker.process.pid, self._flight)
+        return AsyncSave(Path(request.path), start, worker.process.pid, self._flight)
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""
@@ -404,32 +400,30 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    folder = _local_folder(checkpoint_dir, sharded_strategy, common_strategy)
-    agree = partial(
-        saving.agree_on,
-        sharded_state_dict,
-        folder,
-        sharded_strategy,
-        common_strategy,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
+    request = SaveRequest(
+        state=sharded_state_dict,
+        path=remote.local_path(checkpoint_dir),
+        preprocess=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
         group=group,
         if_exists=if_exists,
+        check_finite=check_finite,
         timeout_s=timeout_s,
     )
-    return _saver_of(os.getpid())._start(agree, folder, check_finite, timeout_s)
+    return _saver_of(os.getpid())._start(request, _engine_for(request.path, sharded_strategy, common_strategy))
 
 
-def _local_folder(checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any) -> Path:
-    """The target; CheckpointError for what only ``save`` can do."""
-    if remote.is_url(checkpoint_dir):
-        raise CheckpointError(f"{checkpoint_dir}: background saves go to a local folder; use save for a URL")
-    if save_engine(sharded_strategy, common_strategy) is None:
+def _engine_for(path: str | Path, sharded_strategy: Any, common_strategy: Any) -> SaveEngine:
+    """The built-in engine; CheckpointError for what only ``save`` can do."""
+    if remote.is_url(path):
+        raise CheckpointError(f"{path}: background saves go to a local folder; use save for a URL")
+    engine = save_engine(sharded_strategy, common_strategy)
+    if engine is None:
         raise CheckpointError(
             f"the strategies {sharded_strategy}, {common_strategy} save by themselves, which only save can let them; "
             "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
         )
-    return Path(remote.local_path(checkpoint_dir))
+    return engine
 
 
 @cache

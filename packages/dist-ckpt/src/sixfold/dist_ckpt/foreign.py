@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +21,19 @@ import torch
 
 from sixfold.dist_ckpt import factory, integrity, loading, metadata, plan, saving, storage, tree, validation
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
-from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.exchange import Exchange
+from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.reader import check_policy
+from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     SaveCommonStrategy,
+    SaveEngine,
     SaveShardedStrategy,
     owns_file,
 )
-from sixfold.dist_ckpt.validation import StrictHandling
 
 CONFIG_NAME = "metadata.json"
 Config = tuple[tuple[str, int], tuple[str, int]]
@@ -43,36 +47,14 @@ def read_config(checkpoint_dir: str | Path) -> Config | None:
         return None
 
 
-def save(
-    state: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
-    strategy: SaveShardedStrategy,
-    common_strategy: SaveCommonStrategy,
-    preprocess: Callable[[dict[Any, Any]], Any] | None,
-    content_metadata: dict[str, Any] | None,
-    *,
-    group: Group,
-    if_exists: str,
-    check_finite: bool,
-    timeout_s: float,
-) -> None:
+def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: SaveCommonStrategy) -> None:
     """As ``serialization.save``, with strategies that write by themselves."""
-    if check_finite:
+    if request.check_finite:
         raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
-    exchange = Exchange(group, timeout_s)
-    target = Path(checkpoint_dir).resolve()
-    (expanded, parts), _ = exchange.together(lambda: (_split(state), None), lambda _: None)
-    agreed = saving.agree_on(
-        expanded,
-        target,
-        None,
-        None,
-        preprocess,
-        content_metadata,
-        group=group,
-        if_exists=if_exists,
-        timeout_s=timeout_s,
-    )
+    exchange = Exchange(request.group, request.timeout_s)
+    target = Path(request.path).resolve()
+    (expanded, parts), _ = exchange.together(lambda: (_split(request.state), None), lambda _: None)
+    agreed = saving.agree_on(replace(request, state=expanded, path=target), SaveEngine())
     staging = Path(agreed.ticket.staging)
 
     def write() -> tuple[None, None]:
@@ -95,7 +77,7 @@ def save(
         storage.write_file(staging, CONFIG_NAME, json.dumps(config).encode())
         _complete_integrity(staging)
         _sync(staging)
-        storage.check_target(target, if_exists, owns_file)
+        storage.check_target(target, request.if_exists, owns_file)
         storage.commit(staging, target, agreed.ticket.save_id)
 
     try:
@@ -165,23 +147,12 @@ class _Asked(NamedTuple):
     mismatches: list[str]
 
 
-def load(
-    state: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
-    strategy: LoadShardedStrategy,
-    common_strategy: LoadCommonStrategy,
-    validate_access_integrity: bool,
-    strict: StrictHandling,
-    *,
-    group: Group,
-    dtype_policy: str,
-    timeout_s: float,
-) -> Any:
+def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
-    if dtype_policy not in ("exact", "cast", "strict"):
-        raise CheckpointError(f"dtype_policy is {dtype_policy!r}; it is 'exact', 'cast' or 'strict'")
-    folder = Path(checkpoint_dir).resolve()
-    exchange = Exchange(group, timeout_s)
+    check_policy(request.dtype_policy)
+    strict = validation.parse_strict(request.strict)
+    folder = Path(request.path).resolve()
+    exchange = Exchange(request.group, request.timeout_s)
 
     def decide(asked: list[_Asked]) -> tuple[set[str], set[str]]:
         stored = asked[0].stored
@@ -192,19 +163,19 @@ def load(
         missing, unexpected = set(stored - keys), set(keys - stored)
         validation.check_keys(strict, missing, unexpected)
         validation.raise_problems([line for part in asked for line in part.mismatches], "asked for", MismatchError)
-        if validate_access_integrity:
+        if request.validate_access_integrity:
             problems = validation.tensor_problems([part.tensors for part in asked], "asked for")
             problems += validation.object_problems([part.objects for part in asked], "asked for")
             validation.raise_problems(problems, "asked for", ShardingError)
         return missing, unexpected
 
     wanted, (missing, unexpected) = exchange.together(
-        lambda: _want(state, folder, strategy, common_strategy, dtype_policy), decide
+        lambda: _want(request.state, folder, strategy, common_strategy, request.dtype_policy), decide
     )
     values, casts = exchange.together(
-        lambda: _values(wanted, unexpected, folder, strategy, common_strategy, dtype_policy), _union
+        lambda: _values(wanted, unexpected, folder, strategy, common_strategy, request.dtype_policy), _union
     )
-    if casts and dtype_policy == "cast":
+    if casts and request.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=3)
     result = tree.assemble(wanted.common, wanted.expanded, values)
     places = [path for path, _ in (*wanted.parts.records, *wanted.parts.local)]

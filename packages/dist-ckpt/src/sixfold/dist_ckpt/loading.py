@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import factory, metadata, plan, tree, validation, weights_only
 from sixfold.dist_ckpt.dense import check_writable
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, StorageError, typed
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.folder import Checkpoint, is_complete, open_checkpoint
 from sixfold.dist_ckpt.integrity import Block, Span
@@ -29,7 +29,7 @@ from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.reader import WINDOW_BYTES, Reader, check_policy
 from sixfold.dist_ckpt.relay import Relay, relay_through
 from sixfold.dist_ckpt.saving import object_report
-from sixfold.dist_ckpt.strategies.base import LoadEngine, load_engine
+from sixfold.dist_ckpt.strategies.base import LoadEngine
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.validation import StrictHandling
 
@@ -83,42 +83,39 @@ class _Request:
         return [self.tensors[index] for index in kept], last
 
 
-def load(
-    sharded_state_dict: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
-    validate_access_integrity: bool = True,
-    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
-    *,
-    group: Group = "world",
-    dtype_policy: str = "exact",
-    verify: str = "touched",
-    safe_globals: Sequence[Any] = (),
-    timeout_s: float = 600.0,
-) -> Any:
-    """``serialization.load``, which says what the arguments are, by the built-in engine.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
 
-    Raises: as there; CheckpointError for strategies that load by themselves.
-    """
-    engine = load_engine(sharded_strategy, common_strategy)
-    if engine is None:
-        raise CheckpointError(f"the built-in engine does not load with {sharded_strategy}, {common_strategy}")
-    exchange = Exchange(group, timeout_s)
+    state: Mapping[Any, Any]
+    path: str | Path
+    validate_access_integrity: bool = True
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
+    group: Group
+    dtype_policy: str = "exact"
+    verify: str = "touched"
+    safe_globals: Sequence[Any] = ()
+    timeout_s: float = 600.0
+
+
+def load(asked: LoadRequest, engine: LoadEngine) -> Any:
+    """``serialization.load`` by the built-in engine."""
+    exchange = Exchange(asked.group, asked.timeout_s)
 
     def requested() -> tuple[_Request, _Report]:
-        check_policy(dtype_policy)
-        validation.parse_strict(strict)
-        return _request(sharded_state_dict, checkpoint_dir, dtype_policy, verify, safe_globals, engine, exchange)
+        check_policy(asked.dtype_policy)
+        validation.parse_strict(asked.strict)
+        return _request(asked, engine, exchange)
 
     request, decision = exchange.together(
-        requested, lambda reports: _agree(reports, validation.parse_strict(strict), validate_access_integrity)
+        requested,
+        lambda reports: _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity),
     )
-    mode = validation.parse_strict(strict)
+    mode = validation.parse_strict(asked.strict)
     values, casts = exchange.together(
-        lambda: _read_one_save(request, decision, exchange.rank, dtype_policy, safe_globals), _union
+        lambda: _read_one_save(request, decision, exchange.rank, asked.dtype_policy, asked.safe_globals), _union
     )
-    if casts and dtype_policy == "cast":
+    if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     result = _assemble(request, values)
     missing = decision.missing if mode.minds_missing else set()
@@ -131,26 +128,18 @@ def _union(keys_by_rank: list[set[str]]) -> list[str]:
     return sorted({key for keys in keys_by_rank for key in keys})
 
 
-def _request(
-    state: Mapping[Any, Any],
-    path: str | Path,
-    dtype_policy: str,
-    verify: str,
-    safe_globals: Sequence[Any],
-    engine: LoadEngine,
-    exchange: Exchange,
-) -> tuple[_Request, _Report]:
+def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tuple[_Request, _Report]:
     looked: list[_Request] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(state, path, dtype_policy, verify, safe_globals, engine.with_common))
+        looked.append(_look(asked, engine.with_common))
         return looked[0].shareable()
 
     if engine.parallel:
         within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
         relay = relay_through(look, within, engine.memory)
         wanted = looked[0]
-        reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=dtype_policy)
+        reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=asked.dtype_policy)
         request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay, before_read=engine.before_read)
     else:
         look()
@@ -158,17 +147,10 @@ def _request(
     return request, _report(request, wanted, exchange.rank)
 
 
-def _look(
-    state: Mapping[Any, Any],
-    path: str | Path,
-    dtype_policy: str,
-    verify: str,
-    safe_globals: Sequence[Any],
-    with_common: bool,
-) -> _Request:
+def _look(asked: LoadRequest, with_common: bool) -> _Request:
     """What this rank wants of the checkpoint; records without data get some."""
-    checkpoint = open_checkpoint(path, verify=verify)
-    expanded, merges = factory.expand(tree.checked(state))
+    checkpoint = open_checkpoint(asked.path, verify=asked.verify)
+    expanded, merges = factory.expand(tree.checked(asked.state))
     parts = tree.split(expanded)
     for number, (place, record) in enumerate(parts.records):
         if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
@@ -181,8 +163,8 @@ def _look(
             check_writable(record, record.data)
     with collection_paused():
         table, pieces = tabulate(tensors)
-        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=dtype_policy, pieces=pieces)
-    common = _common(checkpoint, safe_globals) if with_common else {}
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
+    common = _common(checkpoint, asked.safe_globals) if with_common else {}
     return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
@@ -384,7 +366,7 @@ def load_sharded_metadata(
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
     tensors = load_tensors_metadata(checkpoint_dir)
-    loaded = load(tensors, checkpoint_dir, group=None)
+    loaded = load(LoadRequest(state=tensors, path=checkpoint_dir, group=None), LoadEngine())
     return {key: loaded[key] for key in tensors}
 
 

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 
 from sixfold.dist_ckpt import integrity, loading, metadata, saving, storage
 from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, StorageError, UnsafeError
-from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block
+from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.manifest import ByteRange
+from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine, owns_file
-from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
-from sixfold.dist_ckpt.validation import StrictHandling
 
 _MIRROR = "sixfold-mirror-"
 _LOCAL = ("file://", "local://")
@@ -108,41 +108,29 @@ class Store:
             raise StorageError(f"{self.url}: {type(error).__name__}: {error}", code) from error
 
 
-def save(
-    state: Mapping[Any, Any],
-    url: str,
-    engine: SaveEngine | None,
-    preprocess: Callable[[dict[Any, Any]], Any] | None,
-    content_metadata: dict[str, Any] | None,
-    *,
-    group: Group,
-    if_exists: str,
-    check_finite: bool,
-    timeout_s: float,
-) -> None:
+def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
     """As ``serialization.save``, to a store. See [Note: commit without rename]."""
     if engine is None:
         raise CheckpointError(f"{url}: strategies of users write into local folders; only torch_dist goes to a URL")
-    if if_exists not in ("replace", "error"):
-        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
-    exchange = Exchange(group, timeout_s)
+    saving.check_if_exists(request.if_exists)
+    exchange = Exchange(request.group, request.timeout_s)
     store, _ = exchange.together(lambda: (Store(url), None), lambda _: None)
 
     def agree(reports: list[Any]) -> tuple[str, bool]:
         tables = [report.table for report in reports if report.table is not None]
         saving.check_together(tables, reports, None)
-        _check_target(store, if_exists)
+        _check_target(store, request.if_exists)
         return secrets.token_hex(8), len({report.common_digest for report in reports}) > 1
 
     (content, _), (save_id, differs) = exchange.together(
-        lambda: saving.describe(state, content_metadata, exchange, engine, preprocess, None), agree
+        lambda: saving.describe(request, exchange, engine, None), agree
     )
     if differs:
-        saving.warn_of_differences(exchange, content, preprocess)
+        saving.warn_of_differences(exchange, content, request.preprocess)
     with TemporaryDirectory(prefix="sixfold-spool-") as spool:
-        ticket = saving.Ticket(save_id, spool, url, if_exists, differs)
+        ticket = saving.Ticket(save_id, spool, url, request.if_exists, differs)
         exchange.together(
-            lambda: (None, _upload(store, saving.write(content, ticket, exchange.rank, check_finite), ticket)),
+            lambda: (None, _upload(store, saving.write(content, ticket, exchange.rank, request.check_finite), ticket)),
             lambda written: _commit(store, written, content, ticket),
         )
 
@@ -275,50 +263,16 @@ def _named(mirror: Mirror, url: str) -> Iterator[None]:
         raise BY_NAME[type(error).__name__](place.sub(lambda _: url, str(error))) from error
 
 
-class _Mirrored(TorchDistLoadShardedStrategy):
-    """The engine of a strategy, told to fetch what it is about to read."""
-
-    def __init__(self, engine: LoadEngine, mirror: Mirror) -> None:
-        super().__init__()
-        self._engine = replace(engine, before_read=mirror.fetch)
-
-    def engine(self) -> LoadEngine:
-        return self._engine
-
-
-def load(
-    state: Mapping[Any, Any],
-    url: str,
-    engine: LoadEngine | None,
-    validate_access_integrity: bool,
-    strict: StrictHandling | str,
-    *,
-    group: Group,
-    dtype_policy: str,
-    verify: str,
-    safe_globals: Sequence[Any],
-    timeout_s: float,
-) -> Any:
+def load(request: LoadRequest, url: str, engine: LoadEngine | None) -> Any:
     """As ``serialization.load``, from a store: each rank fetches the blocks that it reads."""
     if engine is None:
         raise CheckpointError(f"{url}: strategies of users read local folders; torch_dist and zarr come from a URL")
-    exchange = Exchange(group, timeout_s)
+    exchange = Exchange(request.group, request.timeout_s)
     mirror, _ = exchange.together(lambda: (Mirror(url), None), lambda _: None)
     try:
         with _named(mirror, url):
-            result = loading.load(
-                state,
-                mirror.folder,
-                _Mirrored(engine, mirror),
-                None,
-                validate_access_integrity,
-                strict,
-                group=group,
-                dtype_policy=dtype_policy,
-                verify=verify,
-                safe_globals=safe_globals,
-                timeout_s=timeout_s,
-            )
+            local = replace(request, path=mirror.folder)
+            result = loading.load(local, replace(engine, before_read=mirror.fetch))
             exchange.together(lambda: (mirror.check_unchanged(), None), lambda _: None)
             return result
     finally:

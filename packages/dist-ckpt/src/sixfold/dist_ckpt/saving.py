@@ -28,7 +28,7 @@ from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.pause import collection_paused
-from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file, save_engine
+from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 
 
@@ -93,36 +93,27 @@ class Content:
     threads: int = 1
 
 
-def save(
-    sharded_state_dict: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
-    validate_access_integrity: bool = True,
-    preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
-    content_metadata: dict[str, Any] | None = None,
-    *,
-    group: Group = "world",
-    if_exists: str = "replace",
-    check_finite: bool = False,
-    timeout_s: float = 600.0,
-) -> None:
-    """``serialization.save``, which says what the arguments are, by the built-in engine."""
-    agreed = agree_on(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        group=group,
-        if_exists=if_exists,
-        timeout_s=timeout_s,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What a call of ``save`` or ``async_save`` asks for, strategies apart. ``serialization.save`` explains each."""
+
+    state: Mapping[Any, Any]
+    path: str | Path
+    preprocess: Callable[[dict[Any, Any]], Any] | None = None
+    content_metadata: dict[str, Any] | None = None
+    group: Group
+    if_exists: str = "replace"
+    check_finite: bool = False
+    timeout_s: float
+
+
+def save(request: SaveRequest, engine: SaveEngine) -> None:
+    """``serialization.save`` by the built-in engine."""
+    agreed = agree_on(request, engine)
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
         places, _ = exchange.together(
-            lambda: _sparing(write(content, ticket, exchange.rank, check_finite), ticket, kept),
+            lambda: _sparing(write(content, ticket, exchange.rank, request.check_finite), ticket, kept),
             lambda written: commit(written, content, ticket, kept),
         )
     except BaseException:
@@ -157,35 +148,20 @@ class Agreed:
             storage.discard(Path(self.ticket.staging))
 
 
-def agree_on(
-    sharded_state_dict: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
-    sharded_strategy: Any,
-    common_strategy: Any,
-    preprocess: Callable[[dict[Any, Any]], Any] | None,
-    content_metadata: dict[str, Any] | None,
-    *,
-    group: Group,
-    if_exists: str,
-    timeout_s: float,
-) -> Agreed:
+def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
     """The collective half of a save: what each rank has, whether it fits together, where it goes.
 
-    Args and errors: as ``save``.
+    Errors: as ``serialization.save``.
     """
-    engine = save_engine(sharded_strategy, common_strategy)
-    if engine is None:
-        raise CheckpointError(f"the built-in engine does not save with {sharded_strategy}, {common_strategy}")
-    exchange = Exchange(group, timeout_s)
+    exchange = Exchange(request.group, request.timeout_s)
     place = f"{exchange.rank} of {exchange.ranks}"
     kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    target = Path(checkpoint_dir).resolve()
-    host = _Host(target, if_exists, kept)
+    target = Path(request.path).resolve()
+    host = _Host(target, request.if_exists, kept)
 
     def described() -> tuple[tuple[Content, _Report], _Report]:
-        if if_exists not in ("replace", "error"):
-            raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
-        (content, report), _ = describe(sharded_state_dict, content_metadata, exchange, engine, preprocess, kept)
+        check_if_exists(request.if_exists)
+        (content, report), _ = describe(request, exchange, engine, kept)
         aimed = report._replace(target=str(target))
         return (content, aimed), aimed
 
@@ -195,13 +171,19 @@ def agree_on(
             whole = report._replace(table=content.table, token="")
             _, ticket = exchange.together(lambda: (None, whole), host.agree)
         if ticket.common_differs:
-            warn_of_differences(exchange, content, preprocess)
+            warn_of_differences(exchange, content, request.preprocess)
     except BaseException:
         host.discard()
         raise
     if engine.memory is not None and not ticket.known:
         kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
     return Agreed(exchange, content, ticket, kept)
+
+
+def check_if_exists(if_exists: str) -> None:
+    """CheckpointError for what is neither of the two words."""
+    if if_exists not in ("replace", "error"):
+        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
 
 
 class _Host:
@@ -260,17 +242,13 @@ def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | 
 
 
 def describe(
-    state: Mapping[Any, Any],
-    content_metadata: dict[str, Any] | None,
-    exchange: Exchange,
-    engine: SaveEngine,
-    preprocess: Callable[..., Any] | None,
-    kept: _Kept | None,
+    request: SaveRequest, exchange: Exchange, engine: SaveEngine, kept: _Kept | None
 ) -> tuple[tuple[Content, _Report], _Report]:
+    """What this rank saves, and its report to the first rank; twice in the form of ``Exchange.together``."""
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
-        expanded, _ = factory.expand(tree.checked(state))
+        expanded, _ = factory.expand(tree.checked(request.state))
         sorted_out.append(tree.split(expanded))
         return [record for _, record in sorted_out[0].records]
 
@@ -287,8 +265,8 @@ def describe(
                 raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
             check_readable(record, record.data)
     common = dict(parts.common)
-    if content_metadata is not None:
-        common["content_metadata"] = content_metadata
+    if request.content_metadata is not None:
+        common["content_metadata"] = request.content_metadata
     stored = [
         (record.unique_key, weights_only.dump([record.data], f"the object {record}"))
         for record in objects
@@ -303,7 +281,7 @@ def describe(
         kept.token if kept is not None and known else "",
         [object_report(record) for record in objects],
         nbytes,
-        crc32(repr(sorted(_leaf_digests(common, preprocess).items())).encode()),
+        crc32(repr(sorted(_leaf_digests(common, request.preprocess).items())).encode()),
     )
     content = Content(tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count)
     return (content, report), report
@@ -392,7 +370,8 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
         check_together([report.table for report in reports if report.table is not None], reports, None)
         return Ticket(save_id, str(folder), str(folder), "replace", False)
 
-    (content, _), ticket = exchange.together(lambda: describe(state, None, exchange, SaveEngine(), None, None), check)
+    request = SaveRequest(state=state, path=folder, group=exchange.group, timeout_s=exchange.timeout_s)
+    (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
     exchange.together(
         lambda: (None, write(content, ticket, exchange.rank, False)),
         lambda written: _write_index(folder, written, ticket.save_id, {}),

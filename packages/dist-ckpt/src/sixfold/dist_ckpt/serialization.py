@@ -15,13 +15,15 @@ from typing import Any
 from sixfold.dist_ckpt import foreign, loading, remote, saving
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange import Group
+from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from sixfold.dist_ckpt.validation import StrictHandling, parse_strict
+from sixfold.dist_ckpt.validation import StrictHandling
 
 register(StrategyAction.SAVE_SHARDED, "torch_dist", 1, TorchDistSaveShardedStrategy())
 register(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy())
@@ -71,46 +73,24 @@ def save(
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
     checkpoint_dir = remote.local_path(checkpoint_dir)
-    if remote.is_url(checkpoint_dir):
-        remote.save(
-            sharded_state_dict,
-            str(checkpoint_dir),
-            base.save_engine(sharded_strategy, common_strategy),
-            preprocess_common_before_consistancy_check,
-            content_metadata,
-            group=group,
-            if_exists=if_exists,
-            check_finite=check_finite,
-            timeout_s=timeout_s,
-        )
-        return
-    if base.save_engine(sharded_strategy, common_strategy) is not None:
-        saving.save(
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            validate_access_integrity,
-            preprocess_common_before_consistancy_check,
-            content_metadata,
-            group=group,
-            if_exists=if_exists,
-            check_finite=check_finite,
-            timeout_s=timeout_s,
-        )
-        return
-    foreign.save(
-        sharded_state_dict,
-        checkpoint_dir,
-        base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1)),
-        base.find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1)),
-        preprocess_common_before_consistancy_check,
-        content_metadata,
+    engine = base.save_engine(sharded_strategy, common_strategy)
+    request = SaveRequest(
+        state=sharded_state_dict,
+        path=checkpoint_dir,
+        preprocess=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
         group=group,
         if_exists=if_exists,
         check_finite=check_finite,
         timeout_s=timeout_s,
     )
+    if remote.is_url(checkpoint_dir):
+        remote.save(request, str(checkpoint_dir), engine)
+    elif engine is not None:
+        saving.save(request, engine)
+    else:
+        sharded = base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
+        foreign.save(request, sharded, base.find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1)))
 
 
 def load(
@@ -155,46 +135,26 @@ def load(
             errors.py; raised on every rank, and before the result is returned.
     """
     checkpoint_dir = remote.local_path(checkpoint_dir)
-    if remote.is_url(checkpoint_dir):
-        return remote.load(
-            sharded_state_dict,
-            str(checkpoint_dir),
-            base.load_engine(sharded_strategy, common_strategy),
-            validate_access_integrity,
-            strict,
-            group=group,
-            dtype_policy=dtype_policy,
-            verify=verify,
-            safe_globals=safe_globals,
-            timeout_s=timeout_s,
-        )
-    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
-    if strategies is not None:
-        sharded, common = strategies
-        return foreign.load(
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded,
-            TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common,
-            validate_access_integrity,
-            parse_strict(strict),
-            group=group,
-            dtype_policy=dtype_policy,
-            timeout_s=timeout_s,
-        )
-    return loading.load(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        validate_access_integrity,
-        strict,
+    request = LoadRequest(
+        state=sharded_state_dict,
+        path=checkpoint_dir,
+        validate_access_integrity=validate_access_integrity,
+        strict=strict,
         group=group,
         dtype_policy=dtype_policy,
         verify=verify,
         safe_globals=safe_globals,
         timeout_s=timeout_s,
     )
+    if remote.is_url(checkpoint_dir):
+        return remote.load(request, str(checkpoint_dir), base.load_engine(sharded_strategy, common_strategy))
+    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+    if strategies is not None:
+        sharded, common = strategies
+        return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
+    engine = base.load_engine(sharded_strategy, common_strategy)
+    assert engine is not None, "strategies that load by themselves are foreign"
+    return loading.load(request, engine)
 
 
 def _foreign_strategies(

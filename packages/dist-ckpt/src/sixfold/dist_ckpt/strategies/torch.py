@@ -102,14 +102,14 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
             raise MismatchError(f"version {loaded_version} of {BACKEND!r}; {self} reads {VERSION}")
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
-        loaded = loading.load(
-            sharded_state_dict,
-            checkpoint_dir,
-            _RecordsOnly(),
+        request = loading.LoadRequest(
+            state=sharded_state_dict,
+            path=checkpoint_dir,
             validate_access_integrity=False,
             group=self._group,
             timeout_s=self._timeout_s,
         )
+        loaded = loading.load(request, LoadEngine(with_common=False))  # common data is another strategy's
         wanted = {path: tree.get(loaded, path) for path, _ in tree.leaves(sharded_state_dict) if path}
         return tree.nest(wanted)
 
@@ -118,10 +118,3 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
         return loading.load_sharded_metadata(checkpoint_dir)
-
-
-class _RecordsOnly(TorchDistLoadShardedStrategy):
-    """Leaves the common data to another strategy."""
-
-    def engine(self) -> LoadEngine:
-        return LoadEngine(with_common=False)

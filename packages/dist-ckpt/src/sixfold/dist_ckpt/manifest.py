@@ -5,11 +5,11 @@ plan + written frames --> manifest.py (this file) <--> metadata.py <--> .metadat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -70,21 +70,30 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...]
 
 
+class ChunkDecoder(Protocol):
+    """Reads chunks and objects that are bare files and no frames (zarr)."""
+
+    def is_plain(self, chunk: StoredChunk) -> bool:
+        """Whether the chunk's file is the values of its box in row-major order."""
+
+    def decode(self, folder: Path, chunk: StoredChunk) -> torch.Tensor:
+        """The values of the box of any other chunk."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Tensors by key, objects by stored key; ``save_id`` is None for folders of other libraries.
 
     ``needs_metadata_json`` is true if the writer was not plain DCP: then a folder without
-    metadata.json is a save that never finished. ``decode_chunk`` is set where chunks and objects are
-    bare files and no frames (zarr): called with the folder and a chunk it gives the chunk's box as a
-    tensor, or None if the file is the box's values in row-major order.
+    metadata.json is a save that never finished. ``decoder`` is set where chunks and objects are bare files and no
+    frames (zarr).
     """
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, ByteRange]
     save_id: str | None = None
     needs_metadata_json: bool = False
-    decode_chunk: Callable[[Path, StoredChunk], torch.Tensor | None] | None = None
+    decoder: ChunkDecoder | None = None
 
     def frames(self) -> list[ByteRange]:
         """Every frame, tensors first."""

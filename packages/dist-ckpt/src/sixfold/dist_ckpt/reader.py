@@ -151,7 +151,7 @@ class Reader:
             except CorruptError as error:
                 raise CorruptError(f"{name}: {error}") from error
         value = weights_only.load(bytes(view), name, safe_globals)
-        in_list = self._checkpoint.manifest.decode_chunk is None  # a zarr object is a file of its own, without a list
+        in_list = self._checkpoint.manifest.decoder is None  # a zarr object is a file of its own, without a list
         return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value
 
     def _windows(

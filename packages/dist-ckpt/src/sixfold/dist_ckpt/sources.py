@@ -4,21 +4,27 @@
 
 A frame of this package is recognised by comparing it with the template of its dtype and shape; a frame of
 torch or megatron by its zip directory, once, and its CRC-32, which they write and never look at, is checked
-on the way. What is not plain values in row-major order goes through torch's weights-only reader.
+on the way. What is not plain values in row-major order goes through torch's weights-only reader, when it is copied:
+of what was decoded the last ``KEPT_BYTES`` are kept, for the next reads of the same chunk.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from threading import Lock
 from typing import Any
 
 import torch
 
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import weights_only
+from sixfold.dist_ckpt.box import Box
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.folder import Checkpoint
 from sixfold.dist_ckpt.manifest import ByteRange
 from sixfold.dist_ckpt.plan import Read
+
+KEPT_BYTES = 1 << 26
 
 
 class Sources:
@@ -27,7 +33,7 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
-        self._decoded: dict[ByteRange, torch.Tensor] = {}
+        self._decoded = _Decoded()
 
     def start(self, step: Read) -> int | None:
         """Byte of the file at which the chunk's values begin in row-major order; None if they are not plain."""
@@ -43,20 +49,17 @@ class Sources:
         if start is not None:
             data = self._checkpoint.map(step.chunk.frame.file)
             return torch.frombuffer(data, dtype=step.stored_dtype, count=box.volume, offset=start).view(box.size)
-        tensor = self._decoded_frame(step)
-        if step.chunk.run is None:
-            return tensor
-        return tensor.reshape(-1)[step.chunk.first : step.chunk.first + box.volume].view(box.size)
+        tensor = self._decoded.get((step.chunk.frame, box))
+        if tensor is None:
+            tensor = self._decode(step)
+            self._decoded.put((step.chunk.frame, box), tensor)
+        return tensor
 
     def _values_of(self, step: Read) -> int | None:
         chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
-        decode = self._checkpoint.manifest.decode_chunk
-        if decode is not None:
-            tensor = decode(self._checkpoint.folder, chunk)
-            if tensor is None:
-                return 0
-            self._decoded[frame] = tensor
-            return None
+        decoder = self._checkpoint.manifest.decoder
+        if decoder is not None:
+            return 0 if decoder.is_plain(chunk) else None
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
         if frame.length == template.nbytes:
@@ -80,20 +83,47 @@ class Sources:
             frames.check_records(view)
         return layout
 
-    def _decoded_frame(self, step: Read) -> torch.Tensor:
-        chunk, frame = step.chunk, step.chunk.frame
-        if frame not in self._decoded:
-            value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
-            if not isinstance(value, torch.Tensor):
-                raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
-            self._decoded[frame] = value
-        tensor = self._decoded[frame]
-        expected = chunk.box.size if self._checkpoint.manifest.decode_chunk is not None else chunk.frame_shape
-        if tuple(tensor.shape) != expected or tensor.dtype != step.stored_dtype:
+    def _decode(self, step: Read) -> torch.Tensor:
+        """The chunk of a frame that is not plain."""
+        chunk, frame, decoder = step.chunk, step.chunk.frame, self._checkpoint.manifest.decoder
+        if decoder is not None:
+            return decoder.decode(self._checkpoint.folder, chunk)
+        value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
+        if not isinstance(value, torch.Tensor):
+            raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
+        if tuple(value.shape) != chunk.frame_shape or value.dtype != step.stored_dtype:
             raise CorruptError(
-                f"{frame} holds {tensor.dtype} {tuple(tensor.shape)}; .metadata says {step.stored_dtype} {expected}"
+                f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {step.stored_dtype} "
+                f"{chunk.frame_shape}"
             )
-        return tensor
+        if chunk.run is None:
+            return value
+        return value.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.size)
+
+
+class _Decoded:
+    """The chunks decoded last, of ``KEPT_BYTES`` together or one; for threads."""
+
+    def __init__(self) -> None:
+        self._tensors: OrderedDict[tuple[ByteRange, Box], torch.Tensor] = OrderedDict()
+        self._nbytes = 0
+        self._lock = Lock()
+
+    def get(self, place: tuple[ByteRange, Box]) -> torch.Tensor | None:
+        with self._lock:
+            if place in self._tensors:
+                self._tensors.move_to_end(place)
+            return self._tensors.get(place)
+
+    def put(self, place: tuple[ByteRange, Box], tensor: torch.Tensor) -> None:
+        with self._lock:
+            if place in self._tensors:
+                return
+            self._tensors[place] = tensor
+            self._nbytes += tensor.untyped_storage().nbytes()
+            while self._nbytes > KEPT_BYTES and len(self._tensors) > 1:
+                _, oldest = self._tensors.popitem(last=False)
+                self._nbytes -= oldest.untyped_storage().nbytes()
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:

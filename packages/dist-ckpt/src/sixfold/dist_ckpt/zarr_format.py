@@ -4,7 +4,7 @@
     record --> array_header, chunk_name (this file) --> strategies/zarr.py
 
 An array is a folder named by its key with a ``.zarray`` (zarr v2) and one file per chunk, ``i.j.k``. Chunks that
-are compressed, filtered, column-major or big-endian are decoded by the zarr library, if it is installed.
+are compressed or filtered are decoded by zarr_codecs.py, by a closed list; no other file of the folder is asked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sixfold.dist_ckpt import storage
 from sixfold.dist_ckpt.box import Box, Ints, intersect, whole
-from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, ShardingError
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedObject
+from sixfold.dist_ckpt.zarr_codecs import Coding, parse_coding, to_row_major
 
 HEADER_NAME = ".zarray"
 BACKEND = ("zarr", 1)
@@ -48,14 +48,21 @@ _MOST_CHUNKS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a ``.zarray`` says. ``plain`` arrays have chunk files of bare row-major little-endian values."""
+    """What a ``.zarray`` says. ``big``: of big-endian numbers; ``columns``: chunks are column-major."""
 
     dtype: torch.dtype
     shape: Ints
     chunk: Ints
-    plain: bool
+    coding: Coding
+    big: bool
+    columns: bool
     separator: str
     fill: int | float | bool | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether chunk files are bare row-major little-endian values."""
+        return self.coding.is_none and not self.big and not self.columns
 
     @property
     def chunk_bytes(self) -> int:
@@ -108,27 +115,40 @@ def parse_header(path: Path) -> Header:
 
     Raises:
         CorruptError: it is none. MismatchError: another zarr format, or a dtype unknown here.
+        UnsafeError: a codec outside the closed list.
     """
     try:
         content = json.loads(storage.read_small(path))
         shape, chunk, name = tuple(content["shape"]), tuple(content["chunks"]), content["dtype"]
         version, fill = content["zarr_format"], content["fill_value"]
-        odd = [content["compressor"], content["filters"] or None, None if content["order"] == "C" else "F"]
+        compressor, filters, order = content["compressor"], content["filters"], content["order"]
         separator = content.get("dimension_separator", ".")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if version != 2:
         raise MismatchError(f"{path}: zarr format {version}; megatron-core wrote 2")
     counts = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *chunk)) and len(shape) == len(chunk)
-    if not counts or 0 in chunk or separator not in (".", "/"):
-        raise CorruptError(f"{path}: shape {shape}, chunks {chunk}, separator {separator!r}")
-    swapped = isinstance(name, str) and name.startswith(">")
+    if not counts or 0 in chunk or separator not in (".", "/") or order not in ("C", "F"):
+        raise CorruptError(f"{path}: shape {shape}, chunks {chunk}, separator {separator!r}, order {order!r}")
+    try:
+        coding = parse_coding(compressor, filters)
+    except CheckpointError as error:
+        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error
+    big = isinstance(name, str) and name.startswith(">")
     dtype = _BY_NAME.get(name.replace(">", "<")) if isinstance(name, str) else None
     if dtype is None:
         raise MismatchError(f"{path}: dtype {name!r}; known are {sorted(_BY_NAME)}")
     number = fill if isinstance(fill, int | float) else None
-    plain = not swapped and all(part is None for part in odd)
-    return Header(dtype=dtype, shape=shape, chunk=chunk, plain=plain, separator=separator, fill=number)
+    return Header(
+        dtype=dtype,
+        shape=shape,
+        chunk=chunk,
+        coding=coding,
+        big=big,
+        columns=order == "F",
+        separator=separator,
+        fill=number,
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -152,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
                 stored_key = f"{key}/{name.removesuffix('.pt')}"
                 if _is_object(stored_key):
                     objects[stored_key] = ByteRange(f"{key}/{name}", 0, (at / name).stat().st_size)
-    return Manifest(tensors, objects, needs_metadata_json=True, decode_chunk=decoder)
+    return Manifest(tensors, objects, needs_metadata_json=True, decoder=decoder)
 
 
 def _is_object(stored_key: str) -> bool:
@@ -186,7 +206,7 @@ def _array(folder: Path, key: str, names: set[str], decoder: _Decoder) -> Stored
             raise CorruptError(f"{folder / file} has {size} bytes; a chunk of {key} has {header.chunk_bytes}")
         frame = ByteRange(file, 0, size)
         if not header.plain or box.size != header.chunk:
-            decoder.special[frame] = (key, header)
+            decoder.special[frame] = header
         chunks.append(StoredChunk(box, frame))
     return StoredTensor(header.dtype, header.shape, tuple(chunks))
 
@@ -195,38 +215,21 @@ def _array(folder: Path, key: str, names: set[str], decoder: _Decoder) -> Stored
 class _Decoder:
     """Makes tensors of the chunks whose files are not simply their values."""
 
-    special: dict[ByteRange, tuple[str, Header]] = field(default_factory=dict)
+    special: dict[ByteRange, Header] = field(default_factory=dict)
     absent: dict[tuple[ByteRange, Box], Header] = field(default_factory=dict)
 
-    def __call__(self, folder: Path, chunk: StoredChunk) -> torch.Tensor | None:
-        if (chunk.frame, chunk.box) in self.absent:
-            header = self.absent[chunk.frame, chunk.box]
-            return torch.full(chunk.box.size, header.fill or 0, dtype=header.dtype)
-        if chunk.frame not in self.special:
-            return None
-        key, header = self.special[chunk.frame]
-        if not header.plain:
-            return _decode_with_library(folder / key, chunk.box, header)
-        data = bytearray((folder / chunk.frame.file).read_bytes())
-        padded = torch.frombuffer(data, dtype=header.dtype).view(header.chunk)
+    def is_plain(self, chunk: StoredChunk) -> bool:
+        return chunk.frame not in self.special and (chunk.frame, chunk.box) not in self.absent
+
+    def decode(self, folder: Path, chunk: StoredChunk) -> torch.Tensor:
+        absent = self.absent.get((chunk.frame, chunk.box))
+        if absent is not None:
+            return torch.full(chunk.box.size, absent.fill or 0, dtype=absent.dtype)
+        header = self.special[chunk.frame]
+        data = (folder / chunk.frame.file).read_bytes()
+        if not header.coding.is_none:
+            data = header.coding.decode(data, header.chunk_bytes)
+        if len(data) != header.chunk_bytes:
+            raise CorruptError(f"{chunk.frame} has {len(data)} bytes; a chunk has {header.chunk_bytes}")
+        padded = to_row_major(data, header.dtype, header.chunk, big=header.big, columns=header.columns)
         return padded[tuple(slice(0, length) for length in chunk.box.size)].contiguous()
-
-
-def _decode_with_library(array: Path, box: Box, header: Header) -> torch.Tensor:
-    try:
-        import zarr
-    except ImportError as error:
-        raise MismatchError(
-            f"{array} is compressed, filtered, big-endian or column-major, which needs the zarr library: "
-            "pip install 'sixfold-dist-ckpt[zarr]'"
-        ) from error
-    try:
-        stored: Any = zarr.open_array(str(array), mode="r")
-        values = stored[tuple(slice(at, at + length) for at, length in zip(box.offset, box.size, strict=True))]
-        native = values.astype(values.dtype.newbyteorder("="), order="C")
-    except Exception as error:  # the library and its codecs raise whatever they like on damage
-        raise CorruptError(f"{array}: the zarr library cannot decode {box}: {type(error).__name__}: {error}") from error
-    tensor = torch.from_numpy(native)
-    if tensor.dtype != header.dtype:
-        raise CorruptError(f"{array} decodes to {tensor.dtype}, its header says {header.dtype}")
-    return tensor.reshape(box.size)

@@ -118,8 +118,26 @@ def _slots_are_right(program: Program) -> bool:
         most = max(sum(a.kind is Kind.STEP and a.stage == s for _, a in _parts(program)) for s in range(program.stages))
         if steps != list(range(most)) or (most and program.microbatches % most):
             return False
+        if not _weights_are_there(mine, most, program):
+            return False
         if not _batches_are_right([a for a in mine if a.kind not in (Kind.UNSHARD, Kind.RESHARD)], most, program):
             return False
+    return True
+
+
+def _weights_are_there(mine: list[Action], steps: int, program: Program) -> bool:
+    """Run one stage with its versions in a list: each forward finds the version that it reads."""
+    if program.weights == "pipedream" or not steps:
+        return program.weights == "flushed" or steps > 0
+    versions, size = ["W0"], program.microbatches // steps
+    for a in mine:
+        if a.kind is Kind.STEP:
+            versions.append(f"W{len(versions)}")
+        elif a.kind is Kind.F:
+            batch = a.microbatch // size
+            read = f"W{batch}" if program.weights == "flushed" else f"W{max(batch - 1, 0)}"
+            if read not in versions:
+                return False
     return True
 
 

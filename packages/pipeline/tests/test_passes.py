@@ -197,9 +197,9 @@ def test_the_optimizer_steps_after_a_flush_or_as_soon_as_a_stage_is_done_or_per_
         assert slots in str(lower(early))
     lowered_first = optimizer_step(lower(program), when="post_validated")
     assert lowered_first == lower(early)
-    twice = optimizer_step(one_f_one_b(2, 4), when="version", steps=2)
-    assert str(twice).splitlines()[1] == "1: 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1"
-    assert optimizer_step(lower(one_f_one_b(2, 4)), when="version", steps=2).ranks[0].count(twice.ranks[0][-1]) == 1
+    twice = optimizer_step(one_f_one_b(2, 4), when="2bw", steps=2)
+    assert str(twice).splitlines()[2] == "1: 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1"
+    assert optimizer_step(lower(one_f_one_b(2, 4)), when="2bw", steps=2).ranks[0].count(twice.ranks[0][-1]) == 1
     for name, make in FLUSH.items():
         for when in ("flush", "post_validated"):
             stepped = optimizer_step(make(3, 5), when=when)
@@ -227,7 +227,7 @@ def test_stripping_steps_leaves_one_reduction_per_stage():
         (lambda: recompute(gpipe(1, 2), microbatches=[2]), "recompute of microbatch 2; microbatches are 0..1"),
         (lambda: recompute(recompute(gpipe(1, 1))), "the program has RECOMPUTEs already"),
         (lambda: optimizer_step(gpipe(1, 4), when="often"), "when is 'often'"),
-        (lambda: optimizer_step(gpipe(1, 4), when="version", steps=3), "steps is 3; it divides the program's 4"),
+        (lambda: optimizer_step(gpipe(1, 4), when="2bw", steps=3), "steps is 3; it divides the program's 4"),
         (lambda: optimizer_step(gpipe(1, 4), steps=2), "steps is 2; with when='flush' there is one"),
         (lambda: optimizer_step(optimizer_step(gpipe(1, 1))), "the program has STEPs already"),
         (lambda: lower(Program.parse("0: 0F0 0F3 0B0 0B3", microbatches=2)), r"0F3: microbatches are 0..1"),

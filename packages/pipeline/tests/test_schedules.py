@@ -129,6 +129,7 @@ PICTURES = [
     (
         pipedream(ranks=2, microbatches=3),
         """\
+weights: pipedream
 0: 0F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0B2 0STEP2
 1: 1F0 1B0 1STEP0 1F1 1B1 1STEP1 1F2 1B2 1STEP2
 """,
@@ -136,6 +137,7 @@ PICTURES = [
     (
         pipedream_2bw(ranks=2, microbatches=2),
         """\
+weights: 2bw
 0: 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0B3 0STEP1
 1: 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1
 """,

@@ -74,7 +74,7 @@ def test_outputs_are_held_from_their_forward_to_their_input_gradient():
 
 def test_weight_versions_are_those_in_use_and_the_newest():
     assert simulate(gpipe(2, 2), Costs([1.0] * 2, [1.0] * 2, [1.0] * 2)).weight_versions == (1, 1)
-    program = Program.parse("0: 0F0 0F1 0F2 0B0 0STEP0 0F3 0B1 0STEP1 0B2 0STEP2 0B3 0STEP3")
+    program = Program.parse("weights: pipedream\n0: 0F0 0F1 0F2 0B0 0STEP0 0F3 0B1 0STEP1 0B2 0STEP2 0B3 0STEP3")
     assert simulate(program, Costs([1.0], [1.0], [1.0])).weight_versions == (3,)
 
 

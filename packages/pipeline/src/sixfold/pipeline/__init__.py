@@ -16,7 +16,7 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 from sixfold.pipeline.plan import LayerProfile, Plan, Plan2BW, partition, plan, plan_2bw, plan_over
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.schedules import (
     dualpipe_v,
     eager_one_f_one_b,
@@ -56,6 +56,7 @@ __all__ = [
     "Stage",
     "StepResult",
     "Timeline",
+    "Weights",
     "draw",
     "dualpipe_v",
     "eager_one_f_one_b",

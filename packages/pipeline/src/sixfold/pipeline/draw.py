@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sixfold.pipeline.action import WORK
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.picture import save_png, write_svg
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.trace import write_trace
 
@@ -29,7 +30,8 @@ def draw(
 
     Args:
         format: "text", a line per rank: a program's actions in order, a timeline's to scale, where a dot stands for
-            idle time; "svg", a picture to scale; "trace", for Perfetto: one event per action, in microseconds.
+            idle time; "svg", a picture to scale, both of work alone, without messages and slots; "trace", for Perfetto:
+            one event per action, in microseconds.
             For the last two a program is simulated with F, I and W of 1 per rank.
         beside: drawn below the first, which is then called simulated and this one measured.
     Raises:
@@ -74,7 +76,9 @@ def _text(program_or_timeline: Program | Timeline) -> str:
 
 def _columns(timelines: list[Timeline]) -> float:
     """Columns per unit of time: the shortest action is as wide as the longest name, if that is not too wide."""
-    seen = [event for timeline in timelines for event in timeline.events if event[3] > event[2]]
+    seen = [
+        event for timeline in timelines for event in timeline.events if event[3] > event[2] and event[1].kind in WORK
+    ]
     if not seen:
         raise ScheduleError("the timeline has no action that takes time; there is nothing to draw to scale")
     widest = max(len(str(action)) for _, action, _, _ in seen)
@@ -84,9 +88,10 @@ def _columns(timelines: list[Timeline]) -> float:
 
 def _to_scale(timeline: Timeline, columns: float) -> str:
     lines = [""] * len(timeline.peak_activations)
-    for rank, action, start, end in timeline.events:
+    for rank, action, start, end in (event for event in timeline.events if event[1].kind in WORK):
         idle = "." * (round(start * columns) - len(lines[rank]))
         width = round(end * columns) - len(lines[rank]) - len(idle)
         lines[rank] += idle + str(action)[: max(width, 0)].ljust(width)
     full = round(timeline.makespan * columns)
-    return "".join(f"{rank}: {line.ljust(full, '.')}".rstrip() + "\n" for rank, line in enumerate(lines))
+    head = "" if timeline.weights is Weights.FLUSHED else f"weights: {timeline.weights}\n"
+    return head + "".join(f"{rank}: {line.ljust(full, '.')}".rstrip() + "\n" for rank, line in enumerate(lines))

@@ -9,12 +9,13 @@ action; the proof of a deadlock also carries its cycle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sixfold.pipeline.action import Action
 
-__all__ = ["PipelineTimeout", "ScheduleError"]
+__all__ = ["PipelineTimeout", "ScheduleError", "whole"]
 
 
 class ScheduleError(ValueError):
@@ -45,3 +46,18 @@ class ScheduleError(ValueError):
 
 class PipelineTimeout(ScheduleError):
     """A peer did not answer before the deadline, or its connection ended."""
+
+
+def whole(name: str, value: object, *, least: int | None = None) -> int:
+    """``value`` as an int: Python's or numpy's integers are, truth values, floats and text are not.
+
+    Raises:
+        ScheduleError: it is none, or below ``least``; ``name`` says what.
+    """
+    rule = "a whole number" if least is None else f"a whole number >= {least}"
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise ScheduleError(f"{name} is {value!r}; it is {rule}")
+    number = index(value)  # type: ignore[arg-type]
+    if least is not None and number < least:
+        raise ScheduleError(f"{name} is {number}; it is >= {least}")
+    return int(number)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.counterexample import broken
+from sixfold.pipeline.counterexample import broken, missing
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 
 __all__ = ["activation_share", "peak_activations", "weight_versions", "with_rounding"]
 
@@ -88,32 +88,47 @@ def _over(
 def weight_versions(program: Program) -> tuple[int, ...]:
     """Largest number of weight versions of one stage that each rank needs at once.
 
-    One for a program of one STEP or none. [Note: weight versions] Of several batches, each with its STEP, batch t runs
-    on all ranks with W(max(t - 1, 0)) and its STEP makes W(t + 1): two versions (PipeDream-2BW). If a rank begins a
-    batch before it has that version, or a batch is one microbatch (PipeDream), a microbatch keeps the version that its
-    stage had at its forward until its last backward, and the newest one is always there.
+    One where weights are flushed, and two for 2BW, or one if there is one STEP. With PipeDream's a microbatch keeps the
+    version that its stage had at its forward until its last backward, and the newest one is always there.
+
+    Raises:
+        ScheduleError: a forward comes before the STEP that makes the version which it reads, or versions are kept by a
+            program without STEPs.
     """
-    steps = max((a.microbatch or 0) + 1 if a.kind is Kind.STEP else 0 for _, _, a in program.entries())
-    batch = program.microbatches // max(1, steps)
-    if steps > 1 and batch > 1 and all(_begins_with_the_version_before(row, batch) for row in program.ranks):
-        return (2,) * len(program.ranks)
-    return tuple(_versions_of_rank(actions) for actions in program.ranks)
+    steps = [action.microbatch or 0 for _, _, action in program.entries() if action.kind is Kind.STEP]
+    if not steps:
+        if program.weights is not Weights.FLUSHED:
+            raise missing(program, program.placement[0], Action(0, Kind.STEP, 0))
+        return (1,) * len(program.ranks)
+    if program.weights is Weights.PIPEDREAM:
+        return tuple(_versions_of_rank(actions) for actions in program.ranks)
+    batches = max(steps) + 1
+    old = int(program.weights is Weights.TWO_BW)  # batches that a version is behind
+    if batches > 1:
+        _check_reads(program, max(1, program.microbatches // batches), old)
+    return (1 + min(old, batches - 1),) * len(program.ranks)
 
 
-def _begins_with_the_version_before(actions: tuple[Action, ...], batch: int) -> bool:
-    """Whether STEP t - 2 of each stage comes before the forwards of batch t."""
-    made: dict[int, int] = {}
-    for action in (part for entry in actions for part in entry.each()):
-        if action.kind is Kind.STEP:
-            made[action.stage] = made.get(action.stage, 0) + 1
-        elif action.kind is Kind.F and (action.microbatch or 0) // batch - 1 > made.get(action.stage, 0):
-            return False
-    return True
+def _check_reads(program: Program, batch: int, old: int) -> None:
+    """Each forward of batch t stands behind STEP t - 1 - ``old`` of its stage."""
+    for rank, actions in enumerate(program.ranks):
+        made: dict[int, int] = {}
+        for position, entry in enumerate(actions):
+            for action in entry.each():
+                if action.kind is Kind.STEP:
+                    made[action.stage] = made.get(action.stage, 0) + 1
+                elif action.kind is Kind.F and action.microbatch is not None:
+                    needed = action.microbatch // batch - old
+                    if needed > made.get(action.stage, 0):
+                        step = Action(action.stage, Kind.STEP, needed - 1)
+                        rule = (
+                            f"it reads W({needed}) ({program.weights} weights) and {step} comes after it; "
+                            "a program that keeps older versions says 'weights: pipedream' or 'weights: 2bw'"
+                        )
+                        raise broken(program, rank, position, action, rule)
 
 
 def _versions_of_rank(actions: tuple[Action, ...]) -> int:
-    if Kind.STEP not in {action.kind for action in actions}:
-        return 1
     newest: dict[int, int] = {}
     used: dict[tuple[int, int | None], int] = {}
     most = 1

@@ -15,7 +15,7 @@ from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import lower
 from sixfold.pipeline.placement import at_least_one
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 
 __all__ = [
     "lower",
@@ -30,6 +30,7 @@ __all__ = [
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 _NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
+_VERSIONS = {weights.value: weights for weights in (Weights.PIPEDREAM, Weights.TWO_BW)}
 
 
 def reduce_grad(program: Program) -> Program:
@@ -71,7 +72,7 @@ def _with_reductions(actions: tuple[Action, ...], stages: Iterable[int]) -> Iter
 def strip(program: Program) -> Program:
     """Remove RECOMPUTE and STEP, which PyTorch's CSV has no word for, and every REDUCE_GRAD but a stage's last.
 
-    Without STEPs the whole program is one flush, whose gradients are reduced once.
+    Without STEPs the whole program is one flush, whose gradients are reduced once, and its weights are flushed.
     """
 
     def stripped(actions: tuple[Action, ...]) -> list[Action]:
@@ -87,7 +88,7 @@ def strip(program: Program) -> Program:
             row.append(action)
         return list(reversed(row))
 
-    return _per_rank(program, stripped)
+    return replace(_per_rank(program, stripped), weights=Weights.FLUSHED)
 
 
 def split_backward(program: Program) -> Program:
@@ -219,20 +220,20 @@ def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> 
     Args:
         when: "flush", at the end of each rank's list, for an optimizer that waits for all gradients (their norm) and so
             for all ranks; "post_validated", as soon as the stage's own gradients are complete, for an optimizer that
-            checks the norm afterwards and takes a step back if it must (arXiv 2401.10241, section 4); "version", behind
-            the last backward of each batch of ``microbatches / steps``, which makes a weight version per batch
-            (arXiv 2006.09503).
-        steps: batches in the program; more than one with "version" only.
+            checks the norm afterwards and takes a step back if it must (arXiv 2401.10241, section 4); "pipedream" and
+            "2bw", behind the last backward of each batch of ``microbatches / steps``, which makes a weight version per
+            batch; the program's ``weights`` then say so (arXiv 1806.03377, 2006.09503).
+        steps: batches in the program; more than one with "pipedream" and "2bw" only.
     Raises:
         ScheduleError: ``when`` is unknown, ``steps`` does not divide the microbatches or does not go with ``when``, or
             the program has STEPs already.
     """
-    if when not in ("flush", "post_validated", "version"):
-        raise ScheduleError(f"when is {when!r}; it is 'flush', 'post_validated' or 'version'")
+    if when not in ("flush", "post_validated", *_VERSIONS):
+        raise ScheduleError(f"when is {when!r}; it is 'flush', 'post_validated', 'pipedream' or '2bw'")
     at_least_one(steps=steps)
     if program.microbatches % steps:
         raise ScheduleError(f"steps is {steps}; it divides the program's {program.microbatches} microbatches")
-    if steps > 1 and when != "version":
+    if steps > 1 and when not in _VERSIONS:
         raise ScheduleError(f"steps is {steps}; with when={when!r} there is one")
     _refuse(program, (Kind.STEP,), "optimizer_step")
     if when == "flush":
@@ -240,8 +241,9 @@ def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> 
             (*actions, *(Action(stage, Kind.STEP, 0) for stage in program.stages_of(rank)))
             for rank, actions in enumerate(program.ranks)
         )
-        return replace(program, ranks=tuple(rows))
-    return _per_rank(program, lambda actions: _with_steps(actions, program.microbatches // steps))
+        return replace(program, ranks=tuple(rows), weights=Weights.FLUSHED)
+    stepped = _per_rank(program, lambda actions: _with_steps(actions, program.microbatches // steps))
+    return replace(stepped, weights=_VERSIONS.get(when, Weights.FLUSHED))
 
 
 def _with_steps(actions: tuple[Action, ...], batch: int) -> list[Action]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.action import WORK, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program import Weights
 from sixfold.pipeline.simulate import Timeline
 
 __all__ = ["save_png", "write_svg"]
@@ -129,14 +130,14 @@ def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
 
 
 def _boxes(timeline: Timeline) -> list[_Box]:
-    """Every action as a box; the parts of an overlap share its time by turns."""
+    """All work as boxes; the parts of an overlap share its time by turns."""
     own: dict[int, set[int]] = {}
     for rank, action, _, _ in timeline.events:
         own.setdefault(rank, set()).update(part.stage for part in action.each())
     chunk = {stage: at for stages in own.values() for at, stage in enumerate(sorted(stages))}
     most = max(chunk.values(), default=0)
     boxes = []
-    for rank, action, start, end in timeline.events:
+    for rank, action, start, end in (event for event in timeline.events if event[1].kind in WORK):
         parts = list(action.each())
         for at, part in enumerate(parts):
             step = (end - start) / len(parts)
@@ -164,6 +165,8 @@ def _headline(name: str, timeline: Timeline) -> str:
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     bubble = f"bubble over ideal {timeline.bubble_over_ideal:.4f}"
     words = f"makespan {timeline.makespan:.4g}, {bubble}, peak activations {peaks}"
+    if timeline.weights is not Weights.FLUSHED:
+        words += f", weight versions {', '.join(map(str, timeline.weight_versions))} ({timeline.weights})"
     return f"{name}: {words}" if name else words
 
 
@@ -180,6 +183,6 @@ def _legend(top: float, kinds: set[Kind]) -> list[str]:
 
 def _longest(timelines: dict[str, Timeline]) -> float:
     longest = max(timeline.makespan for timeline in timelines.values())
-    if longest <= 0:
+    if not any(timeline.ideal for timeline in timelines.values()):
         raise ScheduleError("the timeline has no action that takes time; there is nothing to draw to scale")
     return longest

@@ -8,9 +8,7 @@ any total map; these are the ones that the schedules use.
 
 from __future__ import annotations
 
-from typing import SupportsIndex
-
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import whole
 
 __all__ = ["at_least_one", "linear", "looped", "vee", "wave"]
 
@@ -22,10 +20,7 @@ def at_least_one(**arguments: int) -> None:
         ScheduleError: names the argument, its value and the rule.
     """
     for name, value in arguments.items():
-        if not isinstance(value, SupportsIndex):
-            raise ScheduleError(f"{name} is {value!r}; it is a whole number >= 1")
-        if value < 1:
-            raise ScheduleError(f"{name} is {value}; it is >= 1")
+        whole(name, value, least=1)
 
 
 def linear(ranks: int) -> tuple[int, ...]:

@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import pairwise
 
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, whole
 
-__all__ = ["Program"]
+__all__ = ["Program", "Weights"]
 
 _LINE = re.compile(r"\s*([0-9]{1,15})\s*:(.*)")
+_WEIGHTS = re.compile(r"\s*weights\s*:(.*)")
+
+
+class Weights(StrEnum):
+    """Which version of a stage's weights a microbatch reads, where a program has STEPs; the value is its text.
+
+    Batch t is the microbatches between STEP t - 1 and STEP t of a stage; W(0) is what a program begins with and STEP t
+    makes W(t + 1).
+    """
+
+    FLUSHED = "flushed"  # batch t reads W(t): its forwards come after STEP t - 1, and one version is enough
+    PIPEDREAM = "pipedream"  # a microbatch reads what its stage had at its forward, until its backward (1806.03377)
+    TWO_BW = "2bw"  # batch t reads W(max(t - 1, 0)) on all ranks: two versions (2006.09503)
 
 
 @dataclass(frozen=True)
@@ -28,17 +42,23 @@ class Program:
         ranks: the actions of each rank, in the order in which it runs them.
         microbatches: m, per flush of the pipeline.
         placement: rank of each stage.
-        name: for reports; it is no part of the program's identity.
+        name: for reports; it is no part of the program's identity, and text and CSV do not hold it.
+        weights: which version of its weights a microbatch reads where the program has STEPs.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
     microbatches: int
     placement: tuple[int, ...]
     name: str = field(default="", compare=False)
+    weights: Weights = Weights.FLUSHED
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise ScheduleError(f"microbatches is {self.microbatches}; it is >= 1")
+        # Lists and numpy's integers are taken, and become what a program can be compared, hashed and sent by.
+        object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
+        object.__setattr__(self, "microbatches", whole("microbatches", self.microbatches, least=1))
+        numbers = (whole(f"rank of stage {stage}", rank) for stage, rank in enumerate(self.placement))
+        object.__setattr__(self, "placement", tuple(numbers))
+        object.__setattr__(self, "weights", _weights(self.weights))
         if not self.ranks or not self.placement:
             raise ScheduleError(
                 f"the program has {len(self.ranks)} ranks and {len(self.placement)} stages; both are >= 1"
@@ -70,12 +90,15 @@ class Program:
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     def __str__(self) -> str:
-        lines = (f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks))
-        return "".join(line.rstrip() + "\n" for line in lines)
+        lines = [f"{rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks)]
+        first = [] if self.weights is Weights.FLUSHED else [f"weights: {self.weights}"]
+        return "".join(line.rstrip() + "\n" for line in (*first, *lines))
 
     @classmethod
     def parse(cls, text: str, microbatches: int | None = None) -> Program:
-        """Read lines ``rank: action action ...``; blank lines and ``#`` comments are skipped.
+        """Read lines ``rank: action action ...``, and ``weights: 2bw`` or ``weights: pipedream`` where there is one.
+
+        Blank lines and ``#`` comments are skipped.
 
         Args:
             text: one line per rank, any order, no rank left out.
@@ -84,9 +107,15 @@ class Program:
             ScheduleError: names the cell, its rank and its column, or the rank that is missing or doubled.
         """
         rows: dict[int, tuple[Action, ...]] = {}
+        weights: Weights | None = None
         for line in text.splitlines():
             line = line.partition("#")[0]
             if not line.strip():
+                continue
+            if (said := _WEIGHTS.fullmatch(line)) is not None:
+                if weights is not None:
+                    raise ScheduleError("weights are given twice; a program has one line for them")
+                weights = _weights(said[1].strip())
                 continue
             if (found := _LINE.fullmatch(line)) is None:
                 raise ScheduleError(f"line {line.strip()!r} is not 'rank: action action ...'")
@@ -97,13 +126,15 @@ class Program:
         for rank in range(len(rows)):
             if rank not in rows:
                 raise ScheduleError(f"rank {rank} has no line; ranks are 0..{max(rows)}", rank=rank)
-        return cls._from_rows([rows[rank] for rank in range(len(rows))], microbatches)
+        program = cls._from_rows([rows[rank] for rank in range(len(rows))], microbatches)
+        return program if weights is None else replace(program, weights=weights)
 
     @classmethod
     def from_csv(cls, text: str) -> Program:
         r"""Read PyTorch's form: row r is rank r, cells joined by ``,``, rows ended by ``\r\n`` or ``\n``.
 
-        An empty cell is an idle slot that torch writes for alignment; it is dropped.
+        An empty cell is an idle slot that torch writes for alignment; it is dropped. The program's weights are
+        flushed: this form has no place for another word.
         """
         rows = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
         cells = [_cells((cell.strip() for cell in row.split(",")), rank) for rank, row in enumerate(rows)]
@@ -113,9 +144,9 @@ class Program:
         """PyTorch's form of this program: "compute_only" of one with compute actions alone, else "compute_comms".
 
         Raises:
-            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for; it has slots but no
-                messages, which is neither form; or it has messages but not exactly one REDUCE_GRAD per stage, at
-                which alone torch divides that stage's gradients by m.
+            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for, or its weights are not
+                flushed; it has slots but no messages, which is neither form; or it has messages but not exactly
+                one REDUCE_GRAD per stage, at which alone torch divides that stage's gradients by m.
         """
         reduced = [0] * self.stages
         slot = None
@@ -125,6 +156,10 @@ class Program:
             if action.kind in PER_STAGE:
                 slot = slot or (rank, position, action)
                 reduced[action.stage] += action.kind is Kind.REDUCE_GRAD
+        if self.weights is not Weights.FLUSHED:
+            raise ScheduleError(
+                f"weights are {self.weights}; PyTorch's CSV has no place for that; passes.strip makes one flush of it"
+            )
         if self.lowered and set(reduced) != {1}:
             stage = next(stage for stage, count in enumerate(reduced) if count != 1)
             raise ScheduleError(
@@ -155,6 +190,13 @@ class Program:
                 raise ScheduleError(f"stage {stage} has no action; stages are 0..{max(placement)}")
         m = largest + 1 if microbatches is None else microbatches
         return cls(tuple(rows), m, tuple(placement[stage] for stage in range(len(placement))))
+
+
+def _weights(value: str) -> Weights:
+    try:
+        return Weights(value)
+    except ValueError:
+        raise ScheduleError(f"weights is {value!r}; it is 'flushed', 'pipedream' or '2bw'") from None
 
 
 def _not_exported(rank: int, position: int, action: Action, rule: str) -> ScheduleError:

@@ -12,13 +12,13 @@ so a program and its lowered form have one timeline.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.action import WORK, Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 
 __all__ = ["Event", "Timeline", "measured", "simulate"]
 
@@ -30,15 +30,18 @@ class Timeline:
     """When each action runs. Times are in the unit of the costs, sizes in that of ``Costs.activation``.
 
     Attributes:
-        makespan: end of the last action.
-        ideal: work of the busiest rank.
+        makespan: end of the last event, which in a measured timeline may be a message.
+        ideal: time for which the busiest rank works: computes, recomputes or steps. Messages and slots (UNSHARD,
+            RESHARD, REDUCE_GRAD) are no work, and work on two streams at once counts once.
         bubble_over_ideal: (makespan - ideal) / ideal (Megatron's bubble).
         bubble_over_total: 1 - sum of work / (ranks * makespan) (zero-bubble's "bubble rate").
-        span_over_ideal: (longest time from a rank's first start to its last end - ideal) / ideal.
+        span_over_ideal: (longest time from the start of a rank's first work to the end of its last - ideal) / ideal.
         peak_activations: per rank.
         weight_versions: per rank.
-        events: everything but messages and slots, of rank 0 in order, then rank 1, ...; a STEP takes no time.
+        events: of rank 0 in order, then rank 1, ...; simulated ones are work alone, where a STEP takes no time,
+            measured ones all that was given.
         peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I.
+        weights: the program's.
     """
 
     makespan: float
@@ -50,37 +53,42 @@ class Timeline:
     weight_versions: tuple[int, ...]
     events: tuple[Event, ...]
     peak_outputs: tuple[int, ...] = ()
+    weights: Weights = Weights.FLUSHED
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
     """Run ``program`` on paper.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, or the program hangs.
+        ScheduleError: the costs are for another number of stages, the program hangs, or it reads weights before
+            the STEP that makes them.
     Cost: O(actions).
     """
     if len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
-    rows = [[a for a in actions if a.kind in _ON_THE_CLOCK] for actions in program.ranks]
+    rows = [[a for a in actions if a.kind in WORK] for actions in program.ranks]
     events = _play(program, rows, costs)
     activation = costs.activation if costs.activation is not None else activation_share(program)
     peaks = peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share)
     return _timeline(program, events, peaks)
 
 
-def measured(events: Iterable[Event]) -> Timeline:
+def measured(events: Iterable[Event], weights: Weights = Weights.FLUSHED) -> Timeline:
     """A timeline of what happened: events of any order, from a trace or a clock, times from 0 on.
 
-    Activations count 1/v per stage, in the order in which the actions began.
+    Activations count 1/v per stage, in the order in which the actions began. Messages and slots may run beside work.
 
+    Args:
+        weights: of the program that ran.
     Raises:
-        ScheduleError: a rank below the highest, or a stage below the highest, has no event.
+        ScheduleError: a rank below the highest, or a stage below the highest, has no event; or a forward began before
+            the STEP that makes the weights which it reads.
     """
     by_rank: dict[int, list[Event]] = {}
     for event in sorted(events, key=lambda event: event[2:]):
         by_rank.setdefault(event[0], []).append(event)
     lines = (f"{rank}: {' '.join(str(event[1]) for event in row)}" for rank, row in by_rank.items())
-    program = Program.parse("\n".join(lines))
+    program = replace(Program.parse("\n".join(lines)), weights=weights)
     rows = [by_rank[rank] for rank in range(len(by_rank))]
     return _timeline(program, rows, peak_activations(program, activation_share(program)))
 
@@ -89,9 +97,10 @@ def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, .
     """Sum up the events of each rank."""
     # An output is held like an activation of size 1 of which I frees all.
     outputs = peak_activations(program, [1.0] * program.stages, input_share=1.0)
-    work = [sum(end - start for _, _, start, end in row) for row in events]
-    makespan = max((row[-1][3] for row in events if row), default=0.0)
-    span = max((row[-1][3] - row[0][2] for row in events if row), default=0.0)
+    worked = [[(start, end) for _, action, start, end in row if action.kind in WORK] for row in events]
+    work = [_covered(times) for times in worked]
+    makespan = max((end for row in events for *_, end in row), default=0.0)
+    span = max((max(end for _, end in times) - times[0][0] for times in worked if times), default=0.0)
     ideal = max(work, default=0.0)
     return Timeline(
         makespan=makespan,
@@ -103,10 +112,18 @@ def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, .
         weight_versions=weight_versions(program),
         events=tuple(event for row in events for event in row),
         peak_outputs=tuple(round(peak) for peak in outputs),
+        weights=program.weights,
     )
 
 
-_ON_THE_CLOCK = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B, Kind.RECOMPUTE, Kind.STEP})
+def _covered(times: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of the intervals runs; they ascend in their starts."""
+    total, until = 0.0, 0.0
+    for start, end in times:
+        if end > until:
+            total += end - max(start, until)
+            until = end
+    return total
 
 
 def _duration(action: Action, costs: Costs) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program import Weights
 from sixfold.pipeline.simulate import Event, Timeline, measured
 
 __all__ = ["read_trace", "write_trace"]
@@ -33,18 +34,22 @@ def write_trace(timelines: dict[str, Timeline]) -> str:
             events.append(
                 {"name": str(action), "ph": "X", "pid": process, "tid": rank, "cat": action.kind.value, **times}
             )
-    return json.dumps({"traceEvents": events})
+    trace: dict[str, Any] = {"traceEvents": events}
+    weights = {timeline.weights for timeline in timelines.values()}
+    if len(weights) == 1 and Weights.FLUSHED not in weights:
+        trace["otherData"] = {"weights": weights.pop().value}
+    return json.dumps(trace)
 
 
 def read_trace(text: str) -> Timeline:
     """A measured timeline from a trace that ``write_trace`` made, or any tool with the same names.
 
     Events whose name is not an action, and those that are not complete ("X"), are left out. Time counts from the
-    first action.
+    first action. Weights are flushed unless the trace's ``otherData`` says others, as ``write_trace`` does.
 
     Raises:
         ScheduleError: no JSON, no action in it, an event whose thread or times are not numbers, or an action that
-            is there more than once, as in a trace of several steps or of two timelines.
+            is there more than once, as in a trace of several steps or of two timelines; or as ``measured``.
     """
     try:
         document = json.loads(text)
@@ -64,13 +69,16 @@ def read_trace(text: str) -> Timeline:
         events.append((rank, action, begin * 1e-6, (begin + duration) * 1e-6))
     if not events:
         raise ScheduleError("the trace has no event whose name is an action, such as 3F0")
-    (rank, action), times = Counter((rank, action) for rank, action, _, _ in events).most_common(1)[0]
+    parts = Counter((rank, part) for rank, action, _, _ in events for part in action.each())
+    (rank, action), times = parts.most_common(1)[0]
     if times > 1:
         raise ScheduleError(
             f"the trace has {action} of rank {rank} {times} times; give the events of one step and one timeline"
         )
     first = min(start for _, _, start, _ in events)
-    return measured([(rank, action, start - first, end - first) for rank, action, start, end in events])
+    other = document.get("otherData") if isinstance(document, dict) else None
+    said = other.get("weights", Weights.FLUSHED) if isinstance(other, dict) else Weights.FLUSHED
+    return measured([(rank, action, start - first, end - first) for rank, action, start, end in events], said)
 
 
 def _action(name: object) -> Action | None:

@@ -21,7 +21,7 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.counterexample import broken, check_size, deadlock, grid, missing
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.slots import check_gathers, check_one_reduction, check_reductions, check_steps
 from sixfold.pipeline.waits import Wait, meet, run_to_the_end, shortest_cycle
 
@@ -99,7 +99,8 @@ def verify(
         cap=memory_cap,
     )
     crossings = sum(a != b for a, b in pairwise(program.placement))
-    versions = weight_versions(program) if Kind.STEP in found.kinds else (1,) * len(program.ranks)
+    stepless = Kind.STEP not in found.kinds and program.weights is Weights.FLUSHED  # nothing to look for
+    versions = (1,) * len(program.ranks) if stepless else weight_versions(program)
     return Report(2 * program.microbatches * crossings, peaks, versions)
 
 

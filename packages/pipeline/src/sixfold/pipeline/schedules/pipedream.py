@@ -4,6 +4,7 @@
 
 Two ranks, three microbatches:
 
+    weights: pipedream
     0: 0F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0B2 0STEP2
     1: 1F0 1B0 1STEP0 1F1 1B1 1STEP1 1F2 1B2 1STEP2
 
@@ -30,4 +31,4 @@ def pipedream(ranks: int, microbatches: int) -> Program:
         ScheduleError: an argument is below one.
     """
     order = one_f_one_b(ranks, microbatches)
-    return replace(optimizer_step(order, when="version", steps=microbatches), name="pipedream")
+    return replace(optimizer_step(order, when="pipedream", steps=microbatches), name="pipedream")

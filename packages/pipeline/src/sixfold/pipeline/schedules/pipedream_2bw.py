@@ -4,6 +4,7 @@
 
 Two ranks, two batches of two microbatches:
 
+    weights: 2bw
     0: 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0B3 0STEP1
     1: 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1
 
@@ -42,4 +43,4 @@ def pipedream_2bw(ranks: int, microbatches: int, steps: int = 2) -> Program:
             "since fewer need a third weight version (the paper asks for as many as ranks)"
         )
     order = one_f_one_b(ranks, steps * microbatches)
-    return replace(optimizer_step(order, when="version", steps=steps), name="pipedream_2bw")
+    return replace(optimizer_step(order, when="2bw", steps=steps), name="pipedream_2bw")

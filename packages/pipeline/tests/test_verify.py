@@ -200,6 +200,8 @@ def test_overlaps_that_no_text_can_spell_are_refused():
         (Action(0, Kind.F, 0, (Action(0, Kind.F, 0),)), "OVERLAP_F_B has parts"),
         (Action(0, Kind.OVERLAP_F_B), "OVERLAP_F_B has parts"),
         (Action(0, Kind.OVERLAP_F_B, None, (Action(0, Kind.STEP, 0),)), "parts are F, B, I or W"),
+        (Action(0, Kind.OVERLAP_F_B, 1, (Action(0, Kind.F, 0), Action(0, Kind.B, 0))), "no microbatch of its own"),
+        (Action(3, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0), Action(0, Kind.B, 0))), "that of its first part"),
     ):
         with pytest.raises(ScheduleError, match=rule):
             verify(replace(good, ranks=((odd, *good.ranks[0][1:]),)))

@@ -302,7 +302,7 @@ class PipelineRunner:
     def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""
         assert self._transport is not None and self._records is not None, "only a group has peers"
-        peer, position = None, None
+        peer, position = error.peer, None
         if compiled is not None and error.action is not None:
             program = compiled.program
             if error.action.kind is Kind.REDUCE_GRAD:  # it waits for the count of the last stage

@@ -197,14 +197,21 @@ class Transport:
         """Make the communicators of those directed edges of this rank that are new.
 
         Edges are made in one order on all ranks, each by both its ends, so none waits in a circle.
+
+        Raises:
+            PeerLost: the other end of an edge did not come before the deadline, or failed and left.
         """
         for source, destination in sorted(pairs):
-            if source == self.rank and destination not in self._outgoing:
-                group, peer = self._edge(source, destination, destination)
-                self._outgoing[destination] = Outgoing(group, peer, self._wait)
-            elif destination == self.rank and source not in self._incoming:
-                group, peer = self._edge(source, destination, source)
-                self._incoming[source] = Incoming(group, peer, self._wait, self._device)
+            try:
+                if source == self.rank and destination not in self._outgoing:
+                    group, peer = self._edge(source, destination, destination)
+                    self._outgoing[destination] = Outgoing(group, peer, self._wait)
+                elif destination == self.rank and source not in self._incoming:
+                    group, peer = self._edge(source, destination, source)
+                    self._incoming[source] = Incoming(group, peer, self._wait, self._device)
+            except RuntimeError as error:
+                other = destination if source == self.rank else source
+                raise PeerLost(None, peer=other) from error
 
     def to(self, rank: int) -> Outgoing:
         """The edge from here to ``rank``."""

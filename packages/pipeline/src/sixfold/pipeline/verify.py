@@ -181,6 +181,8 @@ class _Found:
             rule = "OVERLAP_F_B has parts, and nothing else has"
         elif any(part.parts or part.kind not in _TURN for part in entry.parts):
             rule = "parts are F, B, I or W"
+        elif (entry.stage, entry.microbatch) != (entry.parts[0].stage, None):
+            rule = "its stage is that of its first part, and it has no microbatch of its own; its text says neither"
         elif any(
             _TURN[a.kind] >= _TURN[b.kind]
             for a, b in combinations(entry.parts, 2)

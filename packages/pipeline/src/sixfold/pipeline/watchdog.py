@@ -26,11 +26,17 @@ _POLL_S = 0.05
 
 
 class PeerLost(Exception):
-    """The message of ``action`` did not come before the deadline, or its connection ended."""
+    """The message of ``action`` did not come before the deadline, or its connection ended.
 
-    def __init__(self, action: Action | None) -> None:
+    Attributes:
+        action: None where ranks wait for each other outside of a program's list.
+        peer: rank that was waited for, where no action says it; None for all.
+    """
+
+    def __init__(self, action: Action | None, peer: int | None = None) -> None:
         super().__init__(str(action))
         self.action = action
+        self.peer = peer
 
 
 class HostWait:

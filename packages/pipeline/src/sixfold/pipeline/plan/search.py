@@ -6,6 +6,7 @@ Torch-free. [Note: search] Three makers of orders (known schedules, random repea
 scheduling) share the first part of the time; the best ones then run a knock-out of tabu searches: half of the
 time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
 patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
+Where overlaps save time (``Costs.overlap`` < 1) the last third joins neighbours of the best orders into overlaps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.plan.bound import least_memory, lower_bound
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
+from sixfold.pipeline.plan.overlap import overlapped
 from sixfold.pipeline.plan.patterns import pattern_order
 from sixfold.pipeline.plan.shop import Order, Shop
 from sixfold.pipeline.plan.tabu import improved
@@ -34,19 +37,23 @@ from sixfold.pipeline.simulate import Timeline, simulate
 __all__ = ["Plan", "plan", "plan_over"]
 
 _MAKING = 0.4  # part of the time in which orders are made
+_JOINING = 0.35  # part of it in which actions are joined into overlaps, where those save time
 _PLAYERS = 6  # of the knock-out
 _SEED = 20240515
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, its simulation, and what no schedule can beat.
+    """A schedule, its simulation, and what no other can beat.
 
     Attributes:
         program: placement and number of microbatches are in it.
         timeline: ``simulate(program, costs)``.
-        lower_bound: no schedule of any placement that was searched has a smaller makespan.
-        gap: makespan / lower_bound - 1; 0 is a proof that the plan is optimal.
+        lower_bound: no program that ``simulate`` can time has a smaller makespan under the same costs, in the ways and
+            placements that were searched: those given, or looped and wave, as far as one microbatch at a time fits the
+            cap without RECOMPUTE. The cap raises it no further.
+        gap: makespan / lower_bound - 1. 0 proves that none of these programs is shorter; more than 0 says how much
+            shorter one could be, not that there is one.
     """
 
     program: Program
@@ -70,7 +77,10 @@ def plan(
         costs: per stage; the number of stages is ranks times the chunks of a rank.
         memory_cap: most activations on any rank, in units of ``costs.activation``; None means no cap.
         placement: rank of each stage; None searches looped and wave.
-        time_limit_s: of wall time. More time never gives a worse plan on a machine of the same speed.
+        time_limit_s: of wall time. With time to look at them, the plan is never longer than any schedule of this
+            package that has its ranks, microbatches and chunks and keeps the cap; those come first.
+    Returns:
+        the best schedule found; where ``costs.overlap`` is below one it may hold OVERLAP_F_Bs.
     Raises:
         ScheduleError: stages that the ranks do not divide, or a cap that no schedule can keep; it says the least
             that one can.
@@ -108,12 +118,14 @@ def plan_over(
     unit = _unit(ways)
     shops = _shops(ways, unit, ranks, cap, placement)
     deadline = time.perf_counter() + time_limit_s
-    shop, order, costs = _best(shops, deadline, time_limit_s, Random(_SEED))
-    times = shop.play(order)
-    assert times is not None, "the best order runs"
-    program = shop.program(order, times)
+    random = Random(_SEED)
+    joining = _JOINING * time_limit_s if any(entry.costs.overlap < 1.0 for entry in shops) else 0.0
+    players = _best(shops, deadline - joining, time_limit_s - joining, random)
+    program, costs = _joined(shops, players, deadline, random) if joining else _program(players[0])
     timeline = simulate(program, costs)
     bound = min(entry.bound for entry in shops) * unit
+    assert bound <= timeline.makespan * (1 + 1e-9), f"{timeline.makespan} is below the bound {bound}"
+    bound = min(bound, timeline.makespan)  # both are sums of the same times; in another order their last bits differ
     return Plan(program, timeline, bound, timeline.makespan / bound - 1.0 if bound else 0.0)
 
 
@@ -130,6 +142,12 @@ class _Player(NamedTuple):
     makespan: float
     entry: _Entry
     order: Order
+
+
+class _Joined(NamedTuple):
+    makespan: float
+    program: Program
+    entry: _Entry
 
 
 def _unit(ways: Sequence[tuple[int, Costs]]) -> float:
@@ -165,7 +183,8 @@ def _shops(
                 fitting.append(_Entry(shop, costs, lower_bound(counted, place, microbatches)))
     if not fitting:
         raise ScheduleError(
-            f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations"
+            f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations "
+            "(plans recompute nothing)"
         )
     return sorted(fitting, key=lambda entry: entry.bound)
 
@@ -187,8 +206,9 @@ def _placements(stages: int, ranks: int, placement: Sequence[int] | None) -> lis
 # ---- the search
 
 
-def _best(entries: list[_Entry], deadline: float, time_limit_s: float, random: Random) -> tuple[Shop, Order, Costs]:
-    players = _made(entries, deadline - (1.0 - _MAKING) * time_limit_s, random)
+def _best(entries: list[_Entry], deadline: float, time_limit_s: float, random: Random) -> list[_Player]:
+    """The players of the knock-out's last turns, the best first; overlaps are not looked at."""
+    players = _made(entries, deadline - (1.0 - _MAKING) * time_limit_s, deadline, random)
     enough = min(entry.bound for entry in entries)
     while players[0].makespan > enough * (1 + 1e-12):
         # A start whose placement provably ends later than the best so far is out.
@@ -206,23 +226,68 @@ def _best(entries: list[_Entry], deadline: float, time_limit_s: float, random: R
         players = sorted(better, key=lambda player: player.makespan)[: max(1, len(players) // 2)]
         if alone:
             break
-    best = players[0]
-    return best.entry.shop, best.order, best.entry.costs
+    return players
+
+
+def _program(player: _Player) -> tuple[Program, Costs]:
+    shop = player.entry.shop
+    times = shop.play(player.order)
+    assert times is not None, "the best order runs"
+    return shop.program(player.order, times), player.entry.costs
+
+
+def _joined(entries: list[_Entry], players: list[_Player], deadline: float, random: Random) -> tuple[Program, Costs]:
+    """The shortest program with overlaps that is found from the players' orders and the known schedules."""
+    enough = min(entry.bound for entry in entries)
+    starts = [_timed(_program(player)[0], player.entry) for player in players]
+    best = min(starts, key=_makespan)
+    for entry in entries:
+        for program in _known(entry.shop):
+            if entry.bound >= best.makespan or time.perf_counter() > deadline:
+                break
+            if entry.shop.fits(_order_of(program, entry.shop)):
+                starts.append(_timed(program, entry))
+                best = min(best, starts[-1], key=_makespan)
+    for left, start in zip(range(len(starts), 0, -1), sorted(starts, key=_makespan), strict=True):
+        now = time.perf_counter()
+        if now >= deadline:
+            break
+        go_on = _until(now + (deadline - now) / left)
+        makespan, program = overlapped(start.program, start.entry.shop.costs, enough, random, go_on)
+        best = min(best, _Joined(makespan, program, start.entry), key=_makespan)
+    return best.program, best.entry.costs
+
+
+def _timed(program: Program, entry: _Entry) -> _Joined:
+    return _Joined(simulate(program, entry.shop.costs).makespan, program, entry)
+
+
+def _makespan(joined: _Joined) -> float:
+    return joined.makespan
 
 
 def _until(stop: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() < stop
 
 
-def _made(entries: list[_Entry], deadline: float, random: Random) -> list[_Player]:
-    """The best starts with different makespans, ascending."""
+def _made(entries: list[_Entry], deadline: float, last: float, random: Random) -> list[_Player]:
+    """The best starts with different makespans, ascending.
+
+    Args:
+        deadline: for orders of chance; known schedules are looked at until ``last``, and one order in any case.
+    """
     found: dict[tuple[int, float], _Player] = {}
     best = math.inf
     makers = deque((at, entry, _orders(entry.shop, random)) for at, entry in enumerate(entries))
     enough = min(entry.bound for entry in entries)
-    while makers and best > enough * (1 + 1e-12) and (not found or time.perf_counter() < deadline):
+    turns = [1 + len(_known_makers(entry.shop)) for entry in entries]  # that each has until all known were looked at
+    while makers and best > enough * (1 + 1e-12):
+        if found and time.perf_counter() >= (last if max(turns) > 0 else deadline):
+            break
         at, entry, orders = maker = makers.popleft()
+        turns[at] -= 1
         if entry.bound >= best:
+            turns[at] = 0
             continue
         makers.append(maker)  # they take turns
         order = next(orders)
@@ -271,18 +336,23 @@ def _one_microbatch_at_a_time(shop: Shop) -> Order:
 
 def _known(shop: Shop) -> Iterator[Program]:
     """The schedules of this package that have the shop's placement."""
+    return (make() for make in _known_makers(shop))
+
+
+def _known_makers(shop: Shop) -> list[Callable[[], Program]]:
+    """What makes them, the quickest first."""
     ranks, microbatches, chunks = shop.ranks, shop.microbatches, shop.stages // shop.ranks
-    for one_chunk in _OF_ONE_CHUNK:
-        if shop.placement == placements.linear(ranks):
-            yield one_chunk(ranks, microbatches)
-    for looped in (schedules.interleaved, schedules.looped_bfs):
-        if chunks > 1 and shop.placement == placements.looped(ranks, chunks):
-            yield looped(ranks, microbatches, chunks)
-    for vee in _ON_A_V:
-        if chunks == 2 and shop.placement == placements.vee(ranks):
-            yield vee(ranks, microbatches)
+    makers: list[Callable[[], Program]] = []
+    if shop.placement == placements.linear(ranks):
+        makers += (partial(make, ranks, microbatches) for make in _OF_ONE_CHUNK)
+    if chunks > 1 and shop.placement == placements.looped(ranks, chunks):
+        looped = (schedules.interleaved, schedules.looped_bfs)
+        makers += (partial(make, ranks, microbatches, chunks) for make in looped)
+    if chunks == 2 and shop.placement == placements.vee(ranks):
+        makers += (partial(make, ranks, microbatches) for make in _ON_A_V)
     if chunks % 2 == 0 and shop.placement == placements.wave(ranks, chunks):
-        yield schedules.hanayo(ranks, microbatches, chunks // 2)
+        makers.append(partial(schedules.hanayo, ranks, microbatches, chunks // 2))
+    return makers
 
 
 _OF_ONE_CHUNK = (
@@ -292,7 +362,7 @@ _OF_ONE_CHUNK = (
     schedules.zb_h1,
     schedules.zb_h2,
 )
-_ON_A_V = (schedules.zb_v, schedules.v_half, schedules.v_min, schedules.dualpipe_v)
+_ON_A_V = (schedules.zb_v, schedules.dualpipe_v, schedules.v_half, schedules.v_min)
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

@@ -42,11 +42,13 @@ class Shop:
         user: the operation that takes its tensor, -1 for none.
         memory: what running it adds to its rank's activations.
         work (per rank): sum of durations.
+        costs: what all these were taken from.
         stages_of (per rank), activation (per stage), placement (per stage).
     """
 
     def __init__(self, costs: Costs, placement: Sequence[int], microbatches: int, memory_cap: float) -> None:
         stages = len(placement)
+        self.costs = costs
         self.placement, self.stages, self.microbatches = tuple(placement), stages, microbatches
         self.ranks = max(placement) + 1
         self.memory_cap = with_rounding(memory_cap)

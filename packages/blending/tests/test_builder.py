@@ -39,7 +39,7 @@ def test_a_blend_of_two_gives_three_parts_that_share_no_sequence():
     train, valid, test = build([100, 20, 10], blend=(["data/a", "data/b"], [0.7, 0.3]), split="80,10,10")
     assert [type(part) for part in (train, valid, test)] == [BlendedDataset] * 3
     assert [len(part) for part in (train, valid, test)] == [100, 20, 10]
-    assert train.names == ["data/a", "data/b"]
+    assert train.names == ["a", "b"]
     for number, total in enumerate([50, 31]):
         parts = [set(part.datasets[number].indices) for part in (train, valid, test)]
         assert sorted(index for part in parts for index in part) == list(range(total))
@@ -61,7 +61,7 @@ def test_one_prefix_without_weights_is_no_blend_and_one_with_weights_or_changes_
     (changing, *_) = build(
         [10, 0, 0], blend=(["data/a"], None), split="1", changes=[BlendChange(5, (["data/b"], None))]
     )
-    assert changing.names == ["data/a", "data/b"]
+    assert changing.names == ["a", "b"]
     assert [len(data) for data in changing.datasets] == [5, 5]
     parts = build([10, 5, 5], blend=(["data/a"], None), split="2,1,1", changes=[BlendChange(5, (["data/b"], None))])
     assert [type(part) for part in parts] == [BlendedDataset] * 3
@@ -102,8 +102,8 @@ def test_names_keep_the_order_when_a_folder_moves(pairs):
     here, there = (
         build([50, 0, 0], blend=([f"{folder}/a", f"{folder}/b"], [1, 3]), split="1", dataset_names=names)[0]
         for folder, names in [
-            ("data", {"data/a": "a", "data/b": "b"}),
-            ("moved", {"moved/a": "a", "moved/b": "b"}),
+            ("data", {"data/a": "x", "data/b": "y"}),
+            ("moved", {"moved/a": "x", "moved/b": "y"}),
         ]
     )
     assert np.array_equal(here.get_batch(range(50))["tokens"], there.get_batch(range(50))["tokens"])
@@ -174,7 +174,7 @@ def test_a_builder_that_cannot_work_is_refused_when_it_is_made(sizes, fields, pr
 @pytest.mark.parametrize("size", [5, None])
 def test_samples_of_a_part_without_tokens_are_refused(size):
     for blend in ((["data/empty"], None), (["data/a", "data/empty"], None if size is None else [1, 1])):
-        with pytest.raises(BlendingError, match="the train part of 'data/empty' has 2 sequences and no tokens"):
+        with pytest.raises(BlendingError, match="the train part of 'empty' has 2 sequences and no tokens"):
             build([size, 0, 0], blend=blend, split="1")
     (train, *_) = build([5, 0, 0], blend=(["data/a", "data/empty"], [1, 0]), split="1")
     assert len(train) == 5, "weight 0 asks for no samples"
@@ -182,7 +182,7 @@ def test_samples_of_a_part_without_tokens_are_refused(size):
     assert absent is None, "three sequences leave none for 2 percent, and none are asked"
     (_, valid, _) = build([5, 0, 0], blend=(["data/a", "data/c"], [1, 1]), split="98,2")
     assert len(valid) == 0, "an empty part among others, and no samples are asked"
-    with pytest.raises(BlendingError, match="the valid part of 'data/c' has 0 sequences and no tokens"):
+    with pytest.raises(BlendingError, match="the valid part of 'c' has 0 sequences and no tokens"):
         build([5, 1, 0], blend=(["data/a", "data/c"], [1, 1]), split="98,2")
     with pytest.raises(BlendingError, match=r"2 datasets gives no sample.*the datasets, from 0: data/c, data/d"):
         build([None, 0, 0], blend=(["data/c", "data/d"], None), split="1", sequence_length=500)
@@ -200,7 +200,7 @@ def test_a_blend_by_hand_is_checked_too():
     with pytest.raises(BlendingError, match="2 weights for 1 datasets"):
         BlendedDataset(parts[:1], [1, 2], 10, made)
     same = [GPTDataset(ListSource([[1, 2, 3]]), name, range(1), 0, Split.train, made) for name in "aab"]
-    with pytest.raises(BlendingError, match="two datasets are named 'a'; give one entry with the sum"):
+    with pytest.raises(BlendingError, match="two datasets are named 'a'; name them apart by dataset_names"):
         BlendedDataset(same[:2], [1, 1], 10, made)
     with pytest.raises(BlendingError, match="1 weights for 2 datasets"):
         BlendedDataset(same[1:], [1], 10, made)

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -40,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed help or its complaint
         return stop.code if isinstance(stop.code, int) else 2
     try:
-        if options.command == "why":
-            print(explain(options))
-        else:
-            for line in draw(stream(options.config, Split.train), options.begin, options.count):
-                print(line)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # they are for who trains
+            lines = [explain(options)] if options.command == "why" else drawn(options)
+        for line in lines:
+            print(line)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -164,6 +165,11 @@ def token_of(why: Why, token: int) -> tuple[TokenRange, int | None]:
     raise BlendingError(
         f"position {why.position} has tokens 0..{before - 1} without padding; token {token} is none of them"
     )
+
+
+def drawn(options: argparse.Namespace) -> Iterator[str]:
+    """Lines that ``draw`` prints."""
+    return draw(stream(options.config, Split.train), options.begin, options.count)
 
 
 def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iterator[str]:

@@ -9,7 +9,6 @@ datasets are read into one set of rows, and the arrays are made of the whole bat
 
 from collections.abc import Sequence
 from functools import cached_property
-from os import fspath
 
 import numpy as np
 import numpy.typing as npt
@@ -75,9 +74,12 @@ class BlendedDataset(Samples):
             what = "weights are" if weights is not None else "changes are"
             raise BlendingError(f"{what} given without a size; without a size a blend is one epoch of every dataset")
         self.names = [dataset.name for dataset in datasets]
-        twice = first_repeated(self.names) if config.order == "stateless" else None
+        twice = None if config.order == "megatron" else first_repeated(self.names)
         if twice is not None:  # each would give the samples of the other
-            raise BlendingError(f"two datasets are named {twice!r}; give one entry with the sum of the weights")
+            raise BlendingError(
+                f"two datasets are named {twice!r}; name them apart by dataset_names, or give one entry with the sum "
+                "of the weights if they are one"
+            )
         if weights is not None:
             _refuse_another_number_of_weights(len(weights), datasets, config)
         self.config = config
@@ -226,15 +228,16 @@ class BlendedDataset(Samples):
         Raises:
             BlendingError: something that fixed the positions before it differs here: what it was, what it is.
         """
-        refuse_other_past(state, self.state_dict(saved_position(state)))
+        refuse_other_past(state, self.state_dict(saved_position(state)), self.datasets)
         return int(state["position"])
 
 
 def _refuse_another_number_of_weights(
     weights: int, datasets: Sequence[MegatronDataset], config: BlendedMegatronDatasetConfig
 ) -> None:
-    later = {fspath(prefix) for change in config.changes if change.blend for prefix in change.blend[0]}
-    if weights > len(datasets) or any(dataset.dataset_path not in later for dataset in datasets[weights:]):
+    later = {config.place_of(prefix) for change in config.changes if change.blend for prefix in change.blend[0]}
+    added = [config.place_of(dataset.dataset_path or "") for dataset in datasets[weights:]]
+    if weights > len(datasets) or not later.issuperset(added):
         raise BlendingError(
             f"there are {weights} weights for {len(datasets)} datasets; there are equally many, but for datasets "
             "that only changes name"
@@ -256,7 +259,7 @@ def _schedule(
             return Schedule.one_epoch(counts, config.sequence_length)
         first = tokens if weights is None else weights
         changes = config.changes_of(datasets[0].index_split)
-        return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes))
+        return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes, config.place_of))
     except BlendingError as error:
         raise BlendingError(f"{error} (the datasets, from 0: {_some(paths)})") from None
 

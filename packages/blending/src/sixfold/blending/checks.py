@@ -5,7 +5,7 @@
 numpy cuts 1.5 to 1 where it is asked for integers; here it is refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,12 @@ def whole_numbers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
-def first_repeated(items: Iterable[str]) -> str | None:
-    """The first item that was there before."""
+def first_repeated(items: Iterable[str], key: Callable[[str], str] | None = None) -> str | None:
+    """The first item that was there before, by its ``key`` if there is one."""
     seen: set[str] = set()
     for item in items:
-        if item in seen:
+        seen_as = item if key is None else key(item)
+        if seen_as in seen:
             return item
-        seen.add(item)
+        seen.add(seen_as)
     return None

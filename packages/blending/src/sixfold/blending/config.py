@@ -6,11 +6,12 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 ``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
 """
 
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from os import PathLike, fspath
+from os import fspath
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ from sixfold.blending.apportion import exact_weights
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
+from sixfold.blending.names import Prefix, base_name, place, same_file
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
-Prefix = str | PathLike[str]
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
+_TOLD = 8  # names that a message lists
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
     changes: Sequence[BlendChange] = ()
-    dataset_names: Mapping[str, str] | None = None  # prefix --> name in the keys; default: the prefix as given
+    dataset_names: Mapping[Prefix, str] | None = None  # prefix --> name in the keys; default: its base name
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_folder", os.getcwd())  # relative prefixes keep their places in any process
         whole_number("sequence_length", self.sequence_length, 1)
         whole_number("num_dataset_builder_threads", self.num_dataset_builder_threads, 1)
         if not isinstance(self.random_seed, int | np.integer):
@@ -108,7 +111,7 @@ class BlendedMegatronDatasetConfig:
             raise BlendingError(f"mid_level_dataset_surplus is {self.mid_level_dataset_surplus}; it is finite and >= 0")
 
     def _check_blend(self, what: str, blend: Blend) -> None:
-        check_blend(what, blend, as_peer=self.order == "megatron")
+        check_blend(what, blend, self.place_of, as_peer=self.order == "megatron")
         if self.order != "stateless":
             refuse_too_many_datasets(len(blend[0]))
 
@@ -137,16 +140,62 @@ class BlendedMegatronDatasetConfig:
                 raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
 
     def _check_names(self) -> None:
+        named = {self.place_of(prefix): name for prefix, name in (self.dataset_names or {}).items()}
+        object.__setattr__(self, "_named", named)
+        for prefix, name in (self.dataset_names or {}).items():
+            if not isinstance(name, str) or "\x1f" in name:
+                rule = "it is a name, a text without the control character 0x1f"
+                raise BlendingError(f"dataset_names[{fspath(prefix)!r}] is {name!r}; {rule}")
+        prefixes = dict.fromkeys(prefix for split in Split for prefix in self.prefixes_of(split))
+        self._refuse_names_of_no_prefix(prefixes)
+        if self.order == "megatron":  # whose order has no names in it
+            return
         for split in Split:
-            names: dict[str, str] = {}
-            for prefix in self.prefixes_of(split):
-                name = self.name_of(prefix)
-                if "\x1f" in name:
-                    raise BlendingError(f"dataset name {name!r} has the control character 0x1f; leave it out")
-                if names.setdefault(name, prefix) != prefix:
-                    raise BlendingError(
-                        f"{names[name]!r} and {prefix!r} are both named {name!r}; dataset_names gives each its own"
-                    )
+            self._refuse_equal_names(self.prefixes_of(split))
+        if self.order == "stateless":
+            self._tell_old_names(prefixes)
+
+    def _refuse_names_of_no_prefix(self, prefixes: Mapping[str, None]) -> None:
+        """A name for what is only the last part of a prefix would do nothing."""
+        places = {self.place_of(prefix) for prefix in prefixes}
+        by_base_name = {base_name(prefix): prefix for prefix in prefixes}
+        for key in self.dataset_names or {}:
+            prefix = by_base_name.get(fspath(key))
+            if prefix is not None and self.place_of(key) not in places:
+                raise BlendingError(
+                    f"dataset_names has {fspath(key)!r}, the base name of the prefix {prefix!r}; its keys are prefixes"
+                )
+
+    def _refuse_equal_names(self, prefixes: Sequence[str]) -> None:
+        names: dict[str, str] = {}
+        for prefix in prefixes:
+            name = self.name_of(prefix)
+            if "\x1f" in name:
+                raise BlendingError(
+                    f"the dataset name {name!r} has the control character 0x1f; give it another by dataset_names"
+                )
+            other = names.setdefault(name, prefix)
+            if other != prefix:
+                remedy = "name them apart by dataset_names={prefix: name}"
+                if same_file(other, prefix):
+                    remedy = "they are one file: give it one entry with the sum of the weights"
+                raise BlendingError(f"{other!r} and {prefix!r} are both named {name!r}; {remedy}")
+
+    def _tell_old_names(self, prefixes: Mapping[str, None]) -> None:
+        """Once per process and blend (``warnings`` keeps count): release 0.1.0 took the whole path for the name."""
+        old = {prefix: prefix for prefix in prefixes if not self._is_named(prefix) and base_name(prefix) != prefix}
+        if old:
+            more = f" and {len(old) - _TOLD} more" if len(old) > _TOLD else ""
+            warnings.warn(
+                "release 0.1.0 named datasets by their whole paths, now they are named by their base names, and names "
+                f"are part of the order; dataset_names={dict(list(old.items())[:_TOLD])}{more} brings the old names "
+                "back, names of your own end this word",
+                stacklevel=2,
+            )
+
+    def _is_named(self, prefix: Prefix) -> bool:
+        named: dict[str, str] = self.__dict__["_named"]
+        return self.place_of(prefix) in named
 
     def blend_of(self, split: Split) -> Blend | None:
         """The blend that ``split`` starts with."""
@@ -157,13 +206,27 @@ class BlendedMegatronDatasetConfig:
         return self.changes if split is Split.train else ()
 
     def prefixes_of(self, split: Split) -> list[str]:
-        """Prefixes of the blend of ``split``, then those that its changes add: dataset_id counts them."""
-        blends = [self.blend_of(split), *(change.blend for change in self.changes_of(split))]
-        return list(dict.fromkeys(fspath(prefix) for blend in blends if blend is not None for prefix in blend[0]))
+        """Prefixes of the blend of ``split``, then those that its changes add: dataset_id counts them.
 
-    def name_of(self, prefix: str) -> str:
-        """The name of a prefix in the keys of the order."""
-        return (self.dataset_names or {}).get(prefix, prefix)
+        Each place once, as it is written first.
+        """
+        blends = [self.blend_of(split), *(change.blend for change in self.changes_of(split))]
+        found: dict[str, str] = {}
+        for blend in blends:
+            for prefix in () if blend is None else blend[0]:
+                found.setdefault(self.place_of(prefix), fspath(prefix))
+        return list(found.values())
+
+    def place_of(self, prefix: Prefix) -> str:
+        """One text for every way to write the path of a dataset; see ``names.place``."""
+        folder: str = self.__dict__["_folder"]
+        return place(prefix, folder)
+
+    def name_of(self, prefix: Prefix) -> str:
+        """The name of a prefix in the keys of the order: of ``dataset_names``, else its base name."""
+        named: dict[str, str] = self.__dict__["_named"]
+        name = named.get(self.place_of(prefix))
+        return base_name(prefix) if name is None else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +267,7 @@ def special_token(tokenizer: Any, name: str) -> int | None:
     return None if token is None else int(token)
 
 
-def check_blend(what: str, blend: Blend, *, as_peer: bool = False) -> None:
+def check_blend(what: str, blend: Blend, place_of: Callable[[Prefix], str], *, as_peer: bool = False) -> None:
     """Refuse a blend that cannot work; ``what`` names it in the message.
 
     ``as_peer``: as megatron-core, a prefix twice is taken (with a warning), and weight 0 is not.
@@ -218,7 +281,7 @@ def check_blend(what: str, blend: Blend, *, as_peer: bool = False) -> None:
         raise BlendingError(rule) from None
     if not prefixes:
         raise BlendingError(f"{what} has no dataset; it has at least one prefix")
-    twice = first_repeated(prefixes)
+    twice = first_repeated(prefixes, key=None if as_peer else place_of)
     if twice is not None:
         problem = f"{what} has {twice!r} more than once; give it one entry with the sum of the weights"
         if not as_peer:

@@ -401,5 +401,5 @@ class MegatronDataset(Samples):
         Raises:
             BlendingError: something that fixed the positions before it differs here.
         """
-        refuse_other_past(state, self.state_dict(saved_position(state)))
+        refuse_other_past(state, self.state_dict(saved_position(state)), [self])
         return int(state["position"])

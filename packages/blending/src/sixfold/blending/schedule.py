@@ -7,7 +7,7 @@ samples that each dataset gave before it, so every dataset goes on from its own 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import fspath
@@ -18,6 +18,7 @@ from sixfold.blending.apportion import Weights
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendChange
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.names import Prefix
 from sixfold.blending.permute import I64
 from sixfold.blending.quota import QuotaTree
 
@@ -47,6 +48,7 @@ def eras_of(
     weights: Weights,
     sequence_length: int,
     changes: Sequence[BlendChange],
+    place_of: Callable[[Prefix], str],
 ) -> list[Era]:
     """The eras of a blend of D datasets.
 
@@ -54,13 +56,15 @@ def eras_of(
         paths: (D,) prefixes: those of the first blend, then those that changes add.
         tokens: (D,) tokens of each dataset's part: the weights of a blend that gives none.
         weights: of the first blend, at most D.
+        place_of: one text for every way to write a path.
     Raises:
         BlendingError: a change names a dataset that is not among ``paths``.
     """
+    numbers = {place_of(path): number for number, path in enumerate(paths)}
     eras = [Era(0, _padded(weights, len(paths)), sequence_length)]
     for change in changes:
         last = eras[-1]
-        after = last.weights if change.blend is None else _weights_by_dataset(change, paths, tokens)
+        after = last.weights if change.blend is None else _weights_by_dataset(change, numbers, tokens, place_of)
         eras.append(Era(int(change.at), after, change.sequence_length or last.sequence_length))
     return [era for era, later in zip(eras, [*eras[1:], None], strict=True) if later is None or later.begin > era.begin]
 
@@ -69,15 +73,18 @@ def _padded(weights: Weights, datasets: int) -> Weights:
     return [*weights, *([0] * (datasets - len(weights)))]
 
 
-def _weights_by_dataset(change: BlendChange, paths: Sequence[str], tokens: Sequence[int]) -> Weights:
+def _weights_by_dataset(
+    change: BlendChange, numbers: Mapping[str, int], tokens: Sequence[int], place_of: Callable[[Prefix], str]
+) -> Weights:
     assert change.blend is not None, "the caller looks at blends"
     prefixes, weights = change.blend
-    numbers = {path: number for number, path in enumerate(paths)}
-    by_dataset: list[float] = [0] * len(paths)
-    for number, prefix in enumerate([fspath(prefix) for prefix in prefixes]):
-        dataset = numbers.get(prefix)
+    by_dataset: list[float] = [0] * len(tokens)
+    for number, prefix in enumerate(prefixes):
+        dataset = numbers.get(place_of(prefix))
         if dataset is None:
-            raise BlendingError(f"the change at {change.at} names {prefix!r}, which is none of the datasets blended")
+            raise BlendingError(
+                f"the change at {change.at} names {fspath(prefix)!r}, which is none of the datasets blended"
+            )
         by_dataset[dataset] = tokens[dataset] if weights is None else weights[number]
     return by_dataset
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.names import base_name
 from sixfold.blending.schedule import Schedule
 from sixfold.blending.splits import Split
 
@@ -106,20 +107,40 @@ def saved_position(state: State) -> int:
     return position
 
 
-def refuse_other_past(saved: State, current: State) -> None:
+def refuse_other_past(saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> None:
     """Compare a saved state with the one that this stream has at the same position.
 
     Raises:
         BlendingError: the first thing that fixed earlier positions and differs: what it was, what it is.
     """
-    difference = _first_difference("", json.loads(json.dumps(saved)), json.loads(json.dumps(current)))
+    saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
+    if current["order"] != "stateless":
+        _forget_folders(saved, current)
+    difference = _first_difference("", saved, current)
     if difference is not None:
         where, was, now = difference
-        new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
         raise BlendingError(
             f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
-            f"{current['position']} positions already given; restore it{new}"
+            f"{current['position']} positions already given; {_remedy(where, saved, current, datasets)}"
         )
+
+
+def _forget_folders(saved: State, current: State) -> None:
+    """Release 0.1.0 took a whole path for the name; the orders with indices do not depend on names."""
+    for number, now in current.get("datasets", {}).items():
+        was = saved.get("datasets", {}).get(number, {})
+        if isinstance(was.get("name"), str) and base_name(was["name"]) == now["name"]:
+            was["name"] = now["name"]
+
+
+def _remedy(where: str, saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> str:
+    if where.startswith("datasets.") and where.endswith(".name"):
+        was = {number: said.get("name") for number, said in saved.get("datasets", {}).items()}
+        both = [number for number in was if was[number] != current["datasets"].get(number, {}).get("name")]
+        names = {datasets[int(number)].dataset_path: was[number] for number in both if int(number) < len(datasets)}
+        return f"if it is the same data, dataset_names={names} names it as it was named then"
+    new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
+    return f"restore it{new}"
 
 
 def _first_difference(where: str, was: Any, now: Any) -> tuple[str, str, str] | None:

@@ -179,7 +179,8 @@ def numbered(lengths, begin=1):
 
 
 def config(**fields):
-    return GPTDatasetConfig(**({"random_seed": 1234, "sequence_length": 8, "tokenizer": Tokenizer()} | fields))
+    base = {"random_seed": 1234, "sequence_length": 8, "tokenizer": Tokenizer(), "max_epochs": None}
+    return GPTDatasetConfig(**(base | fields))
 
 
 def dataset(sequences, num_samples=1000, name="a", split=Split.train, cls=GPTDataset, **fields):

@@ -97,7 +97,10 @@ def test_draw_shows_dataset_and_sample_of_every_position(run, said, parts, prefi
     assert code == 0
     assert pairs == list(zip(dataset_B.tolist(), sample_B.tolist(), strict=True))
     counts = np.bincount(dataset_B, minlength=3).tolist()
-    assert lines[:3] == [f"dataset {i} ({Path(prefixes[i]).name}): {counts[i]} of 13" for i in range(3)]
+    epochs = parts[0].epochs(48)
+    assert lines[:3] == [
+        f"dataset {i} ({Path(prefixes[i]).name}): {counts[i]} of 13; {epochs[i]:.4g} epochs in 0..47" for i in range(3)
+    ]
     assert [line.split(":")[0] for line in lines[3:]] == ["35", "43"]
 
 
@@ -105,7 +108,11 @@ def test_draw_of_one_dataset_ends_with_its_epoch(run, said, prefixes):
     alone = said | {"blend": [prefixes[:1], None], "changes": [], "split": "1", "sizes": [None, 0, 0]}
     samples = (4 * (30 + 7 + 55 + 2 + 19) - 1) // 8  # 56
     code, text, _ = run(alone, "draw", "CONFIG", "--begin", samples - 2)
-    assert (code, text) == (0, f"dataset 0 (wiki): 2 of 2\n{samples - 2}: 0.{samples - 2} 0.{samples - 1}\n")
+    assert (code, text) == (
+        0,
+        f"dataset 0 (wiki): 2 of 2; {56 * 8 / 452:.4g} epochs in 0..55\n"
+        f"{samples - 2}: 0.{samples - 2} 0.{samples - 1}\n",
+    )
 
 
 @pytest.mark.parametrize("order", ["megatron", "apportioned"])

@@ -173,7 +173,8 @@ def drawn(options: argparse.Namespace) -> Iterator[str]:
 
 
 def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iterator[str]:
-    """Lines of text: each dataset and how many of these positions it has, then ``dataset.sample`` of each position.
+    """Lines of text: each dataset, how many of these positions it has and how often it is read up to their end; then
+    ``dataset.sample`` of each position.
 
     Raises:
         BlendingError: ``begin`` or ``count`` is no count, or the stream ends before ``begin``.
@@ -188,8 +189,9 @@ def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iter
     end = end if last is None else min(end, last)
     names = part.names if isinstance(part, BlendedDataset) else [part.name]
     given = (part.counts(end) - part.counts(begin)).tolist() if isinstance(part, BlendedDataset) else [end - begin]
-    for number, (name, some) in enumerate(zip(names, given, strict=True)):
-        yield f"dataset {number} ({name}): {some} of {end - begin}"
+    epochs = part.epochs(end).tolist()
+    for number, (name, some, read) in enumerate(zip(names, given, epochs, strict=True)):
+        yield f"dataset {number} ({name}): {some} of {end - begin}; {read:.4g} epochs in 0..{end - 1}"
     width = len(str(end - 1))
     for first in range(begin, end, _PER_LINE):
         positions = np.arange(first, min(first + _PER_LINE, end))

@@ -18,12 +18,21 @@ from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BlendIndex
 from sixfold.blending.checks import first_repeated, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
-from sixfold.blending.dataset import MegatronDataset, Positions, Samples, checked_positions, one_sequence_length
+from sixfold.blending.dataset import (
+    MegatronDataset,
+    Positions,
+    Samples,
+    checked_positions,
+    epoch_watch,
+    one_sequence_length,
+)
+from sixfold.blending.epochs import EpochWatch
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.megatron.describe import Identifiers, blend_identifiers
 from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.megatron.weights import normalized
+from sixfold.blending.native import F64
 from sixfold.blending.permute import I64
 from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, output_array
@@ -93,6 +102,7 @@ class BlendedDataset(Samples):
             )
             held = [len(dataset) for dataset in self.datasets]
             refuse_too_many_samples(self.schedule, held, self.names, config.mid_level_dataset_surplus)
+            self.watch_epochs(len(self))
             return
         self.schedule = _schedule(datasets, weights, size, config)
         lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
@@ -103,6 +113,7 @@ class BlendedDataset(Samples):
         for number, dataset in enumerate(self.datasets):
             if size != 0 and any(segment.tree.quotas[number] for segment in self.schedule.segments):
                 dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
+        self.watch_epochs(len(self))
 
     def _index(self) -> BlendIndex:
         """Cached or built; ``weights`` become those that the peer's description has."""
@@ -177,6 +188,8 @@ class BlendedDataset(Samples):
             The source's error, if its data is damaged.
         """
         position_B = checked_positions(positions, self.schedule.end)
+        if position_B.size:
+            self.watch_epochs(int(position_B.max()) + 1)
         width = one_sequence_length(position_B, self.schedule)
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
@@ -211,7 +224,31 @@ class BlendedDataset(Samples):
         """Where the tokens of position ``n`` come from."""
         dataset_B, sample_B = self.locate([n])
         dataset, sample = int(dataset_B[0]), int(sample_B[0])
-        return Why(int(n), dataset, self.names[dataset], sample, self.datasets[dataset].token_ranges(sample))
+        ranges, epochs = self.datasets[dataset].token_ranges(sample), self.datasets[dataset].epochs_after(sample)
+        return Why(int(n), dataset, self.names[dataset], sample, ranges, epochs)
+
+    def epochs(self, n: int) -> F64:
+        """How often the first ``n`` positions read each dataset's tokens, (D,)."""
+        counts = self.counts(n).tolist()
+        pairs = zip(self.datasets, counts, strict=True)
+        return np.array([dataset.epochs_after(count) for dataset, count in pairs])
+
+    @cached_property
+    def _watch(self) -> EpochWatch | None:
+        return None if self.size is None else epoch_watch(self.config, self.index_split, self.datasets)
+
+    def watch_epochs(self, end: int) -> None:
+        """Tell once which datasets the positions below ``end`` read more often than ``config.max_epochs``.
+
+        Raises:
+            BlendingError: there are some, and ``config.max_epochs_error``.
+        """
+        if self._watch is None or end <= self._watch.next:
+            return
+        behind, apportioned = self._watch.next > 0, isinstance(self.schedule, ApportionedBlend)
+        self._watch.look(end, self.counts, self.epochs, None if apportioned else self.schedule.find)
+        if behind:  # an endless stream behind its size: not to look at every batch
+            self._watch.plan(self.schedule.find)
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""

@@ -256,7 +256,9 @@ class BlendedMegatronDatasetBuilder:
         if config.multiple_validation_sets and split is Split.valid:
             return [self._dataset(prefix, split, size, bookends) for prefix in prefixes]
         if self._alone(split):
-            return self._dataset(prefixes[0], split, size, bookends)
+            alone = self._dataset(prefixes[0], split, size, bookends)
+            alone.watch_epochs(size or 0)
+            return alone
         if config.order != "stateless":
             return None if self._absent(split, bookends) else self._indexed_blend(split, bookends)
         # In an endless blend how many samples a dataset gives is the blend's to say.

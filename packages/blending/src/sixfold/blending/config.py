@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from sixfold.blending.apportion import exact_weights
 from sixfold.blending.checks import first_repeated, whole_number
+from sixfold.blending.epochs import refuse_max_epochs
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.names import Prefix, base_name, place, same_file
@@ -68,6 +69,8 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005  # built beyond what a blend needs; the stateless order never runs out
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
+    max_epochs: float | None = 4  # of training: a dataset that is read more often is told of; None: no limit
+    max_epochs_error: bool = False  # it is a BlendingError then
     changes: Sequence[BlendChange] = ()
     dataset_names: Mapping[Prefix, str] | None = None  # prefix --> name in the keys; default: its base name
 
@@ -77,6 +80,7 @@ class BlendedMegatronDatasetConfig:
         whole_number("num_dataset_builder_threads", self.num_dataset_builder_threads, 1)
         if not isinstance(self.random_seed, int | np.integer):
             raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
+        refuse_max_epochs(self.max_epochs)
         self._check_order()
         if self.blend is not None and self.blend_per_split is not None:
             raise BlendingError("both blend and blend_per_split are given; give one of them")

@@ -9,6 +9,7 @@ token ids, and ``why`` tells the same ranges.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from sixfold.blending.cache import Record, Stamp
 from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.epochs import EpochWatch, samples_within, tokens_given
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.grid import SampleOrder
 from sixfold.blending.indices import index_order
@@ -25,6 +27,7 @@ from sixfold.blending.line import Line, no_tokens
 from sixfold.blending.megatron.describe import Identifiers, dataset_identifiers
 from sixfold.blending.megatron.documents import plan_epochs, refuse_document
 from sixfold.blending.megatron.index import IndexOrder
+from sixfold.blending.native import F64
 from sixfold.blending.permute import I64
 from sixfold.blending.prefixes import open_prefix
 from sixfold.blending.quota import PERIOD
@@ -61,6 +64,17 @@ def checked_positions(positions: Any, end: int | None) -> I64:
             f"position {wrong} is not in 0..{end - 1}" if end else f"position {wrong}: there are no samples"
         )
     return position_P
+
+
+def epoch_watch(
+    config: BlendedMegatronDatasetConfig, split: Split, datasets: "Sequence[MegatronDataset]"
+) -> EpochWatch | None:
+    """What watches over the epochs of a stream of training; None where there is no limit."""
+    if config.max_epochs is None or split is not Split.train:
+        return None
+    times, over = Fraction(config.max_epochs).as_integer_ratio()
+    within = [samples_within(dataset.part.tokens * times // over, dataset.lengths) for dataset in datasets]
+    return EpochWatch([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
 
 
 class Lengths(Protocol):
@@ -333,7 +347,9 @@ class MegatronDataset(Samples):
         """The same data and name with (first sample, sequence length) of each change."""
         other = object.__new__(type(self))
         other.__dict__ = {
-            name: value for name, value in self.__dict__.items() if name not in ("order", "schedule", "_reader")
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("order", "schedule", "_reader", "_watch")
         }
         other.lengths = lengths
         return other
@@ -356,6 +372,8 @@ class MegatronDataset(Samples):
             The source's error, if its data is damaged.
         """
         sample_B = checked_positions(positions, self._end)
+        if sample_B.size:
+            self.watch_epochs(int(sample_B.max()) + 1)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order), out)
         self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
         return self.make_batch(rows, out)
@@ -363,7 +381,31 @@ class MegatronDataset(Samples):
     def why(self, n: int) -> Why:
         """Where the tokens of sample ``n`` come from."""
         checked_positions([n], self._end)
-        return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)))
+        return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)), self.epochs_after(int(n)))
+
+    def epochs_after(self, samples: int) -> float:
+        """How often the first ``samples`` samples read the part's tokens; 0 of a part without any."""
+        if self.part.tokens == 0:
+            return 0.0
+        epochs = tokens_given(samples, self.lengths) / self.part.tokens
+        return min(1.0, epochs) if self._epoch_only else epochs
+
+    def epochs(self, n: int) -> F64:
+        """How often the first ``n`` positions read the dataset, (1,)."""
+        return np.array([self.epochs_after(whole_number("n", n, 0))])
+
+    @cached_property
+    def _watch(self) -> EpochWatch | None:
+        return epoch_watch(self.config, self.index_split, [self]) if not self._epoch_only else None
+
+    def watch_epochs(self, end: int) -> None:
+        """Tell once that the positions below ``end`` read the dataset more often than ``config.max_epochs``.
+
+        Raises:
+            BlendingError: they do, and ``config.max_epochs_error``.
+        """
+        if self._watch is not None and end > self._watch.next:
+            self._watch.look(end, lambda n: np.array([n]), self.epochs, lambda _, sample: sample)
 
     def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
         """The ranges of a sample's tokens, in order, without padding."""

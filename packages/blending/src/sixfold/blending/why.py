@@ -31,14 +31,23 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """One position explained. ``ranges`` in order are the sample's tokens without padding."""
+    """One position explained.
+
+    Attributes:
+        ranges: in order, they are the sample's tokens without padding.
+        epochs: how often the stream has read this dataset's tokens before this sample.
+    """
 
     position: int
     dataset_id: int
     dataset_name: str
     sample: int
     ranges: tuple[TokenRange, ...]
+    epochs: float
 
     def __str__(self) -> str:
-        head = f"position {self.position}: sample {self.sample} of dataset {self.dataset_id} ({self.dataset_name})"
+        head = (
+            f"position {self.position}: sample {self.sample} of dataset {self.dataset_id} ({self.dataset_name}), "
+            f"after {self.epochs:.2f} epochs of it"
+        )
         return "\n  ".join([head, *map(str, self.ranges)])

@@ -17,10 +17,10 @@ def data():
     return blend({"a": numbered([50, 7]), "b": numbered([33])}, [1, 2], **options)
 
 
-def sampler(*args):
+def sampler(*args, **more):
     from sixfold.blending.torch import PositionSampler
 
-    return PositionSampler(*args)
+    return PositionSampler(*args, **more)
 
 
 def lists(batch):
@@ -83,6 +83,70 @@ def test_ranks_together_read_every_position_once_and_continue_with_another_numbe
     assert sorted(after) == list(range(24, 30))
 
 
+def steps_of(ranks, *args, **more):
+    """Positions of every rank by step: all ranks have as many steps."""
+    return list(zip(*(list(sampler(*args, rank, ranks, **more)) for rank in range(ranks)), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("samples", [0, 1, 7, 12, 103])
+def test_a_sampler_with_an_end_gives_every_sample_once_and_every_rank_as_many_steps(samples, ranks):
+    steps = steps_of(ranks, 5, 4, end=5 + samples)
+    assert [p for step in steps for batch in step for p in batch] == list(range(5, 5 + samples))
+    assert all(len(batch) == 4 for step in steps[:-1] for batch in step)
+    for batches in steps[-1:]:
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1, "the rest is shared evenly"
+    assert len(sampler(5, 4, 0, ranks, end=5 + samples)) == len(steps)
+    whole = steps_of(ranks, 5, 4, end=5 + samples, drop_last=True)
+    assert [p for step in whole for batch in step for p in batch] == list(range(5, 5 + samples - samples % (4 * ranks)))
+    assert len(sampler(5, 4, 0, ranks, end=5 + samples, drop_last=True)) == len(whole)
+
+
+def test_one_validation_epoch_is_read_to_its_last_sample_also_on_more_ranks_than_are_left():
+    few = blend({"a": numbered([50, 7]), "b": numbered([33])}, None, None)
+    read = []
+    for rank in range(3):
+        loader = torch.utils.data.DataLoader(
+            few, sampler=sampler(0, 3, rank, 3, end=len(few)), batch_size=None, num_workers=int(rank == 0)
+        )
+        read += [tokens.tolist() for batch in loader for tokens in batch["tokens"]]
+        assert len(loader) == -(-len(few) // 9)
+    assert sorted(read) == sorted(few.get_batch(range(len(few)))["tokens"].tolist())
+
+
+def test_a_ramp_grows_the_batch_from_its_positions_on():
+    ramp = [(10, 3), (25, 4)]
+    steps = steps_of(2, 0, 1, end=60, ramp=ramp)
+    assert [p for step in steps for batch in step for p in batch] == list(range(60))
+    begins = [step[0][0] for step in steps]
+    assert [len(step[0]) for step in steps[:-1]] == [1 if b < 10 else 3 if b < 25 else 4 for b in begins[:-1]]
+    assert len(sampler(0, 1, 0, 2, end=60, ramp=ramp)) == len(steps)
+    assert steps_of(2, begins[7], 1, end=60, ramp=ramp) == steps[7:], "a restart meets the same steps"
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 3), (3, 2), (1, 4)])
+def test_the_state_of_a_sampler_goes_on_with_other_ranks_and_batches(ranks, batch_size):
+    first = [sampler(4, 3, rank, 2, end=100) for rank in range(2)]
+    read = []
+    for one in first:
+        batches = iter(one)
+        read += [p for _ in range(5) for p in next(batches)]
+        assert one.state_dict() == batches.state_dict() == {"position": 34}
+    for rank in range(ranks):
+        other = sampler(4, batch_size, rank, ranks, end=100)
+        other.load_state_dict({"position": 34})
+        assert other.state_dict() == {"position": 34}
+        read += [p for batch in other for p in batch]
+        assert next(iter(other))[0] == 4 + rank * batch_size, "the next time it begins where it was told to"
+    assert sorted(read) == list(range(4, 100))
+
+
+def test_a_state_that_is_none_is_refused():
+    for wrong in ({}, {"position": -1}, None, {"position": "5"}):
+        with pytest.raises(BlendingError, match="position"):
+            sampler(0, 1).load_state_dict(wrong)
+
+
 WRONG = {
     "begin is -1": (-1, 1, 0, 1),
     "begin is 1.5": (1.5, 1, 0, 1),
@@ -92,10 +156,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("problem", WRONG)
+WRONG_MORE = {
+    "end is 3; the sampler begins at 5": {"end": 3},
+    r"ramp\[1\] at 7 is not behind the one at 7": {"ramp": [(7, 2), (7, 3)]},
+    r"ramp\[0\] batch_size is 0": {"ramp": [(7, 0)]},
+    "drop_last is given without an end": {"drop_last": True},
+}
+
+
+@pytest.mark.parametrize("problem", [*WRONG, *WRONG_MORE])
 def test_a_sampler_that_cannot_work_is_refused(problem):
     with pytest.raises(BlendingError, match=problem):
-        sampler(*WRONG[problem])
+        sampler(*WRONG.get(problem, (5, 1)), **WRONG_MORE.get(problem, {}))
 
 
 def test_a_pickled_blend_gives_the_same_samples_and_carries_no_caches(data):

@@ -141,6 +141,18 @@ def test_the_state_of_a_sampler_goes_on_with_other_ranks_and_batches(ranks, batc
     assert sorted(read) == list(range(4, 100))
 
 
+def test_what_a_stateful_loader_holds_has_a_state_if_it_can_be_asked_for_without_a_position(data):
+    """torchdata's loader calls ``state_dict()`` of all that has one: of the sampler, its iterator, the dataset."""
+    from sixfold.blending.torch import LoaderDataset
+
+    held = LoaderDataset(data)
+    assert not hasattr(held, "state_dict")
+    loader = torch.utils.data.DataLoader(held, sampler=sampler(5, 4), batch_size=None)
+    assert first(loader, 2) == [lists(data.get_batch(range(5 + 4 * step, 9 + 4 * step))) for step in range(2)]
+    assert len(held) == len(data)
+    assert sampler(5, 4).state_dict() == iter(sampler(5, 4)).state_dict() == {"position": 5}
+
+
 def test_a_state_that_is_none_is_refused():
     for wrong in ({}, {"position": -1}, None, {"position": "5"}):
         with pytest.raises(BlendingError, match="position"):

@@ -10,10 +10,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from sixfold.blending.checks import whole_number
+from sixfold.blending.dataset import Positions, Samples
 from sixfold.blending.errors import BlendingError
+
+
+class LoaderDataset(Dataset[dict[str, Any]]):
+    """A dataset or blend for a loader that keeps states (torchdata's ``StatefulDataLoader``), without a ``state_dict``.
+
+    Such a loader asks everything it holds for a state of its own. The one of a stream has a position, which only the
+    sampler knows.
+    """
+
+    def __init__(self, data: Samples) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int | Positions) -> dict[str, Any]:
+        """``data[index]``: a sample, or a batch of a list of positions."""
+        return self.data[index]
 
 
 class PositionSampler(Sampler[list[int]]):
@@ -26,8 +45,8 @@ class PositionSampler(Sampler[list[int]]):
     ``batch_sampler=`` the loader stacks the samples of one batch itself.
 
     ``state_dict`` of the sampler, and of its iterator, has the position of the next step. A loader with workers asks
-    for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` takes that into account, with a
-    plain one a trainer counts the positions it has trained on itself.
+    for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` (over a ``LoaderDataset``) takes that into account,
+    with a plain one a trainer counts the positions it has trained on itself.
     """
 
     def __init__(

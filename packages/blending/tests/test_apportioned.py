@@ -1,6 +1,10 @@
 """``order="apportioned"``: exact counts, one shuffle of all that nobody waits for, indices as megatron-core's."""
 
+import os
 import pickle
+import select
+import signal
+import threading
 from collections import Counter
 from fractions import Fraction
 from threading import Event
@@ -138,6 +142,43 @@ def test_an_error_of_the_shuffle_is_raised_where_it_is_awaited(monkeypatch):
     data = build(60, (["a", "b"], [1, 1]))
     with pytest.raises(MemoryError, match="no room for the table"):
         _ = data.dataset_index
+
+
+def test_a_process_forked_while_the_table_is_made_makes_its_own(monkeypatch):
+    begun, go_on, make = threading.Event(), threading.Event(), Shuffle._make
+
+    def slow(self):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go_on.wait(60)
+        return make(self)
+
+    monkeypatch.setattr(Shuffle, "_make", slow)
+    started = Shuffle(7, 1000).start()
+    assert begun.wait(60)
+    mine, childs = os.pipe()
+    child = os.fork()
+    if child == 0:  # waits for a thread that only the parent has, if it waits
+        os.write(childs, started.table.astype(np.uint32).tobytes())
+        os._exit(0)
+    try:
+        assert select.select([mine], [], [], 20)[0], "the child waits for ever"
+        assert np.array_equal(np.frombuffer(os.read(mine, 8000), dtype=np.uint32), Shuffle(7, 1000).table)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(mine), os.close(childs)
+        go_on.set()
+    assert started.table.size == 1000
+
+
+def test_a_table_that_is_not_made_in_time_is_an_error_and_not_a_wait(monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(shuffle, "_DEADLINE_S", 0.05)
+    monkeypatch.setattr(Shuffle, "_make", lambda self: go_on.wait(60))
+    with pytest.raises(BlendingError, match=r"the table of 1000 positions was not made in 0\.05 s"):
+        _ = Shuffle(7, 1000).start().table
+    go_on.set()
 
 
 def test_the_shuffle_depends_on_seed_and_size_alone():

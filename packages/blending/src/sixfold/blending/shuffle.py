@@ -5,6 +5,7 @@
 It depends on nothing else, so the table can be begun before any dataset is opened. Single positions never wait for it.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
@@ -14,7 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64, order_key, permute, permute_back, permute_range
+
+
+_DEADLINE_S = 600.0  # of the thread that makes a table; 2^32 positions take it half a minute
 
 
 class Shuffle:
@@ -22,17 +27,19 @@ class Shuffle:
 
     def __init__(self, seed: int, size: int) -> None:
         self.size = size
+        self._process = os.getpid()
         self._key = order_key("apportioned", seed, size)
         self._started: Future[npt.NDArray[Any]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the table: it is made again if it is asked for."""
-        return {"size": self.size, "_key": self._key, "_started": None}
+        return {"size": self.size, "_key": self._key, "_started": None, "_process": -1}
 
     def start(self) -> "Shuffle":
         """Begin the table on a thread that does not keep the process alive."""
         if self._started is None:
             self._started = Future()
+            self._process = os.getpid()
             Thread(target=_fulfil, args=(self._started, self._make), daemon=True, name="sixfold-shuffle").start()
         return self
 
@@ -46,8 +53,24 @@ class Shuffle:
 
     @cached_property
     def table(self) -> npt.NDArray[Any]:
-        """``at`` of every position, uint32 or int64; waits for the thread, or makes it if none was started."""
-        return self._make() if self._started is None else self._started.result()
+        """``at`` of every position, uint32 or int64; waits for the thread, or makes it if none was started here.
+
+        A process that was forked meanwhile has no such thread, and locks that nobody will open: it makes its own.
+
+        Raises:
+            BlendingError: the thread does not end.
+            What the thread raised.
+        """
+        if self._started is None or os.getpid() != self._process:
+            return self._make()
+        try:
+            return self._started.result(_DEADLINE_S)
+        except TimeoutError:
+            if self._started.done():  # raised by the thread
+                raise
+            raise BlendingError(
+                f"the table of {self.size} positions was not made in {_DEADLINE_S} s; is this machine overloaded?"
+            ) from None
 
     def _make(self) -> npt.NDArray[Any]:
         table = np.empty(self.size, dtype=np.uint32 if self.size < 2**32 else np.int64)

@@ -45,8 +45,8 @@ class PositionSampler(Sampler[list[int]]):
     ``batch_sampler=`` the loader stacks the samples of one batch itself.
 
     ``state_dict`` of the sampler, and of its iterator, has the position of the next step. A loader with workers asks
-    for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` (over a ``LoaderDataset``) takes that into account,
-    with a plain one a trainer counts the positions it has trained on itself.
+    for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` (over a ``LoaderDataset``) takes
+    that into account, with a plain one a trainer counts the positions it has trained on itself.
     """
 
     def __init__(

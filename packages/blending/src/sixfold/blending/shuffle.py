@@ -18,7 +18,6 @@ import numpy.typing as npt
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64, order_key, permute, permute_back, permute_range
 
-
 _DEADLINE_S = 600.0  # of the thread that makes a table; 2^32 positions take it half a minute
 
 

@@ -2,6 +2,7 @@
 
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
+    ci --> two lanes, each a nox of its own that runs one of these sessions after the other
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -12,10 +13,15 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +32,25 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
-NUMPY_ONLY = ("indexed-data", "blending")  # their isolation has no torch, and so no ranktest
+BASES = ROOT / ".nox" / "bases"
+LOGS = ROOT / ".nox" / "ci"
+# What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
+# tools/check_isolation.py asserts that the package's own metadata asks for all of it.
+BASES_OF = {"indexed-data": ("numpy",), "blending": ("numpy",), "gpt": ("numpy", "torch")}
+BASE_DEFAULT = ("torch",)
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # Further runs of a package's tests where it stands alone: blending as installed where no compiler is.
 ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
 WHEEL_LIMIT_BYTES = {"indexed-data": 50_000}
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
-BUILT: set[tuple[str, Path]] = set()  # wheels that this run of nox has built already, with their folders
+LANES = 2  # sessions of `ci` that run at a time: the cores of the smallest machine that is to develop this
+SESSION_DEADLINE_S = 1800.0
 NO_TESTS_COLLECTED = 5  # pytest's exit status
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = True
-nox.options.sessions = ["lint", "types", "tests", "ranks", "isolation", "integration"]
+nox.options.sessions = ["ci"]
 
 each_package = nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 each_distribution = nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "ranktest"]])
@@ -79,11 +92,10 @@ def tests(session: nox.Session, package: str) -> None:
 @each_distribution
 def ranks(session: nox.Session, package: str) -> None:
     """The tests of one package that start several ranks."""
-    folder = ROOT / "tools/ranktest/tests" if package == "ranktest" else ROOT / "packages" / package / "tests/ranks"
-    if not list(folder.glob("test_*.py")):
+    if not rank_tests(package):
         session.skip(f"{package} has no tests of several ranks")
     environment = shared_environment(session)
-    environment.run(session, *pytest_on(folder), *environment.arguments)
+    environment.run(session, *pytest_on(rank_tests(package)[0].parent), *environment.arguments)
 
 
 @nox.session(venv_backend="none")
@@ -117,11 +129,12 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@each_distribution
-def types(session: nox.Session, package: str) -> None:
-    """mypy --strict on the sources of one package."""
+def types(session: nox.Session) -> None:
+    """mypy --strict on the sources of all packages, or of those whose modules follow: `-- -p sixfold.gpt`."""
     environment = shared_environment(session)
-    environment.run(session, "-m", "mypy", "-p", "ranktest" if package == "ranktest" else module_of(package))
+    modules = [*map(module_of, PACKAGES), "ranktest"]
+    all_packages = [argument for module in modules for argument in ("-p", module)]
+    environment.run(session, "-m", "mypy", *(environment.arguments or all_packages))
 
 
 @nox.session(venv_backend="none")
@@ -148,33 +161,94 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """What `nox` alone runs."""
-    for name in ("lint", "types", "tests", "ranks", "isolation", "integration"):
-        session.notify(name)
+    """Every check, two sessions at a time; what `nox` alone runs. Output comes whole, as each ends; logs in .nox/ci."""
+    shared_environment(session)
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    start, failed = time.monotonic(), []
+    with ThreadPoolExecutor(LANES) as lanes:
+        running = {lanes.submit(run_in_lane, name): name for name in sessions_of_ci()}
+        for done in as_completed(running):
+            name, (status, seconds, log) = running[done], done.result()
+            print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
+            if status:
+                failed.append(name)
+    session.log(f"{len(running)} sessions in {LANES} lanes, {(time.monotonic() - start) / 60:.1f} minutes")
+    if failed:
+        session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
+
+
+def sessions_of_ci() -> list[str]:
+    """Names for ``nox -s``: those that last longest first, so that the lanes end together."""
+    ranks_of = [name for name in [*PACKAGES, "ranktest"] if rank_tests(name)]
+    return [
+        "integration",
+        *(f"isolation({name})" for name in PACKAGES),
+        *(f"ranks({name})" for name in ranks_of),
+        *(f"tests({name})" for name in PACKAGES),
+        "types",
+        "lint",
+    ]
+
+
+def run_in_lane(name: str) -> tuple[int, float, Path]:
+    """One session in a nox of its own: its status, seconds, and the file with its output."""
+    log, start = LOGS / f"{name}.log", time.monotonic()
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", name]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(SESSION_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+            out.write(f"\nkilled: still running after {SESSION_DEADLINE_S:.0f} s\n".encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a session may have left behind
+            process.wait()
+    return status, time.monotonic() - start, log
 
 
 # ---- the session that has a fresh venv per package
 
 
-@nox.session(venv_backend="venv", reuse_venv=False)
+@nox.session(venv_backend="venv", venv_params=["--without-pip"], reuse_venv=False)
 @each_package
 def isolation(session: nox.Session, package: str) -> None:
     """Install one wheel alone, as a user would; assert that no sibling comes with it; run its tests."""
     builder = shared_environment(session)
-    for name in PACKAGES:  # siblings too: gpt needs its five
+    siblings = PACKAGES if package == "gpt" else [package]
+    for name in [*siblings, "ranktest"]:
         build_wheel(session, builder, name, WHEELS)
+    site = Path(session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
+    bases = [make_base(session, name) for name in BASES_OF.get(package, BASE_DEFAULT)]
+    (site / "bases.pth").write_text("\n".join(map(str, bases)) + "\n")
     pip = ("-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS), "--find-links", str(WHEELS))
     session.run("python", *pip, f"sixfold-{package}")
-    session.run("python", str(ROOT / "tools/check_isolation.py"), package)
-    session.run("python", *pip, "pytest", "pytest-timeout", "hypothesis")
-    if package not in NUMPY_ONLY:
-        build_wheel(session, builder, "ranktest", WHEELS)
+    session.run("python", str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS)
+    if "torch" in BASES_OF.get(package, BASE_DEFAULT):
         session.run("python", *pip, "ranktest")
     variables = {"OMP_NUM_THREADS": "1"}
     session.run("python", *single_process_tests(package), env=variables, success_codes=[0, NO_TESTS_COLLECTED])
     for arguments in ALSO_ISOLATED.get(package, []):
         session.run("python", *single_process_tests(package), *arguments, env=variables)
-    shutil.rmtree(session.virtualenv.location)  # it has done its work; with a torch each, six of them fill a disk
+    shutil.rmtree(session.virtualenv.location)
+
+
+def make_base(session: nox.Session, requirement: str) -> Path:
+    """The site-packages of a venv that holds one requirement of ours and the test tools; made once."""
+    place = BASES / requirement
+    key = hashlib.sha256(f"{place} {sys.version} {TEST_TOOLS}".encode() + CONSTRAINTS.read_bytes()).hexdigest()
+    python, stamp = str(place / "bin" / "python"), place / "stamp"
+    with one_at_a_time(place):
+        if not stamp.exists() or stamp.read_text() != key:
+            shutil.rmtree(place, ignore_errors=True)
+            session.run(sys.executable, "-m", "venv", str(place), external=True)
+            pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS))
+            session.run(*pip, requirement, *TEST_TOOLS, external=True)
+            stamp.write_text(key)
+    (site,) = (place / "lib").glob("python3.*/site-packages")
+    return site
 
 
 # ---- the shared venv
@@ -191,7 +265,7 @@ def shared_environment(session: nox.Session) -> Environment:
         sources = [*ROOT.glob("packages/*/src"), ROOT / "tools/ranktest/src"]
         variables["PYTHONPATH"] = os.pathsep.join([*map(str, sources), os.environ.get("PYTHONPATH", "")])
         return Environment(python=shutil.which("python") or "python3", variables=variables, arguments=arguments)
-    with one_at_a_time():
+    with one_at_a_time(SHARED):
         install_shared(session)
     variables["PATH"] = os.pathsep.join([str(SHARED / "bin"), os.environ["PATH"]])
     return Environment(python=str(SHARED / "bin" / "python"), variables=variables, arguments=arguments)
@@ -225,11 +299,19 @@ def shared_key() -> str:
 
 
 @contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Two nox runs may start together; the second waits for the first one's venv."""
-    SHARED.parent.mkdir(exist_ok=True)
-    with (SHARED.parent / "shared.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def one_at_a_time(place: Path) -> Iterator[None]:
+    """Two runs of nox may want the same venv or wheel; the second waits for the first to have made it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f"{place.name}.lock").open("w") as lock:
+        until = time.monotonic() + SESSION_DEADLINE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{lock.name} was held for {SESSION_DEADLINE_S:.0f} s by another nox") from None
+                time.sleep(0.2)
         yield
 
 
@@ -245,27 +327,43 @@ def single_process_tests(package: str) -> list[str]:
     return [*pytest_on(folder), f"--ignore={folder / 'ranks'}", f"--ignore={folder / 'gpu'}"]
 
 
+def rank_tests(package: str) -> list[Path]:
+    folder = ROOT / "tools/ranktest/tests" if package == "ranktest" else ROOT / "packages" / package / "tests/ranks"
+    return sorted(folder.glob("test_*.py"))
+
+
 def build_wheel(session: nox.Session, builder: Environment, package: str, folder: Path) -> Path:
-    """Build one wheel into ``folder``, unless this run of nox has done so, and check its size."""
+    """Build one wheel into ``folder``, unless it is there for these very sources, and check its size."""
     source = ROOT / "tools/ranktest" if package == "ranktest" else ROOT / "packages" / package
     name = "ranktest" if package == "ranktest" else f"sixfold_{package.replace('-', '_')}"
-    if (package, folder) in BUILT:
-        return next(folder.glob(f"{name}-*.whl"))
-    # setuptools would pack what an earlier build left here, deleted files included.
-    shutil.rmtree(source / "build", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{name}-*.whl"):
-        old.unlink()
-    pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-c", str(CONSTRAINTS))
-    builder.run(session, *pip, "--wheel-dir", str(folder), str(source))
-    (wheel,) = folder.glob(f"{name}-*.whl")
+    key, stamp = wheel_key(source), folder / f"{name}.key"
+    with one_at_a_time(folder / name):
+        wheels = list(folder.glob(f"{name}-*.whl"))
+        if len(wheels) != 1 or not stamp.exists() or stamp.read_text() != key:
+            for old in wheels:
+                old.unlink()
+            # setuptools would pack what an earlier build left here, deleted files included.
+            shutil.rmtree(source / "build", ignore_errors=True)
+            pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-c", str(CONSTRAINTS))
+            builder.run(session, *pip, "--wheel-dir", str(folder), str(source))
+            stamp.write_text(key)
+        (wheel,) = folder.glob(f"{name}-*.whl")
     limit_bytes = WHEEL_LIMIT_BYTES.get(package, WHEEL_LIMIT_DEFAULT_BYTES)
     size_bytes = wheel.stat().st_size
     if size_bytes > limit_bytes:
         session.error(f"{wheel.name} has {size_bytes} bytes; its limit is {limit_bytes}")
     session.log(f"{wheel.name}: {size_bytes} bytes")
-    BUILT.add((package, folder))
     return wheel
+
+
+def wheel_key(source: Path) -> str:
+    """A digest of all that goes into a wheel: names and bytes."""
+    digest = hashlib.sha256(sys.version.encode() + CONSTRAINTS.read_bytes())
+    named = [source / name for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md")]
+    for path in [*named, *sorted(source.glob("src/**/*")), *sorted(source.glob("native/**/*"))]:
+        if path.is_file() and not re.search(r"__pycache__|\.egg-info/|\.so$", str(path)):
+            digest.update(f"\0{path.relative_to(source)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def distribution_folders() -> list[Path]:

@@ -1,12 +1,15 @@
 """Assert that one installed package stands alone; run by `nox -s isolation` with the fresh venv's Python.
 
-    python check_isolation.py <package folder name>
+    python check_isolation.py <package folder name> <test tool> ...
 
-Looks at what is installed and at what an import loads. Imports nothing of the repository but the package.
+Looks at what is installed and at what an import loads. Imports nothing of the repository but the package. Whatever is
+installed must be asked for by the package's own metadata, or by a test tool: else a user would not have it.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -39,9 +42,29 @@ def check(module: str) -> list[str]:
     return wrong
 
 
+def uncalled_for(roots: list[str]) -> list[str]:
+    """Distributions that are installed and that no root asks for, not even by way of others; extras apart."""
+    requires = {_normal(found.name): found.requires or [] for found in importlib.metadata.distributions()}
+    todo, wanted = [_normal(root) for root in roots], set()
+    while todo:
+        name = todo.pop()
+        if name not in wanted and name in requires:
+            wanted.add(name)
+            lines = [line for line in requires[name] if "extra ==" not in line]
+            todo += [_normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines]
+    return sorted(requires.keys() - wanted)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def main() -> None:
     module = sys.argv[1].replace("-", "_")
-    if wrong := check(module):
+    wrong = check(module)
+    extra = uncalled_for([f"sixfold-{sys.argv[1]}", "pip", "setuptools", *sys.argv[2:]])
+    wrong += [f"{name} is installed, and sixfold-{sys.argv[1]} does not require it" for name in extra]
+    if wrong:
         sys.exit("\n".join(wrong))
     print(f"sixfold.{module} stands alone: {'no torch, ' if module in WITHOUT_TORCH else ''}no sibling loaded")
 

@@ -33,13 +33,13 @@ def demo(tmp_path_factory) -> tuple[Path, dict, str]:
     """Folder, summary and output of one demo of 18 seconds of training."""
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "sixfold.gpt", "demo", "--minutes", "0.3", "--dir", "out"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return folder / "out", json.loads((folder / "out/summary.json").read_text()), done.stdout
 
 
 # The first test that asks for the fixture waits for the demo.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def located(folder: Path, written: str) -> Path:

@@ -19,7 +19,7 @@ def run_python(arguments: list[str], folder) -> str:
     """Run Python in ``folder`` as a reader would; its output. One thread: other tests run beside it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

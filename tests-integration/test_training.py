@@ -12,7 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
-from torchrun_helpers import descendants, end_with_descendants, run_torchrun, start_torchrun, world_for
+from torchrun_helpers import (
+    OUTPUT,
+    World,
+    descendants,
+    end_with_descendants,
+    run_torchrun,
+    start_torchrun,
+    world_for,
+)
+
+# Deadlines of what takes seconds on a quiet machine: they only end what hangs, and this may be a busy one.
+START_S, END_S = 240.0, 120.0
+pytestmark = pytest.mark.timeout(900)
 
 CONFIG = """
 [model]
@@ -38,13 +50,16 @@ precision = "fp32"
 [optimizer]
 lr = 2e-3
 
+[schedule]
+shape = "constant"
+
 [checkpoint]
 every = 4
 
 [run]
 dir = "run"
 device = "{device}"
-timeout_seconds = 60
+timeout_seconds = 180
 """
 
 
@@ -67,7 +82,7 @@ def sixfold(folder: Path, *arguments: str, status: int = 0) -> subprocess.Comple
     """Run the command in ``folder`` and check its exit status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sixfold.gpt", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == status, f"{arguments} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -83,44 +98,42 @@ def losses(folder: Path, run: str = "run") -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in entries(folder, "step", run)}
 
 
-def test_two_by_two_trains_like_one_process_and_resumes_at_another_layout(job):
+def test_a_pipeline_killed_and_resumed_as_sharded_trains_like_one_process(job):
+    """Two by two, a rank killed after a checkpoint, then all ranks sharded; beside one plain process."""
     folder, world = job
     command = ["-m", "sixfold.gpt", "train", "job.toml"]
-    run_torchrun(world, [*command, "parallel.pp=2", "train.steps=8"], folder=folder)
+    saved = kill_a_rank_after_a_save(folder, world, [*command, "parallel.pp=2", "train.steps=4000"])
     start = entries(folder, "start")[0]
     assert start["world"] == world.ranks
     assert start["layout"] == {"pp": 2, "dp": world.ranks // 2, "cp": 1, "tp": 1, "ep": 1}
-    # Second half without pipeline, the weights sharded over all ranks.
-    run_torchrun(world, [*command, "train.steps=12"], folder=folder)
-    assert [entry["step"] for entry in entries(folder, "resume")] == [8]
-    sixfold(folder, "train", "job.toml", "run.dir=alone", "train.steps=8")
-    sixfold(folder, "train", "job.toml", "run.dir=alone", "train.steps=12")
+    # On without a pipeline, the weights sharded over all ranks.
+    last = saved + 8  # a save may be whole that the metrics do not tell of yet
+    run_torchrun(world, [*command, f"train.steps={last}", "checkpoint.resume=must"], folder=folder)
+    (resumed,) = entries(folder, "resume")
+    assert resumed["step"] >= saved
+    assert resumed["layout"]["pp"] == 1
+    sixfold(folder, "train", "job.toml", "run.dir=alone", f"train.steps={last}")
     found, alone = losses(folder), losses(folder, "alone")
-    assert list(found) == list(alone) == list(range(1, 13))
-    assert list(found.values()) == pytest.approx(list(alone.values()), rel=1e-6 if world.device == "cpu" else 1e-3)
-    assert found[12] < found[1]
+    assert set(range(1, last + 1)) <= set(found), "a step is missing"
+    assert list(alone) == list(range(1, last + 1))
+    rel = 1e-6 if world.device == "cpu" else 1e-3
+    assert [found[step] for step in alone] == pytest.approx(list(alone.values()), rel=rel)
+    assert alone[last] < alone[1]
 
 
-def test_a_rank_that_is_killed_ends_the_job_and_the_next_start_continues(job):
-    folder, world = job
-    command = ["-m", "sixfold.gpt", "train", "job.toml", "parallel.pp=2", "train.steps=4000", "log.every=1"]
+def kill_a_rank_after_a_save(folder: Path, world: World, command: list[str]) -> int:
+    """Start a job, kill its last rank once a checkpoint is there, and see the job end; the newest saved step."""
     process = start_torchrun(world, command, folder=folder)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + START_S
         while not entries(folder, "save"):
-            output = (folder / "torchrun.out").read_text()
+            output = (folder / OUTPUT).read_text()
             assert time.monotonic() < until and process.poll() is None, f"no checkpoint came\n{output}"
             time.sleep(0.05)
         ranks = entries(folder, "start")[0]["ranks"]
         assert {entry["pid"] for entry in ranks} <= set(descendants(process.pid))
         os.kill(ranks[-1]["pid"], signal.SIGKILL)
-        assert process.wait(45) != 0
+        assert process.wait(END_S) != 0
     finally:
         end_with_descendants(process)
-    saved = max(entry["step"] for entry in entries(folder, "save"))
-    steps = saved + 2
-    run_torchrun(
-        world, [*command[:4], f"train.steps={steps}", "parallel.pp=2", "checkpoint.resume=must"], folder=folder
-    )
-    assert entries(folder, "resume")[-1]["step"] >= saved
-    assert max(losses(folder)) >= steps
+    return max(entry["step"] for entry in entries(folder, "save"))

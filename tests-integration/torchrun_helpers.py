@@ -40,7 +40,7 @@ def world_for(least_ranks: int) -> World:
 
 
 def run_torchrun(
-    world: World, arguments: list[str], *, folder: Path, timeout_s: float = 100.0, check: bool = True
+    world: World, arguments: list[str], *, folder: Path, timeout_s: float = 400.0, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run ``torchrun ... <arguments>`` in ``folder`` and wait.
 

@@ -67,3 +67,22 @@ def test_links_between_documents_lead_somewhere():
             if "://" not in target and not (document.parent / target).exists():
                 wrong.append(f"{document.relative_to(ROOT)}: {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_test_that_a_document_names_exists():
+    """Design notes say which test keeps a promise or stops a wait; a renamed test must not leave them talking."""
+    files = [
+        path for folder in ("packages", "tests-integration", "tools") for path in (ROOT / folder).rglob("test_*.py")
+    ]
+    known = {path.stem for path in files}
+    known |= {
+        name for path in files for name in re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    documents = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    wrong = [
+        f"{document.relative_to(ROOT)}: {name}"
+        for document in documents
+        for name in re.findall(r"(?<![\w/.*-])test_\w+(?![\w*])", document.read_text())
+        if name not in known
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,50 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from gpt_helpers import plain_losses, plain_run, tiny_config
+from run_helpers import assert_same_tensors, final_tensors, lines, losses, run, train_rank
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold import dist_ckpt
-from sixfold.gpt import TrainConfig
-from sixfold.gpt.launch import World
-from sixfold.gpt.loop import Run, train_in
+from sixfold.gpt.loop import Run
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-def train_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str]:
-    """One rank of a training job; the result is (step, loss, reason)."""
-    store = ranktest.store() if ranks > 1 else None
-    world = World(rank=rank, size=ranks, local_rank=rank, store=store, device=torch.device("cpu"))
-    result = train_in(TrainConfig.from_text(text), world)
-    return result.step, result.loss, result.reason
-
-
-def run(config: TrainConfig, ranks: int, **options: object) -> list[tuple[int, float | None, str] | None]:
-    """Train on ``ranks`` ranks; one rank runs in this process."""
-    if ranks == 1:
-        return [train_rank(0, 1, config.to_toml())]
-    return ranktest.run_ranks(train_rank, ranks, config.to_toml(), **options)
-
-
-def lines(config: TrainConfig, kind: str) -> list[dict]:
-    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
-    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
-
-
-def losses(config: TrainConfig) -> list[float]:
-    return [entry["loss"] for entry in lines(config, "step")]
-
-
-def final_tensors(config: TrainConfig) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, whole."""
-    return dist_ckpt.load_plain_tensors(dist_ckpt.retention.latest(Path(config.run.dir) / "checkpoints"))
-
-
-def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    different = [key for key in a if not torch.equal(a[key], b[key])]
-    assert not different, f"{len(different)} of {len(a)} tensors differ, first {different[:3]}"
 
 
 def test_one_process_trains_as_a_plain_torch_loop(tmp_path):

@@ -1,6 +1,6 @@
 """What ranks share: small objects, and errors: one rank's is raised on all, and a lost peer gets a name.
 
-loop.py, checkpoint.py --> gather, together, wire_errors (this file) --> TrainError, ConfigError on every rank
+loop.py, start.py, checkpoint.py --> gather, together, from_first (this file) --> TrainError, ConfigError on every rank
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from sixfold.gpt.errors import ConfigError, TrainError
@@ -52,6 +53,26 @@ def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+def from_first(control: dist.ProcessGroup | None, rank: int, ranks: int, task: Callable[[], T]) -> T:
+    """Run ``task`` on rank 0 alone: its result, or its error, is everybody's.
+
+    For what the ranks could see differently: a folder of a shared file system, a file that grows.
+    """
+    found: list[T] = []
+    together(control, ranks, lambda: found.append(task()) if rank == 0 else None)
+    return gather(control, ranks, found[0] if found else None)[0]  # type: ignore[return-value]
+
+
+def any_of(control: dist.ProcessGroup | None, mine: bool) -> bool:
+    """Whether ``mine`` is true on some rank; the same answer on all of them."""
+    if control is None:
+        return mine
+    flag = torch.tensor(int(mine))
+    with wire_errors("an agreement of all ranks"):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=control)
+    return bool(flag)
 
 
 @contextmanager

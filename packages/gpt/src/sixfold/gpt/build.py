@@ -11,7 +11,7 @@ meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,9 @@ from torch import nn
 
 import sixfold.pipeline as pipeline
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.gpt.init import initializer
+from sixfold.gpt.agree import gather, together
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.init import fill_elements
 from sixfold.gpt.mesh import RankMesh, pair_group
 from sixfold.gpt.model import Block, GPTModel
 from sixfold.gpt.optimizer import build_optimizer
@@ -35,9 +37,15 @@ TIED = "embedding.weight"
 
 
 class ModelProvider(Protocol):
-    """A user's own decoder, one virtual stage at a time; the three names are Megatron's."""
+    """A user's own decoder, one virtual stage at a time.
 
-    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int) -> nn.Module: ...
+    The three positional arguments are Megatron's. A provider that takes ``stage``, ``num_stages`` or ``layers`` (or
+    ``**kwargs``) is given them by name: the global number of the stage, how many there are, and the global numbers of
+    its layers, as ``parallel.layers_per_stage`` cuts ``model.num_layers``. Only with them can one of several middle
+    stages know which it is, and name its parameters apart from the others'.
+    """
+
+    def __call__(self, pre_process: bool, post_process: bool, vp_stage: int, **which: Any) -> nn.Module: ...
 
 
 def canonical(name: str) -> str:
@@ -106,7 +114,8 @@ def _stage_modules(
     container = nn.ModuleDict()
     for chunk, s in enumerate(mine):
         if provider is not None:
-            container[str(s)] = provider(s == 0, s == last, chunk)
+            which = {"stage": s, "num_stages": len(placement), "layers": layers[s]}
+            container[str(s)] = provider(s == 0, s == last, chunk, **_taken_by(provider, which))
             continue
         stage = GPTModel(
             config.model, pre_process=s == 0, post_process=s == last, vp_stage=chunk, layers=layers[s], device="meta"
@@ -119,6 +128,40 @@ def _stage_modules(
     return container
 
 
+def _taken_by(provider: ModelProvider, which: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``which`` that ``provider`` has arguments for."""
+    arguments = inspect.signature(provider).parameters
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        return which
+    return {name: value for name, value in which.items() if name in arguments}
+
+
+def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
+    """A provider's stages have names of their own: a checkpoint knows a parameter by its name alone.
+
+    Raises:
+        ConfigError: on all ranks: the name and both stages.
+    """
+    mine = [name for name, _ in container.named_parameters()]
+    stage_of: dict[str, int] = {}
+    named = {name for names in gather(mesh.control, mesh.size, mine) for name in names}
+    for stage, name in sorted((int(name.partition(".")[0]), canonical(name)) for name in named):
+        if stage_of.setdefault(name, stage) != stage:
+            raise ConfigError(
+                f"{name} is a parameter of stage {stage_of[name]} and of stage {stage} of the model_provider; let it "
+                f"take the arguments stage and layers, and name parameters by global layer numbers"
+            )
+
+
+def _draw_start_values(model: FullyShardedDataParallel, config: TrainConfig) -> None:
+    """Initial weights of this rank's shards; nobody draws what another rank holds."""
+    seed = config.train.seed
+    for record in model.state_records():
+        name, shape = canonical(record.name), record.global_shape
+        fill_elements(config.model, seed, name, shape, record.start, record.tensor)
+    model.refresh()
+
+
 def _mixed_precision(config: TrainConfig) -> MixedPrecision:
     dtypes = {k: getattr(torch, v) for k, v in config.fsdp.dtypes().items()}
     compute = torch.bfloat16 if config.train.precision == "bf16" else None
@@ -127,25 +170,35 @@ def _mixed_precision(config: TrainConfig) -> MixedPrecision:
     )
 
 
-def _init_fn(config: TrainConfig) -> Callable[[str, nn.Module], None]:
-    fill = initializer(config.model, config.train.seed)
-    return lambda name, module: fill(canonical(name), module)
+def _leave_empty(name: str, module: nn.Module) -> None:
+    """For fsdp: the shards are filled after it has cut them, see ``_draw_start_values``."""
 
 
 def build_rank(
-    config: TrainConfig, mesh: RankMesh, world: World, *, model_provider: ModelProvider | None = None
+    config: TrainConfig,
+    mesh: RankMesh,
+    world: World,
+    *,
+    model_provider: ModelProvider | None = None,
+    draw: bool = True,
 ) -> RankModel:
     """Build this rank's stages, sharded and ready to step. Collective over the mesh.
 
     Args:
         model_provider: replaces GPTModel. The module it returns is called as ``module(x, **kwargs)`` with the kwargs
             of GPTModel.forward, the last stage returning per-token losses. Its attribute ``fsdp_unit_modules``, if
-            there is one, names the fsdp units; its parameters are initialised by itself.
+            there is one, names the fsdp units; its parameters are initialised by itself, alike on all ranks.
+            Evaluation runs it in eval mode. Randomness of its own, as dropout, is no part of a checkpoint.
+        draw: fill the shards with initial weights; False leaves memory as it is, for weights that will be loaded.
+    Raises:
+        ConfigError: two stages of a model_provider have a parameter of one name.
     """
     program = make_program(config, mesh.pp)
     placement = program.placement
     mine = [s for s, rank in enumerate(placement) if rank == mesh.pp_rank]
-    container = _stage_modules(config, mine, placement, model_provider)
+    container = together(mesh.control, mesh.size, lambda: _stage_modules(config, mine, placement, model_provider))
+    if model_provider is not None:
+        _check_names(container, mesh)
     first, last = placement[0], placement[-1]
     tied = config.model.tie_embeddings and model_provider is None and first != last
     units: list[Any] = [Block] if any(isinstance(m, Block) for m in container.modules()) else []
@@ -165,13 +218,15 @@ def build_rank(
             buffers=BufferConfig(**config.fsdp.buffers()),
             grad_divisor=1.0,
             grad_reduce=config.fsdp.grad_reduce,
-            init_fn=None if model_provider is not None else _init_fn(config),
+            init_fn=None if model_provider is not None else _leave_empty,
             initial="trust" if model_provider is None else "check",
             checks=config.fsdp.checks,
             fault_store=world.store,
             timeout_s=config.run.timeout_seconds,
         )
     optimizer = fully_shard_optimizer(optimizer, model)
+    if draw and model_provider is None:
+        _draw_start_values(model, config)
     stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
     runner = pipeline.PipelineRunner(
         program,

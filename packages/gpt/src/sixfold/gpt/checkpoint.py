@@ -12,18 +12,25 @@ without optimizer state (of step 0, or weights alone) is loaded as weights with 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
-from sixfold.gpt.agree import gather
+from sixfold.gpt.agree import from_first, gather, together
 from sixfold.gpt.build import TIED, RankModel, canonical
-from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.errors import ConfigError, TrainError
+
+if TYPE_CHECKING:
+    from sixfold.gpt.mesh import RankMesh
+
+# How long a rank waits for what rank 0 has chosen to show up: network file systems cache folders for up to a minute.
+SEEN_S = 90.0
+SEEN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +145,33 @@ def load_weights(rank: RankModel, folder: Path) -> None:
     state = dict(sharded_state(rank, weights_only=True))
     dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     rank.model.refresh()
+
+
+def chosen(mesh: RankMesh, choose: Callable[[], Path | None], timeout_s: float) -> Path | None:
+    """The checkpoint that rank 0 chooses, on every rank, once every rank sees it.
+
+    Ranks that looked for themselves could see different folders of a shared file system, and train different weights.
+
+    Raises:
+        ConfigError: rank 0's own, on all ranks. TrainError: a rank does not see the folder, within ``SEEN_S`` or half
+            of ``timeout_s``; on all ranks.
+    """
+    folder = from_first(mesh.control, mesh.rank, mesh.size, choose)
+    if folder is not None and mesh.size > 1:
+        limit = min(SEEN_S, timeout_s / 2)
+        together(mesh.control, mesh.size, lambda: _await_sight(mesh.rank, folder, limit))
+    return folder
+
+
+def _await_sight(rank: int, folder: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not dist_ckpt.check_is_distributed_checkpoint(folder):
+        if time.monotonic() > deadline:
+            raise TrainError(
+                f"rank {rank} does not see {folder}, which rank 0 chose, within {limit_s:g} s; all ranks of a run need "
+                f"run.dir on one file system"
+            )
+        time.sleep(SEEN_POLL_S)
 
 
 def find(path: str | Path, step: int | None = None) -> Path:

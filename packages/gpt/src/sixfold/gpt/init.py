@@ -1,6 +1,7 @@
 """Initial weights as a function of seed, name and index.
 
-    seed, canonical name --> Philox key --> initial_values (this file) --> initializer --> fsdp's init_fn
+    seed, canonical name --> Philox key --> initial_values (this file) --> fill_elements --> build.py: a rank's shards
+                                                                                         `-> initializer: whole modules
 
 No layout enters: a stage, a shard or a row is drawn without the rest. torchtitan needs a checkpoint for the same,
 because one generator walked in module order gives each layout other weights.
@@ -57,7 +58,7 @@ def initial_values(
 
 
 def initializer(config: GPTConfig, seed: int) -> Callable[[str, nn.Module], None]:
-    """A function that fills a module's own parameters by their canonical names.
+    """A function that fills a whole module's own parameters by their canonical names.
 
     Returns:
         ``fill(name, module)``: ``name`` is the module's canonical path, as ``layers.3.attention.q``; its parameters
@@ -70,17 +71,31 @@ def initializer(config: GPTConfig, seed: int) -> Callable[[str, nn.Module], None
     def fill(name: str, module: nn.Module) -> None:
         for leaf, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}" if name else leaf
-            with torch.no_grad():
-                if leaf == "bias":
-                    parameter.zero_()
-                elif parameter.dim() < 2:
-                    parameter.fill_(1.0)
-                else:
-                    parameter.copy_(initial_values(seed, full, parameter.shape, _std(config, name)))
-                    if name in ("embedding", "head"):
-                        parameter[config.vocab_size :].zero_()
+            fill_elements(config, seed, full, parameter.shape, 0, parameter.detach().view(-1))
 
     return fill
+
+
+def fill_elements(config: GPTConfig, seed: int, name: str, shape: Sequence[int], start: int, out: torch.Tensor) -> None:
+    """Fill ``out`` with elements ``[start, start + len(out))`` of the flattened parameter ``name``; draws no others.
+
+    Args:
+        name: canonical name, as ``layers.3.attention.q.weight``.
+        shape: of the whole parameter.
+        out: 1-D, of any dtype and device; filled in place.
+    """
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias":
+        out.zero_()
+    elif len(shape) < 2:
+        out.fill_(1.0)
+    else:
+        stop = start + out.numel()
+        # Rows of padding are 0 and are not drawn.
+        drawn = config.vocab_size * shape[1] if module in ("embedding", "head") else stop
+        end = min(max(drawn, start), stop)
+        out[: end - start].copy_(initial_values(seed, name, shape, _std(config, module), start, end).view(-1))
+        out[end - start :].zero_()
 
 
 def _std(config: GPTConfig, module_name: str) -> float:

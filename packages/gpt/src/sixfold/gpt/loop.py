@@ -23,17 +23,17 @@ import torch
 
 from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch
-from sixfold.gpt.agree import gather, together, wire_errors
+from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank
 from sixfold.gpt.checkpoint import Progress
-from sixfold.gpt.checks import check_world, resume_changes
-from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder, preflight
+from sixfold.gpt.checks import check_world
+from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder
 from sixfold.gpt.errors import ConfigError, TrainError
-from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh, make_mesh
-from sixfold.gpt.metrics import MetricsWriter
+from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import first_nonfinite
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
+from sixfold.gpt.start import initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.step import NonFinite, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 
@@ -160,19 +160,38 @@ class Run:
             seconds=blocked if handle is None else handle.total_s,
         )
 
-    def evaluate(self) -> None:
-        """Loss on the validation part: always the same positions, whatever the training position is."""
-        if self.valid is None:
-            return
-        mesh, train = self.rank.mesh, self.config.train
+    def evaluation_due(self) -> bool:
+        """Whether the step that was done last is one that is evaluated."""
+        every = self.config.eval.every
+        return bool(every) and self.progress.step > 0 and self.progress.step % every == 0
+
+    def evaluated(self) -> bool:
+        """Whether metrics.jsonl has this step's evaluation; rank 0 looks, and all know."""
+
+        def look() -> bool:
+            path = Path(self.config.run.dir) / "metrics.jsonl"
+            return any(r["kind"] == "eval" and r["step"] == self.progress.step for r in read_all(path))
+
+        return from_first(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
+
+    def evaluate(self, flag: StopFlag) -> bool:
+        """Loss on the validation part: always the same positions, whatever the training position is.
+
+        Returns:
+            False if it was given up because a rank was asked to stop; then there is no line.
+        """
+        assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
+        valid, mesh, train = self.valid, self.rank.mesh, self.config.train
         size = train.global_batch_size
-        batches = [
-            self.valid.step(i * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
+        batches = (
+            valid.step(i * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
             for i in range(self.config.eval.batches)
-        ]
+        )
         with wire_errors(f"evaluation after step {self.progress.step}"):
-            loss, targets = evaluate(self.rank, batches)
-        self.note("eval", step=self.progress.step, loss=loss, tokens=int(targets))
+            found = evaluate(self.rank, batches, lambda: any_of(mesh.control, flag.asked))
+        if found is not None:
+            self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
+        return found is not None
 
     def step(self, stop: bool) -> bool:
         """One update. Returns whether all ranks agreed to stop after it."""
@@ -240,11 +259,16 @@ class Run:
             flag.arm()
             step = self.progress.step
             last = step == self.config.train.steps
-            if self.config.eval.every and (step % self.config.eval.every == 0):
-                self.evaluate()
-            if last or stopped or (every and step % every == 0):
+            due = self.evaluation_due()
+            # Saved before it is evaluated: whoever stops or kills a run in an evaluation loses nothing.
+            saved = last or stopped or bool(every and step % every == 0)
+            if saved:
                 self.save(goes_on=not (last or stopped))
-            if stopped and not last:
+            if due and not stopped:
+                stopped = not self.evaluate(flag)
+                if stopped and not saved:
+                    self.save(goes_on=False)
+            if stopped and (due or not last):
                 return "sigterm"
         return "finished"
 
@@ -253,31 +277,13 @@ class Run:
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
 
 
-def _resume_from(config: TrainConfig) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start."""
-    root = Path(config.run.dir) / "checkpoints"
-    newest = retention.latest(root) if root.is_dir() else None
-    if config.checkpoint.resume == "must" and newest is None:
-        raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')
-    if config.checkpoint.resume == "never" and newest is not None:
-        raise ConfigError(f'checkpoint.resume is "never" and {newest} is there; choose another run.dir')
-    return newest
-
-
-def _step_of(checkpoint_folder: Path | None) -> int:
-    """The step of a folder that ``retention.step_path`` named; 0 without one."""
-    return 0 if checkpoint_folder is None else int(checkpoint_folder.name.rpartition("-")[2])
-
-
-def _restore(run: Run, config: TrainConfig, newest: Path | None) -> None:
-    """Continue from ``newest``, or take weights from ``checkpoint.init_from``, or start fresh."""
-    control, ranks = run.rank.mesh.control, run.rank.mesh.size
+def _restore(run: Run, newest: Path | None, source: Path | None) -> None:
+    """Continue from ``newest``, or take the weights of ``source``, or stay with those that were drawn."""
     if newest is not None:
         run.progress, common = checkpoint.load(run.rank, newest)
-        together(control, ranks, lambda: run.train_data.load_state_dict(common["data"]))
+        together(run.rank.mesh.control, run.rank.mesh.size, lambda: run.train_data.load_state_dict(common["data"]))
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=run.rank.mesh.layout)
-    elif config.checkpoint.init_from:
-        source = together(control, ranks, lambda: checkpoint.find(config.checkpoint.init_from))
+    elif source is not None:
         checkpoint.load_weights(run.rank, source)
 
 
@@ -305,15 +311,6 @@ def _datasets(config: TrainConfig, mesh: RankMesh) -> Datasets:
     return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
 
 
-def _write_config(config: TrainConfig) -> None:
-    """run.dir/config.toml, whole or not at all."""
-    folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".config.toml.{os.getpid()}"
-    draft.write_text(config.to_toml(), encoding="utf-8")
-    draft.replace(folder / "config.toml")
-
-
 def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProvider | None = None) -> TrainResult:
     """`train` for ranks that have met already: ``world`` is this process among them."""
     config = replace(config, parallel=check_world(config, world.size))
@@ -321,26 +318,22 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
         torch.use_deterministic_algorithms(True)
     mesh = make_mesh(config.parallel, world, world.device)
 
-    def prepare() -> Path | None:
-        preflight(config)
-        newest = _resume_from(config)
-        if newest is not None:
-            resume_changes(saved_config(newest), config, step=_step_of(newest))
-        if mesh.rank == 0:
-            _write_config(config)
-        return newest
-
-    newest = together(mesh.control, mesh.size, prepare)
-    rank = build_rank(config, mesh, world, model_provider=model_provider)
+    same_config(config, mesh)
+    newest = starting_point(config, mesh)
+    source = None if newest is not None else initial_weights(config, mesh)
+    fresh = newest is None and source is None
+    rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
     metrics = MetricsWriter(Path(config.run.dir) / "metrics.jsonl") if mesh.rank == 0 else None
     data = _datasets(config, mesh)
     run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
     flag = StopFlag()
     try:
-        _start_line(run, mesh, _step_of(newest))
-        _restore(run, config, newest)
+        _start_line(run, mesh, step_of(newest))
+        _restore(run, newest, source)
         if config.checkpoint.save_initial and newest is None:
             run.save(goes_on=config.train.steps > 0)
+        if newest is not None and run.evaluation_due() and not run.evaluated():
+            run.evaluate(flag)  # the run ended between this step's save and its evaluation
         reason = run.loop(flag)
         run.finish_save()
         run.note("end", step=run.progress.step, reason=reason)

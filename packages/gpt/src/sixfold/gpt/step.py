@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.data import Microbatch
@@ -137,22 +139,43 @@ def train_step(
     return StepOutcome(loss=loss, grad_norm=norm, stop=stopped > 0, memory_bytes=int(max(memory)))
 
 
-def evaluate(rank: RankModel, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, float]:
-    """(nats per target, targets) over several global batches; leaves no trace in training. Collective over the mesh."""
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """``module`` in eval mode; afterwards each module inside has the mode that it had."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def evaluate(
+    rank: RankModel, batches: Iterable[Sequence[Microbatch]], stop: Callable[[], bool] = lambda: False
+) -> tuple[float, float] | None:
+    """(nats per target, targets) over several global batches; leaves no trace in training. Collective over the mesh.
+
+    Args:
+        stop: asked before each batch, answers alike on all ranks; evaluation is then given up, and None returned.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
-    for batch in batches:
-        result = rank.runner.evaluate(
-            [m.tokens for m in batch] if rank.is_first else None,
-            None,
-            kwargs=[m.kwargs for m in batch],
-            program=rank.program(len(batch)),
-        )
-        for loss in result.losses:
-            totals[0] += loss.double()
-        if rank.is_last:
-            totals[1] += sum(m.targets for m in batch)
+    with evaluating(rank.model.module):
+        for batch in batches:
+            if stop():
+                return None
+            result = rank.runner.evaluate(
+                [m.tokens for m in batch] if rank.is_first else None,
+                None,
+                kwargs=[m.kwargs for m in batch],
+                program=rank.program(len(batch)),
+            )
+            for loss in result.losses:
+                totals[0] += loss.double()
+            if rank.is_last:
+                totals[1] += sum(m.targets for m in batch)
     for group in (rank.mesh.data, rank.mesh.pipeline):
         if group is not None:
             dist.all_reduce(totals, group=group)
     nats, targets = totals.tolist()
-    return nats / targets, targets
+    return nats / targets if targets else math.nan, targets

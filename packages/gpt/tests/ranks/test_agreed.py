@@ -1,0 +1,70 @@
+"""What one rank decides for all: the newest checkpoint; and what all must have alike: the configuration."""
+
+from __future__ import annotations
+
+import pytest
+from gpt_helpers import tiny_config
+from run_helpers import final_tensors, lines, run, train_rank
+
+import ranktest
+import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
+from sixfold.dist_ckpt import retention
+
+
+def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tuple[int, float | None, str]:
+    """Train; the file system shows the ranks ``behind`` one checkpoint less than there is."""
+    latest = retention.latest
+
+    def older(root):
+        newest = latest(root)
+        return newest and retention.step_path(root, int(newest.name.removeprefix("step-")) - 1)
+
+    if rank in behind:
+        retention.latest = older
+    return train_rank(rank, ranks, text)
+
+
+def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):
+    first = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1")
+    run(first, 2)
+    config = tiny_config(tmp_path, "train.steps=3", "checkpoint.every=1")
+    found = ranktest.run_ranks(late_rank, 2, config.to_toml(), (1,))
+    assert [step for step, _, _ in found] == [3, 3]
+    assert [entry["step"] for entry in lines(config, "resume")] == [2]
+    assert final_tensors(config)
+
+
+def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
+    source = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1", run="source")
+    run(source, 2)
+    options = ("train.steps=1", f"checkpoint.init_from={source.run.dir}")
+    alone, late = (tiny_config(tmp_path, *options, run=name) for name in ("alone", "late"))
+    run(alone, 1)
+    ranktest.run_ranks(late_rank, 2, late.to_toml(), (1,))
+    assert lines(late, "step")[0]["loss"] == pytest.approx(lines(alone, "step")[0]["loss"], rel=1e-6)
+
+
+def hidden_rank(rank: int, ranks: int, text: str) -> None:
+    """Train; rank 1 never sees what rank 0 chose."""
+    from sixfold.gpt import checkpoint
+
+    checkpoint.SEEN_S = 0.2
+    if rank == 1:
+        checkpoint.dist_ckpt.check_is_distributed_checkpoint = lambda path: False
+    train_rank(rank, ranks, text)
+
+
+def test_a_rank_that_never_sees_the_chosen_checkpoint_is_named_within_the_deadline(tmp_path):
+    run(tiny_config(tmp_path, "train.steps=1"), 1)
+    with pytest.raises(ranktest.RankFailed, match=r"rank 1 does not see .*step-00000001, which rank 0 chose"):
+        ranktest.run_ranks(hidden_rank, 2, tiny_config(tmp_path, "train.steps=2").to_toml())
+
+
+def odd_rank(rank: int, ranks: int, text: str) -> None:
+    train_rank(rank, ranks, text.replace("lr = 0.003", "lr = 0.004") if rank == 1 else text)
+
+
+def test_ranks_with_different_configurations_are_refused_with_the_key(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=1")
+    with pytest.raises(ranktest.RankFailed, match=r"optimizer\.lr is 0\.003 on rank 0 and 0\.004 on rank 1"):
+        ranktest.run_ranks(odd_rank, 2, config.to_toml())

@@ -1,0 +1,55 @@
+"""Who draws initial values: each shard its own elements, a resumed run none."""
+
+from __future__ import annotations
+
+from gpt_helpers import tiny_config
+from run_helpers import assert_same_tensors, final_tensors, run, train_rank
+
+import ranktest
+import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
+from sixfold.gpt import init
+
+
+def drawing_rank(rank: int, ranks: int, text: str) -> int:
+    """Train; how many elements this rank drew from the generator."""
+    drawn, block = [0], init._normal_block
+
+    def counted(key, number):
+        drawn[0] += init.BLOCK
+        return block(key, number)
+
+    init._normal_block = counted
+    try:
+        train_rank(rank, ranks, text)
+    finally:
+        init._normal_block = block
+    return drawn[0]
+
+
+def drawn_by(ranks, config):
+    if ranks == 1:
+        return [drawing_rank(0, 1, config.to_toml())]
+    return ranktest.run_ranks(drawing_rank, ranks, config.to_toml())
+
+
+# Matrices of many blocks, so that the block that two shards share weighs little.
+WIDE = ("model.num_layers=1", "model.hidden_size=256", "model.ffn_hidden_size=1024", "train.steps=0")
+
+
+def test_a_shard_draws_its_own_elements_and_a_resumed_run_none(tmp_path):
+    options = (*WIDE, "checkpoint.save_initial=true")
+    alone = tiny_config(tmp_path, *options, run="alone")
+    [whole] = drawn_by(1, alone)
+    assert whole >= 256 * (257 + 256 + 128 + 128 + 256 + 3 * 1024)
+    for sharding in ("optim", "optim_grads_params"):
+        config = tiny_config(tmp_path, *options, f"parallel.sharding={sharding}", run=sharding)
+        assert all(whole * 0.4 < drawn < whole * 0.6 for drawn in drawn_by(2, config))
+        assert_same_tensors(final_tensors(config), final_tensors(alone))
+    assert drawn_by(2, alone) == [0, 0]
+
+
+def test_weights_from_another_run_are_read_and_not_drawn(tmp_path):
+    source = tiny_config(tmp_path, *WIDE, "checkpoint.save_initial=true", run="source")
+    run(source, 1)
+    config = tiny_config(tmp_path, *WIDE, f"checkpoint.init_from={source.run.dir}", run="other")
+    assert drawn_by(1, config) == [0]

@@ -1,0 +1,57 @@
+"""Training jobs of several ranks, as ranktest starts them, and what they wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ranktest
+from sixfold import dist_ckpt
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.launch import World
+from sixfold.gpt.loop import train_in
+
+
+def world_of(rank: int, ranks: int) -> World:
+    """This process among the ranks of a job of ranktest."""
+    store = ranktest.store() if ranks > 1 else None
+    return World(rank=rank, size=ranks, local_rank=rank, store=store, device=torch.device("cpu"))
+
+
+def train_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str]:
+    """One rank of a training job; the result is (step, loss, reason)."""
+    result = train_in(TrainConfig.from_text(text), world_of(rank, ranks))
+    return result.step, result.loss, result.reason
+
+
+def run(config: TrainConfig, ranks: int, **options: Any) -> list[tuple[int, float | None, str] | None]:
+    """Train on ``ranks`` ranks; one rank runs in this process."""
+    if ranks == 1:
+        return [train_rank(0, 1, config.to_toml())]
+    return ranktest.run_ranks(train_rank, ranks, config.to_toml(), **options)
+
+
+def lines(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind of a run's metrics.jsonl."""
+    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
+    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+
+
+def losses(config: TrainConfig) -> list[float]:
+    """The losses of a run's steps."""
+    return [entry["loss"] for entry in lines(config, "step")]
+
+
+def final_tensors(config: TrainConfig) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole."""
+    return dist_ckpt.load_plain_tensors(dist_ckpt.retention.latest(Path(config.run.dir) / "checkpoints"))
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bitwise the same tensors under the same names."""
+    assert a.keys() == b.keys()
+    different = [key for key in a if not torch.equal(a[key], b[key])]
+    assert not different, f"{len(different)} of {len(a)} tensors differ, first {different[:3]}"

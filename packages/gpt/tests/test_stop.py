@@ -1,0 +1,80 @@
+"""When a run that is asked to stop saves, and what evaluation it then owes."""
+
+import os
+import signal
+
+import pytest
+from gpt_helpers import tiny_config
+from run_helpers import lines, losses
+
+from sixfold.gpt import loop, train
+
+EVALUATED = ("train.steps=3", "eval.every=1", "eval.batches=3")
+
+
+@pytest.fixture
+def asked_at(monkeypatch):
+    """SIGTERM at the ``n``-th of the calls named: "step" of training, "batch" of evaluation."""
+
+    def install(where, number):
+        calls = {"step": 0, "batch": 0}
+        step, any_of = loop.train_step, loop.any_of
+
+        def note(kind):
+            calls[kind] += 1
+            if (kind, calls[kind]) == (where, number):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def stepping(*args, **options):
+            note("step")
+            return step(*args, **options)
+
+        def asking(control, mine):
+            note("batch")
+            return any_of(control, mine)
+
+        monkeypatch.setattr(loop, "train_step", stepping)
+        monkeypatch.setattr(loop, "any_of", asking)
+        return calls
+
+    yield install
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("where", "number", "batches"), [("step", 2, 4), ("batch", 5, 6)])
+def test_sigterm_saves_at_once_and_the_next_start_evaluates_what_was_left_out(
+    tmp_path, asked_at, monkeypatch, where, number, batches
+):
+    config = tiny_config(tmp_path, *EVALUATED)
+    calls = asked_at(where, number)
+    result = train(config)
+    assert (result.reason, result.step, calls["batch"]) == ("sigterm", 2, batches)
+    assert [entry["step"] for entry in lines(config, "save")] == [2]
+    assert [entry["step"] for entry in lines(config, "eval")] == [1]
+    monkeypatch.undo()
+    assert train(config).reason == "finished"
+    whole = tiny_config(tmp_path, *EVALUATED, run="whole")
+    train(whole)
+    assert losses(config) == losses(whole)
+    assert [(e["step"], e["loss"]) for e in lines(config, "eval")] == [
+        (e["step"], e["loss"]) for e in lines(whole, "eval")
+    ]
+
+
+def test_an_evaluation_that_is_there_is_not_repeated_at_the_next_start(tmp_path):
+    train(tiny_config(tmp_path, *EVALUATED))
+    config = tiny_config(tmp_path, *EVALUATED, "train.steps=4")
+    train(config)
+    assert [entry["step"] for entry in lines(config, "eval")] == [1, 2, 3, 4]
+
+
+def test_a_step_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, *EVALUATED, "checkpoint.every=1")
+
+    def die(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "evaluate", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert [entry["step"] for entry in lines(config, "save")] == [1]

@@ -29,7 +29,97 @@ def test_no_variables_mean_no_launcher():
 def test_torchrun_is_known_by_all_of_its_variables(missing):
     found = launch.detect(TORCHRUN)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("torchrun", 5, 8, 1)
-    assert launch.detect(without(TORCHRUN, missing)) is None
+    if missing in ("RANK", "WORLD_SIZE"):
+        assert launch.detect(without(TORCHRUN, missing)) is None
+
+
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_rank_of_several_that_lacks_a_variable_is_refused_and_does_not_train_alone(missing):
+    with pytest.raises(ConfigError, match=rf"RANK is 5 and WORLD_SIZE 8, and {missing} is not set"):
+        launch.detect(without(TORCHRUN, missing))
+    assert launch.detect(without(TORCHRUN, missing) | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert launch.detect(SRUN | without(TORCHRUN, missing)).launcher == "srun"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"},
+        {"PMI_SIZE": "4", "PMI_RANK": "3"},
+    ],
+)
+def test_mpirun_is_refused_rather_than_taken_for_as_many_runs_in_one_folder(environ):
+    with pytest.raises(ConfigError, match=r"mpirun .* 4 processes .* torchrun, srun"):
+        launch.detect(environ)
+    assert launch.detect({name: "1" for name in environ if "RANK" not in name}) is None
+    assert launch.detect(environ | TORCHRUN).launcher == "torchrun"
+    srun = SRUN | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+    assert launch.detect(environ | srun).launcher == "srun", "srun --mpi sets them too"
+    with pytest.raises(ConfigError, match="mpirun"):
+        launch.detect(environ | srun | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"})  # its daemons, one a node
+
+
+def test_a_step_of_one_task_is_a_shell_and_starts_its_own_ranks():
+    assert launch.detect(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
+ON_NODE = SRUN | {"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible", "index"),
+    [
+        # torchrun, and our own ranks: all devices are visible to each.
+        (TORCHRUN, 8, 1),
+        (TORCHRUN | {"LOCAL_RANK": "7"}, 8, 7),
+        # A wrapper below torchrun that shows each rank one device; two ranks on one device are told apart in join.
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "1"}, 1, 0),
+        # srun --gpus-per-node=4, or --gres=gpu:4: every task sees all four.
+        (ON_NODE, 4, 3),
+        (ON_NODE | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, 3),
+        # srun --gpus-per-task=1, --gpu-bind=single:1, --gpu-bind=map_gpu:0,1,2,3, --gpu-bind=closest: one each.
+        (ON_NODE | {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}, 1, 0),
+        (ON_NODE | {"CUDA_VISIBLE_DEVICES": "3"}, 1, 0),
+        (without(ON_NODE, "SLURM_GPUS_ON_NODE") | {"CUDA_VISIBLE_DEVICES": "3"}, 1, 0),
+        # srun --gpus-per-task=2 with two tasks on a node of four: each has two of its own.
+        (ON_NODE | {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "2,3"}, 2, 0),
+        (ON_NODE | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "2,3"}, 2, 0),
+        # A batch script's own CUDA_VISIBLE_DEVICES, the same two devices for both tasks: not fewer than the node has.
+        (ON_NODE | {"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1),
+    ],
+)
+def test_the_device_of_a_rank_by_what_its_launcher_shows_it(environ, visible, index):
+    assert launch.device_index(launch.detect(environ), visible) == index
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible"),
+    [
+        (TORCHRUN | {"LOCAL_RANK": "4"}, 4),
+        (ON_NODE | {"SLURM_GPUS_ON_NODE": "2"}, 2),
+        ({"SIXFOLD_RANK": "1", "SIXFOLD_RANKS": "2", "SIXFOLD_STORE": "/tmp/x"}, 1),
+    ],
+)
+def test_more_ranks_than_devices_are_refused(environ, visible):
+    with pytest.raises(ConfigError, match=rf"needs a GPU of its own; this machine shows {visible}"):
+        launch.device_index(launch.detect(environ), visible)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([("a", "cuda", "u0"), ("a", "cuda", "u0")], r"ranks 0 and 1 are both on GPU u0 of a"),
+        ([("a", "cuda", "u0"), ("b", "cpu", "")], r"rank 0 computes on cuda and rank 1 on cpu"),
+    ],
+)
+def test_two_ranks_on_one_gpu_and_mixed_devices_are_refused(places, words):
+    with pytest.raises(ConfigError, match=words):
+        launch.check_places(places)
+
+
+def test_ranks_on_devices_of_their_own_are_not():
+    launch.check_places([("a", "cuda", "u0"), ("a", "cuda", "u1"), ("b", "cuda", "u0")])
+    launch.check_places([("a", "cpu", ""), ("a", "cpu", "")])
 
 
 def test_srun_meets_at_the_first_host_of_the_step_and_a_port_of_the_job():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ranktest import run_ranks
 from sixfold.gpt import launch
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.errors import ConfigError, TrainError
 
 
 def rendezvous(rank, ranks, launcher, where):
@@ -66,3 +66,17 @@ def fail_after_joining(rank, ranks, where):
 
 def test_a_failed_rank_keeps_its_connections_and_waits_for_nobody(tmp_path):
     assert run_ranks(fail_after_joining, 2, str(tmp_path / "store")) == [(True, True), (True, True)]
+
+
+def on_one_gpu(rank, ranks, launcher, where):
+    dist.destroy_process_group()
+    launch.check_places = lambda places: (_ for _ in ()).throw(ConfigError(f"both on GPU 0: {len(places)} places"))
+    with pytest.raises(ConfigError) as error:
+        launch.join(rendezvous(rank, ranks, launcher, where), "cpu", 20.0)
+    return str(error.value)
+
+
+def test_devices_that_do_not_go_together_are_refused_on_all_ranks(tmp_path):
+    with socket.create_server(("localhost", 0)) as free:
+        where = str(free.getsockname()[1])
+    assert run_ranks(on_one_gpu, 2, "srun", where) == ["both on GPU 0: 2 places"] * 2

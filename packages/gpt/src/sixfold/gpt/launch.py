@@ -4,16 +4,23 @@
 
 The one place of the package that reads a launcher's variables and that makes or ends the default process group. A
 process without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
+
+[Note: which GPU is a rank's] torchrun and our own ranks show every rank all devices: the local rank counts. srun may
+bind (``--gpus-per-task``, ``--gpu-bind``): a task then sees fewer devices than its step has on the node, and they are
+its own, the first of them is its device. A single visible device is taken in either case; that no two ranks share
+one, and that all have one or none, is checked when they meet.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
+import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sixfold.gpt.errors import ConfigError, TrainError
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+MPIRUN = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))  # Open MPI; MPICH and Intel MPI
 OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by processes.py in the ranks that it starts
 
 # A rank that leaves first closes what others still read; the host of the store waits this long for all to be done.
@@ -37,6 +45,8 @@ class Rendezvous:
     Attributes:
         launcher: "torchrun", "srun" or "sixfold".
         url: ``tcp://host:port``, ``env://`` (torchrun's agent may host the store) or ``file:///path``.
+        gpus_on_node: what srun says this machine has for the job step; 0 where nobody says.
+        own_gpus: srun was asked to give each task GPUs of its own.
     """
 
     launcher: str
@@ -44,6 +54,8 @@ class Rendezvous:
     size: int
     local_rank: int
     url: str
+    gpus_on_node: int = 0
+    own_gpus: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.launcher}, {self.url})"
@@ -68,10 +80,12 @@ class World:
 def detect(environ: Mapping[str, str]) -> Rendezvous | None:
     """Read the launcher's variables; None where there is no launcher.
 
-    srun is known by SLURM_STEP_NUM_TASKS *and* SLURM_PROCID: a batch script alone has SLURM_PROCID=0.
+    srun is known by SLURM_STEP_NUM_TASKS *and* SLURM_PROCID: a batch script alone has SLURM_PROCID=0. A step of one
+    task (a shell on a node) is no launcher.
 
     Raises:
-        ConfigError: a variable that is not a number, or a rank outside the world.
+        ConfigError: a variable that is not a number, a rank outside the world, or one of several processes that nobody
+            told how to meet (mpirun, a part of torchrun's variables): alone, each would train its own run in run.dir.
     """
     if all(name in environ for name in OWN):
         rank, size = _number(environ, "SIXFOLD_RANK"), _number(environ, "SIXFOLD_RANKS")
@@ -79,17 +93,42 @@ def detect(environ: Mapping[str, str]) -> Rendezvous | None:
     if all(name in environ for name in TORCHRUN):
         rank, size, local = (_number(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         return _checked("torchrun", rank, size, local, "env://")
-    if all(name in environ for name in SRUN):
-        rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
-        local = _number(environ, "SLURM_LOCALID") if "SLURM_LOCALID" in environ else 0
-        return _checked("srun", rank, size, local, _slurm_url(environ))
+    tasks = _optional(environ, "SLURM_STEP_NUM_TASKS", 1) if all(name in environ for name in SRUN) else 1
+    _refuse_mpirun(environ, tasks)
+    if tasks > 1:
+        rank, local = _number(environ, "SLURM_PROCID"), _optional(environ, "SLURM_LOCALID", 0)
+        found = _checked("srun", rank, tasks, local, _slurm_url(environ))
+        on_node = _optional(environ, "SLURM_GPUS_ON_NODE", 0)
+        return replace(found, gpus_on_node=on_node, own_gpus="SLURM_GPUS_PER_TASK" in environ)
+    if "RANK" in environ and _optional(environ, "WORLD_SIZE", 1) > 1:
+        missing = ", ".join(name for name in TORCHRUN if name not in environ)
+        raise ConfigError(
+            f"RANK is {environ['RANK']} and WORLD_SIZE {environ['WORLD_SIZE']}, and {missing} is not set; start the "
+            f"ranks by torchrun, which sets {', '.join(TORCHRUN)}, or unset RANK and WORLD_SIZE for a run of its own"
+        )
     return None
+
+
+def _refuse_mpirun(environ: Mapping[str, str], tasks: int) -> None:
+    for size_name, rank_name in MPIRUN:
+        size = _optional(environ, size_name, 1)
+        # srun --mpi sets them too, to its own numbers; mpirun inside a job starts its daemons by srun, others'.
+        by_srun = size == tasks and environ.get(rank_name) == environ.get("SLURM_PROCID")
+        if size > 1 and not by_srun:
+            raise ConfigError(
+                f"mpirun started {size} processes ({size_name}); it tells them no place to meet: start the ranks by "
+                f"torchrun, srun or `sixfold train --ranks {size}`"
+            )
 
 
 def _checked(launcher: str, rank: int, size: int, local_rank: int, url: str) -> Rendezvous:
     if not 0 <= rank < size:
         raise ConfigError(f"{launcher} says that this is rank {rank} of {size}; ranks are 0 to {size - 1}")
     return Rendezvous(launcher=launcher, rank=rank, size=size, local_rank=local_rank, url=url)
+
+
+def _optional(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+    return _number(environ, name) if name in environ else otherwise
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -142,7 +181,53 @@ def _expand_part(part: str, nodes: str) -> list[str]:
     return [name + tail for name in names for tail in tails]
 
 
-def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
+def device_index(rendezvous: Rendezvous | None, visible: int) -> int:
+    """Which of ``visible`` GPUs is this rank's; see [Note: which GPU is a rank's].
+
+    Raises:
+        ConfigError: more ranks on this machine than GPUs.
+    """
+    if rendezvous is None:
+        return 0
+    local_rank = rendezvous.local_rank
+    if rendezvous.launcher == "srun":
+        if rendezvous.own_gpus or visible < rendezvous.gpus_on_node or (visible == 1 and not rendezvous.gpus_on_node):
+            return 0
+    elif rendezvous.launcher == "torchrun" and visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise ConfigError(
+            f"local rank {local_rank} needs a GPU of its own; this machine shows {visible}. Start at most {visible} "
+            f'ranks on it, or set run.device = "cpu"'
+        )
+    return local_rank
+
+
+Place = tuple[str, str, str]  # of a rank: host, kind of device, the GPU's identifier
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """Ranks compute on one kind of device, and no two on one GPU.
+
+    Raises:
+        ConfigError: naming two ranks that do not go together.
+    """
+    ranks: dict[Place, int] = {}
+    for rank, place in enumerate(places):
+        host, kind, gpu = place
+        if kind != places[0][1]:
+            raise ConfigError(
+                f"rank 0 computes on {places[0][1]} and rank {rank} on {kind} of {host}; set run.device, and give "
+                f"every rank a GPU or none"
+            )
+        if gpu and ranks.setdefault(place, rank) != rank:
+            raise ConfigError(
+                f"ranks {ranks[place]} and {rank} are both on GPU {gpu} of {host}; start as many ranks on a machine as "
+                f"it has GPUs, or let srun bind them (--gpus-per-task=1)"
+            )
+
+
+def pick_device(wanted: str, rendezvous: Rendezvous | None = None) -> torch.device:
     """The device of a rank: ``auto`` takes a GPU where there are any.
 
     Raises:
@@ -154,13 +239,7 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError('run.device is "cuda" and torch sees no GPU here; use "cpu", or a torch built for this GPU')
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"run.device is {wanted!r} and local rank {local_rank} needs a GPU of its own; this machine shows {count}. "
-            f'Start at most {count} ranks on it, or set run.device = "cpu"'
-        )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", device_index(rendezvous, torch.cuda.device_count()))
 
 
 def join(rendezvous: Rendezvous | None, device: str = "auto", timeout_s: float = 600.0) -> World:
@@ -173,12 +252,13 @@ def join(rendezvous: Rendezvous | None, device: str = "auto", timeout_s: float =
         device: "auto", "cpu" or "cuda".
         timeout_s: longest wait for the others, here and in every later collective.
     Raises:
-        ConfigError: the device. TrainError: the others did not come in time.
+        ConfigError: the device, or devices that do not go together (on all ranks). TrainError: the others did not come
+            in time.
     """
     import torch
 
     rank, size, local_rank = (rendezvous.rank, rendezvous.size, rendezvous.local_rank) if rendezvous else (0, 1, 0)
-    chosen = pick_device(device, local_rank)
+    chosen = pick_device(device, rendezvous)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif rendezvous is not None:
@@ -197,6 +277,7 @@ def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) 
     on_gpu = device.type == "cuda"
     try:
         store = _store(rendezvous, timeout)
+        _agree_on_places(store, rendezvous, device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=PrefixStore("default", store),
@@ -211,6 +292,34 @@ def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) 
             f"started, and can they reach that address?"
         ) from error
     return store
+
+
+def _agree_on_places(store: Store, rendezvous: Rendezvous, device: torch.device) -> None:
+    """Rank 0 looks at the places of all ranks and tells all what is wrong with them, if anything is."""
+    import torch
+
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    place: Place = (socket.gethostname(), device.type, gpu)
+    store.set(f"sixfold/place/{rendezvous.rank}", json.dumps(place))
+    if rendezvous.rank == 0:
+        places = [tuple(json.loads(store.get(f"sixfold/place/{rank}"))) for rank in range(rendezvous.size)]
+        try:
+            check_places(places)
+            problem = ""
+        except ConfigError as error:
+            problem = str(error)
+        store.set("sixfold/places", problem)
+    if problem := store.get("sixfold/places").decode():
+        _last_of_all(store, "sixfold/places-read", rendezvous.rank, rendezvous.size)
+        raise ConfigError(problem)
+
+
+def _last_of_all(store: Store, key: str, rank: int, size: int) -> None:
+    """Say that this rank is done; rank 0 waits for the others, because the store may live in its process."""
+    store.add(key, 1)
+    deadline = time.monotonic() + LEAVE_S
+    while rank == 0 and store.add(key, 0) < size and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
@@ -229,7 +338,7 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
 
 
 def leave(world: World) -> None:
-    """End the process group that ``join`` made. Rank 0 goes last, because the store may live in its process."""
+    """End the process group that ``join`` made. Rank 0 goes last."""
     # [Note: a failed rank keeps its connections] In the finally of a failed run nothing is closed: peers would see
     # closed connections and report those instead of what happened first. The process ends soon, and they with it.
     if world.store is None or sys.exception() is not None:
@@ -237,10 +346,7 @@ def leave(world: World) -> None:
     import torch.distributed as dist
 
     try:
-        world.store.add("sixfold/leaving", 1)
-        deadline = time.monotonic() + LEAVE_S
-        while world.rank == 0 and world.store.add("sixfold/leaving", 0) < world.size and time.monotonic() < deadline:
-            time.sleep(0.005)
+        _last_of_all(world.store, "sixfold/leaving", world.rank, world.size)
     except RuntimeError:  # the store went with its host: nobody waits for us there
         pass
     if dist.is_initialized():

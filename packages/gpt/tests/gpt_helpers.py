@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.config import FsdpConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
 from sixfold.indexed_data import IndexedDatasetBuilder
 
 TINY = """
@@ -74,8 +75,22 @@ def plain_losses(config: TrainConfig, steps: int) -> list[float]:
 def plain_run(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
     """(loss, gradient norm) per step of an ordinary torch loop over the same global batches.
 
-    One process, whole batches, torch's own clipping and AdamW.
+    One process, whole batches, torch's own clipping and AdamW. Done once for all layouts of a configuration: what
+    ``write_pair`` writes is a function of the base names.
     """
+    apart = replace(
+        config, parallel=ParallelConfig(), pipeline=PipelineConfig(), fsdp=FsdpConfig(), run=RunConfig(dir="any")
+    )
+    key = f"{steps} {apart.to_toml()}".replace(str(Path(config.data.blend[0]).parent), "")
+    if key not in _PLAIN:
+        _PLAIN[key] = _plain_run(config, steps)
+    return _PLAIN[key]
+
+
+_PLAIN: dict[str, list[tuple[float, float]]] = {}
+
+
+def _plain_run(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
     from sixfold.gpt import GPTModel, global_batches
 
     model = GPTModel(config.model)

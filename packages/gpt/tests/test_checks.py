@@ -16,8 +16,11 @@ from sixfold.gpt.errors import ConfigError
         ("parallel.tp=3", "model.num_attention_heads is 4 and parallel.tp is 3; tp divides it: parallel.tp = 2 works"),
         ("parallel.layers_per_stage=[2, 2]", "has 2 entries and parallel.pp * stages_per_rank is 1"),
         ("parallel.layers_per_stage=[3]", "parallel.layers_per_stage sums to 3 and model.num_layers is 4"),
-        ("parallel.stages_per_rank=2", "parallel.schedule = 'interleaved' takes several"),
+        ("parallel.stages_per_rank=2", "parallel.schedule = 'interleaved', 'looped_bfs' or 'hanayo' takes several"),
         ("pipeline.group=-1", "pipeline.group is -1; it is >= 0"),
+        ("pipeline.group=4", "pipeline.group = 0 works, or parallel.schedule = 'interleaved'"),
+        ("pipeline.waves=1", "pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"),
+        ("parallel.schedule=hanayo", "a wave is two stages on a rank: parallel.stages_per_rank = 2 works"),
         ("schedule.decay_steps=10", "it is 0 unless the shape is 'wsd'"),
     ],
 )  # fmt: skip
@@ -40,18 +43,19 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
 @pytest.mark.parametrize(
     "override",
     [
-        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.dp_replicate=2", "parallel.schedule=zb_h1",
-        "model.num_experts=4", "train.precision=fp8", "train.compile=true",
+        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.schedule=zb_h1",
+        "model.num_experts=4", "model.experts_per_token=3", "model.router_aux_loss=0.1", "train.precision=fp8",
+        "pipeline.steps=3", "fsdp.user_buffers=require", "fsdp.nccl_min_ctas=4", "fsdp.nccl_max_ctas=4",
         "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon",
         "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true", "log.tensorboard=true",
         "log.profile_steps=[3]", "data.changes=[{at = 64, sequence_length = 64}]",
     ],
 )  # fmt: skip
-def test_what_this_release_lacks_is_refused_by_key_and_said_to_come_later(override):
+def test_what_is_not_supported_is_refused_by_key_with_what_to_use(override):
     with pytest.raises(ConfigError) as error:
         config_with(override)
     assert words_of(error).startswith(override.partition("=")[0] + " is ")
-    assert "comes with a later release" in words_of(error)
+    assert "is not supported: use " in words_of(error)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,7 @@ def test_the_world_nobody_gave_is_the_product_of_the_degrees():
         (("parallel.pp=2", "parallel.dp=2"), 3, ("is 4 ranks and the world has 3", "a world of 4 works")),
         ((), 3, ("train.global_batch_size is 16", "4 * 3 = 12", "12 or 24 works")),
         ((), 0, ("a world of 1 works",)),
+        (("parallel.dp_replicate=3",), 4, ("parallel.dp_replicate is 3 and parallel.dp 4", "= 2 works")),
     ],
 )
 def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, world, expected):

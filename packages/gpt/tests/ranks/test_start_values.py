@@ -41,9 +41,13 @@ def test_a_shard_draws_its_own_elements_and_a_resumed_run_none(tmp_path):
     alone = tiny_config(tmp_path, *options, run="alone")
     [whole] = drawn_by(1, alone)
     assert whole >= 256 * (257 + 256 + 128 + 128 + 256 + 3 * 1024)
-    for sharding in ("optim", "optim_grads_params"):
-        config = tiny_config(tmp_path, *options, f"parallel.sharding={sharding}", run=sharding)
-        assert all(whole * 0.4 < drawn < whole * 0.6 for drawn in drawn_by(2, config))
+    for ranks, layout in (
+        (2, "parallel.sharding=optim"),
+        (2, "parallel.dp=2"),
+        (4, "parallel.dp_replicate=2"),
+    ):
+        config = tiny_config(tmp_path, *options, layout, run=layout)
+        assert all(whole * 0.4 < drawn < whole * 0.6 for drawn in drawn_by(ranks, config))
         assert_same_tensors(final_tensors(config), final_tensors(alone))
     assert drawn_by(2, alone) == [0, 0]
 

@@ -12,6 +12,8 @@ meant.
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +62,10 @@ def make_program(config: TrainConfig, microbatches: int) -> pipeline.Program:
     options: dict[str, Any] = {}
     if p.schedule == "interleaved":
         options = {"chunks": p.stages_per_rank, "group": config.pipeline.group or None}
+    elif p.schedule == "looped_bfs":
+        options = {"chunks": p.stages_per_rank}
+    elif p.schedule == "hanayo":
+        options = {"waves": p.stages_per_rank // 2}
     return pipeline.passes.lower(schedule(p.pp, microbatches, **options))
 
 
@@ -121,11 +127,45 @@ def _stage_modules(
             config.model, pre_process=s == 0, post_process=s == last, vp_stage=chunk, layers=layers[s], device="meta"
         )
         stage.recompute = config.train.recompute
+        if config.train.compile:
+            for block in stage.layers.values():
+                block.compile_layer()  # type: ignore[operator]
         container[str(s)] = stage
     if config.model.tie_embeddings and provider is None and {0, last} <= set(mine) and last > 0:
         # Both ends on this rank: one Parameter, so no second sum, no second record.
         container[str(last)].embedding.weight = container["0"].embedding.weight  # type: ignore[union-attr]
     return container
+
+
+def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
+    """Refuse keys that only GPTModel reads beside a model_provider, which would not.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, value, off in (
+        ("train.compile", config.train.compile, False),
+        ("train.recompute", config.train.recompute, "none"),
+    ):
+        if provider is not None and value != off:
+            raise ConfigError(
+                f"{key} is {value!r}, which is of GPTModel and not of a model_provider: leave it {off!r}, and let the "
+                f"provider's module do it"
+            )
+
+
+def check_compiler(device: torch.device) -> None:
+    """What torch.compile needs on a CPU.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+    name = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(name) is None:
+        raise ConfigError(
+            f"train.compile is true, and torch.compile on a CPU needs a C++ compiler: {name} is not in PATH; install "
+            f"one, or name one in CXX, or set train.compile = false"
+        )
 
 
 def _taken_by(provider: ModelProvider, which: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +251,8 @@ def build_rank(
     with world.device:  # where fsdp makes what was on meta
         model = FullyShardedDataParallel(
             container,
-            process_group=mesh.data,
+            process_group=mesh.data if mesh.hybrid is None else None,
+            mesh=mesh.hybrid,
             strategy=config.parallel.sharding,
             fsdp_unit_modules=units,
             mixed_precision=_mixed_precision(config),

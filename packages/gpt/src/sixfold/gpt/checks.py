@@ -18,21 +18,22 @@ from sixfold.gpt.errors import ConfigError
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-_ONE_STAGE_PER_RANK = ("naive", "gpipe", "one_f_one_b")
-_SCHEDULES = (*_ONE_STAGE_PER_RANK, "interleaved")
+_ONE_STAGE_PER_RANK = ("naive", "gpipe", "one_f_one_b", "eager_one_f_one_b")
+_SCHEDULES = (*_ONE_STAGE_PER_RANK, "interleaved", "looped_bfs", "hanayo")
 
-# What this release lacks: key, what it has, and what the key would switch on.
-_LATER: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+# What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.tp", lambda value: value == 1, "1", "tensor parallelism"),
     ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
     ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
-    ("parallel.dp_replicate", lambda value: value == 1, "1", "replicated sharding (HSDP)"),
     ("parallel.schedule", lambda value: value in _SCHEDULES, " or ".join(_SCHEDULES), "this schedule"),
     ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
+    ("model.experts_per_token", lambda value: value == 2, "no such key", "mixture of experts"),
+    ("model.router_aux_loss", lambda value: value == 0.01, "no such key", "mixture of experts"),
+    ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
     ("train.precision", lambda value: value != "fp8", "bf16 or fp32", "fp8"),
-    ("train.compile", lambda value: not value, "false", "compilation"),
-    ("train.offload_activations", lambda value: not value, "false", "offloaded activations"),
-    ("train.cuda_graphs", lambda value: not value, "false", "graph capture"),
+    ("train.offload_activations", lambda value: not value, "train.recompute instead", "offloading activations"),
+    ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     ("optimizer.name", lambda value: value == "adamw", "adamw", "Muon"),
     (
         "data.changes",
@@ -46,10 +47,13 @@ _LATER: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "double or all",
         "a byte budget for gathered weights",
     ),
-    ("fsdp.bucket_bytes", lambda value: value is None, "no such key", "merged and split units"),
-    ("fsdp.offload", lambda value: not value, "false", "optimizer state in host memory"),
-    ("log.tensorboard", lambda value: not value, "false", "the TensorBoard writer"),
-    ("log.profile_steps", lambda value: not value, "[]", "profiler traces"),
+    ("fsdp.bucket_bytes", lambda value: value is None, "no such key", "merging and splitting units"),
+    ("fsdp.nccl_min_ctas", lambda value: value is None, "NCCL_MIN_CTAS of NCCL itself", "a bound of NCCL's blocks"),
+    ("fsdp.nccl_max_ctas", lambda value: value is None, "NCCL_MAX_CTAS of NCCL itself", "a bound of NCCL's blocks"),
+    ("fsdp.user_buffers", lambda value: value != "require", "auto or off", "registering buffers with NCCL"),
+    ("fsdp.offload", lambda value: not value, "parallel.sharding over more ranks", "optimizer state in host memory"),
+    ("log.tensorboard", lambda value: not value, "metrics.jsonl and `sixfold plot`", "a TensorBoard writer"),
+    ("log.profile_steps", lambda value: not value, "torch.profiler around train()", "profiler traces"),
 )
 
 # A resumed run may change these; train.batch_ramp and data.changes only in their future.
@@ -65,16 +69,18 @@ def check_config(config: "TrainConfig") -> None:
     """
     _check_tensor_parallel(config)
     _check_stages(config)
+    if config.parallel.dp:
+        _check_copies(config.parallel)
     _check_schedule_lr(config)
     _check_changes(config)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
-    for key, has, present, what in _LATER:
+    for key, works, instead, what in _UNSUPPORTED:
         table, _, attribute = key.partition(".")
         value = getattr(getattr(config, table), attribute)
-        if not has(value):
+        if not works(value):
             shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{key} is {shown!r}; {what} comes with a later release: here it is {present}")
+            raise ConfigError(f"{key} is {shown!r}; {what} is not supported: use {instead}")
 
 
 def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
@@ -96,6 +102,7 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
         remedy = f", or {_fitting(parallel.pp, model_ranks, world)}" if world > 0 else ""
         raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
     resolved = replace(parallel, dp=world // model_ranks)
+    _check_copies(resolved)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
     return resolved
@@ -173,12 +180,41 @@ def _check_stages(config: "TrainConfig") -> None:
     if parallel.schedule in _ONE_STAGE_PER_RANK and parallel.stages_per_rank > 1:
         raise ConfigError(
             f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
-            f"one stage on a rank; parallel.schedule = 'interleaved' takes several"
+            f"one stage on a rank; parallel.schedule = 'interleaved', 'looped_bfs' or 'hanayo' takes several"
+        )
+    if parallel.schedule == "hanayo":
+        waves = config.pipeline.waves or parallel.stages_per_rank // 2
+        if parallel.stages_per_rank != 2 * waves or not waves:
+            raise ConfigError(
+                f"parallel.schedule is 'hanayo' with parallel.stages_per_rank {parallel.stages_per_rank} and "
+                f"pipeline.waves {config.pipeline.waves}; a wave is two stages on a rank: parallel.stages_per_rank = "
+                f"{2 * max(waves, 1)} works, with pipeline.waves = 0"
+            )
+    elif config.pipeline.waves:
+        raise ConfigError(
+            f"pipeline.waves is {config.pipeline.waves} and parallel.schedule {parallel.schedule!r} has none; "
+            f"pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"
+        )
+    if config.pipeline.group and parallel.schedule != "interleaved":
+        raise ConfigError(
+            f"pipeline.group is {config.pipeline.group} and parallel.schedule {parallel.schedule!r} has no groups; "
+            f"pipeline.group = 0 works, or parallel.schedule = 'interleaved'"
         )
     if 0 < config.pipeline.group < parallel.pp:
         raise ConfigError(
             f"pipeline.group is {config.pipeline.group} and parallel.pp {parallel.pp}; in smaller "
             f"groups ranks wait for each other for ever: pipeline.group = {parallel.pp} works, or 0 for the default"
+        )
+
+
+def _check_copies(parallel: "ParallelConfig") -> None:
+    """HSDP: each of dp_replicate copies has as many ranks."""
+    copies, dp = parallel.dp_replicate, parallel.dp
+    if dp % copies:
+        near = min((d for d in range(1, dp + 1) if dp % d == 0), key=lambda d: abs(d - copies))
+        raise ConfigError(
+            f"parallel.dp_replicate is {copies} and parallel.dp {dp}; the first divides the second: "
+            f"parallel.dp_replicate = {near} works"
         )
 
 

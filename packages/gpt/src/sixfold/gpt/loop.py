@@ -24,7 +24,7 @@ import torch
 from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch
 from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
-from sixfold.gpt.build import ModelProvider, RankModel, build_rank
+from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder
@@ -317,6 +317,9 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     mesh = make_mesh(config.parallel, world, world.device)
+    together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
+    if config.train.compile:
+        together(mesh.control, mesh.size, lambda: check_compiler(world.device))
 
     same_config(config, mesh)
     newest = starting_point(config, mesh)
@@ -358,7 +361,7 @@ def train(
 
     Args:
         model_provider: builds a stage of another decoder; see ``sixfold.gpt.build.build_rank``.
-        forward_step: not in this release.
+        forward_step: only None; a model_provider's module computes its losses itself.
     Returns:
         How it ended, on every rank.
     Raises:
@@ -366,7 +369,7 @@ def train(
         whole checkpoint in ``run.dir`` is what a next start continues from.
     """
     if forward_step is not None:
-        raise ConfigError("forward_step comes with a later release; a model_provider's module can compute its losses")
+        raise ConfigError("forward_step is not supported: let a model_provider's module compute its losses")
     rendezvous = launch.detect(os.environ)
     if rendezvous is None and config.parallel.world > 1:
         raise ConfigError(

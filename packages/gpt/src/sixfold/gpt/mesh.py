@@ -2,7 +2,8 @@
 
     config.parallel + launch.World --> mesh (this file) --> build.py, step.py, checkpoint.py
 
-One DeviceMesh with axes ("pp", "dp", "cp", "tp"), outermost first, so tp varies fastest. A group of one rank is
+One DeviceMesh with axes ("pp", "dp", "cp", "tp"), outermost first, so tp varies fastest. With dp_replicate (HSDP) dp is
+("dp_replicate", "dp_shard"): copies, each of neighbouring ranks that share its shards. A group of one rank is
 ``None`` everywhere, which is how the packages below spell "this process alone". Data moves on the groups of the mesh;
 control (errors, small objects, checkpoint plans) on ``control``, which is always a CPU channel.
 """
@@ -14,13 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig
     from sixfold.gpt.launch import World
-
-AXES = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,8 @@ class RankMesh:
     dp: int
     dp_rank: int
     pipeline: dist.ProcessGroup | None = None  # the pp ranks of this rank's pipeline, in stage order
-    data: dist.ProcessGroup | None = None  # dp x cp: what fsdp shards over
+    data: dist.ProcessGroup | None = None  # dp x cp: the ranks that see different samples
+    hybrid: DeviceMesh | None = None  # (replicate, shard) of ``data`` where dp_replicate > 1, else None
     control: dist.ProcessGroup | None = None  # every rank, on the CPU
 
     @property
@@ -47,8 +47,14 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> R
     """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in config.py)."""
     if world.size == 1:
         return RankMesh(rank=0, size=1, pp=1, pp_rank=0, dp=1, dp_rank=0)
-    shape = (parallel.pp, parallel.dp, parallel.cp, parallel.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    sizes = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
+    copies = parallel.dp_replicate
+    if copies > 1:
+        shards = {"dp_replicate": copies, "dp_shard": parallel.dp // copies}
+        sizes = {"pp": parallel.pp, **shards, "cp": parallel.cp, "tp": parallel.tp}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    hybrid = mesh["dp_replicate", "dp_shard"] if copies > 1 else None
+    data = mesh["dp"] if hybrid is None else hybrid._flatten("dp")
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
     return RankMesh(
         rank=world.rank,
@@ -56,9 +62,10 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> R
         pp=parallel.pp,
         pp_rank=mesh.get_local_rank("pp"),
         dp=parallel.dp,
-        dp_rank=mesh.get_local_rank("dp"),
+        dp_rank=data.get_local_rank(),
         pipeline=mesh.get_group("pp") if parallel.pp > 1 else None,
-        data=mesh.get_group("dp") if parallel.dp > 1 else None,
+        data=data.get_group() if parallel.dp > 1 else None,
+        hybrid=hybrid,
         control=control,
     )
 

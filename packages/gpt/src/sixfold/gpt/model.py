@@ -82,6 +82,13 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
         self.ffn = FeedForward(config)
 
+    def compile_layer(self, backend: str = "inductor") -> None:
+        """Run the layer compiled from now on.
+
+        The arithmetic inside alone: fsdp's hooks on the module stay outside, and layers share what was compiled.
+        """
+        self._layer = torch.compile(self._layer, backend=backend)  # type: ignore[method-assign]
+
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """(b, s, hidden) -> (b, s, hidden)."""
         # Recomputed inside the layer, not around it: hooks on the layer see one forward.
@@ -130,7 +137,7 @@ class GPTModel(nn.Module):
         device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
             seed 1234, as ``initialize`` does.
     Raises:
-        ConfigError: layers outside the model, or what comes with a later release (experts, tensor parallelism).
+        ConfigError: layers outside the model, or what is not supported (experts, tensor parallelism).
     """
 
     def __init__(
@@ -235,9 +242,9 @@ def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
 
 def _check(config: GPTConfig, mesh: "DeviceMesh | None", held: range) -> None:
     if config.num_experts:
-        raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts comes with a later release")
+        raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts is not supported: use 0")
     if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
-        raise ConfigError(f"parallel.tp is {mesh['tp'].size()}; tensor parallelism comes with a later release")
+        raise ConfigError(f"parallel.tp is {mesh['tp'].size()}; tensor parallelism is not supported: use 1")
     if any(number not in range(config.num_layers) for number in held):
         raise ConfigError(
             f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"

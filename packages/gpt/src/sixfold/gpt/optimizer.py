@@ -25,10 +25,10 @@ def build_optimizer(
         ``torch.optim.AdamW``, fused (one pass over weights, gradients and moments). A group without parameters is
         left out; with no parameter at all there is one empty group, so that an empty stage has an optimizer too.
     Raises:
-        ConfigError: an optimizer of a later release.
+        ConfigError: another optimizer than AdamW.
     """
     if config.name != "adamw":
-        raise ConfigError(f"optimizer.name is {config.name!r}; Muon comes with a later release: here it is adamw")
+        raise ConfigError(f"optimizer.name is {config.name!r}; Muon is not supported: use adamw")
     parameters = {id(parameter): parameter for _, parameter in named_parameters}.values()
     decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
     kept = [parameter for parameter in parameters if parameter.dim() < 2]

@@ -1,0 +1,55 @@
+"""train.compile: the same losses, one graph for all layers, and what it needs."""
+
+import pytest
+import torch
+from gpt_helpers import tiny_config
+from run_helpers import losses
+from torch import nn
+
+from sixfold.gpt import ConfigError, model, train
+from sixfold.gpt.build import check_compiler
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Layers compiled by a back end without generated code, which takes a minute on a CPU; the graphs it was given."""
+    seen = []
+    compiling = torch.compile
+
+    def keep(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    def compile_with(function, *, backend):
+        assert backend == "inductor"
+        return compiling(function, backend=keep)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(model.torch, "compile", compile_with)
+    yield seen
+    torch.compiler.reset()
+
+
+def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(tmp_path, graphs):
+    options = ("train.steps=2", "eval.every=2", "eval.batches=1")
+    plain, compiled = (tiny_config(tmp_path, *options, f"train.compile={on}", run=on) for on in ("false", "true"))
+    train(plain)
+    assert not graphs
+    train(compiled)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-6)
+    # Training and evaluation, each for one and for several documents in a row; not one for each of the four layers.
+    assert 1 <= len(graphs) <= 4
+
+
+def test_without_a_cpp_compiler_the_configuration_is_refused(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"train\.compile is true.*no-such-compiler is not in PATH; install one"):
+        check_compiler(torch.device("cpu"))
+    check_compiler(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("override", ["train.compile=true", "train.recompute=full"])
+def test_keys_of_gptmodel_are_refused_beside_a_provider_that_would_not_read_them(tmp_path, override):
+    config = tiny_config(tmp_path, override)
+    with pytest.raises(ConfigError, match=r"which is of GPTModel and not of a model_provider"):
+        train(config, model_provider=lambda pre_process, post_process, vp_stage: nn.Linear(1, 1))

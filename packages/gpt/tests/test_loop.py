@@ -11,6 +11,9 @@ from torch import nn
 
 from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainError, train
+from sixfold.gpt.data import build_datasets
+from sixfold.gpt.metrics import describe
+from sixfold.indexed_data import IndexedDataset
 
 
 def lines(config, kind):
@@ -97,3 +100,16 @@ def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at
     for background, plain in zip(runs["true"], runs["false"], strict=True):
         assert background.keys() == plain.keys()
         assert all(torch.equal(background[key], plain[key]) for key in plain)
+
+
+def test_the_start_line_says_the_order_and_how_often_each_dataset_is_read(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=2", "train.global_batch_size=80", "data.split='100,0,0'")
+    train(config)
+    [start] = lines(config, "start")
+    assert start["order"] == "stateless"
+    dataset, _ = build_datasets(config)[0].locate(range(160))
+    for number, name in enumerate(("wiki", "code")):
+        with IndexedDataset(tmp_path / name) as pair:
+            tokens = int(pair.sequence_lengths.sum())
+        assert start["epochs"][name] == pytest.approx(int((dataset == number).sum()) * 32 / tokens, rel=0.02)
+    assert "stateless order" in describe(start) and f"wiki {start['epochs']['wiki']:.3g}" in describe(start)

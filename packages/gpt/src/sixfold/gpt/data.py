@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,10 @@ def dataset_builder(config: TrainConfig, group: dist.ProcessGroup | None = None)
     # One prefix gets the weight 1, so that the part is a BlendedDataset whatever the number of prefixes.
     weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
     train_blend = (list(data.blend), weights)
-    names = dict(zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True))
+    # Named outright: what gpt always did, and what blending does of itself; checkpoints hold these names.
+    names: dict[str | PathLike[str], str] = dict(
+        zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True)
+    )
     changes = [
         BlendChange(at=change.at, blend=(list(data.blend_at(number)), list(change.weights) or None))
         for number, change in enumerate(data.changes)
@@ -150,6 +154,12 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
     assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
     assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
     return train, valid
+
+
+def epochs_of(train: BlendedDataset, config: TrainConfig) -> dict[str, float]:
+    """How often the whole run reads each dataset of the blend, by name."""
+    times = train.epochs(train_samples(config))
+    return dict(zip(train.names, times.tolist(), strict=True))
 
 
 def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.int64]:

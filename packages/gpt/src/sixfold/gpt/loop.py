@@ -27,7 +27,7 @@ from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
-from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder
+from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder, epochs_of
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
@@ -296,6 +296,8 @@ def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
         layout=mesh.layout,
         schedule=run.config.parallel.schedule,
         sharding=run.config.parallel.sharding,
+        order=run.config.data.order,
+        epochs=epochs_of(run.train_data, run.config),
         ranks=ranks,
         parameters=run.config.model.num_parameters,
         versions=run.versions,

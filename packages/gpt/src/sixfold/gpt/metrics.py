@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from sixfold.gpt.errors import TrainError
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "start": ("step", "world", "layout", "schedule", "sharding", "ranks", "parameters", "versions"),
+    "start": ("step", "world", "layout", "schedule", "sharding", "order", "epochs", "ranks", "parameters", "versions"),
     "resume": ("step", "checkpoint", "layout"),
     "step": (
         "step",
@@ -199,7 +199,7 @@ class ProgressLine:
         for record in self._tail.read():
             if record["kind"] == "step":
                 self._pending = record
-            elif record["kind"] in ("resume", "eval", "nonfinite", "end"):
+            elif record["kind"] in ("start", "resume", "eval", "nonfinite", "end"):
                 self._flush()
                 self._print(describe(record))
         if self._pending and time.monotonic() - self._shown_at >= self._every_s:
@@ -249,6 +249,9 @@ def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
         return f"step {step}{of}  loss {_number(record['loss'])}  lr {record['lr']:.2e}  {rate:,.0f} tokens/s{left}"
     if kind == "eval":
         return f"step {step}  validation loss {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
+    if kind == "start":
+        read = ", ".join(f"{name} {times:.3g}" for name, times in record.get("epochs", {}).items())
+        return f"step {step}  {record.get('order', '')} order; epochs of each dataset in the whole run: {read}"
     if kind == "resume":
         layout = " ".join(f"{axis}{size}" for axis, size in record["layout"].items() if size > 1) or "one process"
         return f"step {step}  resumed from {record['checkpoint']} as {layout}"

@@ -38,7 +38,7 @@ def change_shapes(rank: int, ranks: int) -> None:
         losses = runner.evaluate(*cut([seed + 1, 2, 3], 50)).losses
         assert len(losses) == (3 if rank == 1 else 0)
     for m in (5, 2, 5):
-        inputs, targets = batch(11, m)
+        inputs, targets = batch(10, m)
         runner.step(inputs, targets, program=lower(gpipe(2, m)))
         plain_loop(oracle, list(inputs.tensor_split(m)), list(targets.tensor_split(m)))
     outputs = runner.forward(batch(6)[0]).outputs

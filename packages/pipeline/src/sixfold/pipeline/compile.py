@@ -118,6 +118,8 @@ class Compiled:
             run.begin(run.kwargs)
         if self.tail is not None:
             self.tail.begin([])
+        if self.tokens is not None:
+            self.tokens.clear()
 
     def _join_stages(self) -> None:
         """Say where the results of each local stage go when it is not into an outbox."""

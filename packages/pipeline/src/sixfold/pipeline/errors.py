@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sixfold.pipeline.action import Action
 
-__all__ = ["PipelineTimeout", "ScheduleError", "whole"]
+__all__ = ["PipelineTimeout", "ScheduleError", "number", "whole"]
 
 
 class ScheduleError(ValueError):
@@ -61,3 +61,17 @@ def whole(name: str, value: object, *, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ScheduleError(f"{name} is {number}; it is >= {least}")
     return int(number)
+
+
+def number(name: str, value: object) -> float:
+    """``value`` as a float, which may be infinite or NaN; truth values and text are no numbers.
+
+    Raises:
+        ScheduleError: it is none; ``name`` says what.
+    """
+    if isinstance(value, bool | str | bytes) or type(value).__name__ == "bool_":
+        raise ScheduleError(f"{name} is {value!r}; it is a number")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ScheduleError(f"{name} is {value!r}; it is a number") from None

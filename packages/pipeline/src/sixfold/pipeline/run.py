@@ -9,23 +9,25 @@ results out, and one error or time-out on every rank when something fails.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.compile import EXECUTED, Compiled, Goal, step_device
-from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
+from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, number, whole
 from sixfold.pipeline.faults import Record, Records, Store, report
 from sixfold.pipeline.passes import lower, reduce_grad
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.transport import Transport
+from sixfold.pipeline.verify import verify
 from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["PipelineRunner", "StepResult"]
@@ -62,17 +64,17 @@ class PipelineRunner:
         group: rank r of the program is group rank r; None runs all stages in this process.
         loss_fn: ``loss_fn(output, target)`` -> scalar; needed where the last stage is.
         scale: "mean" divides each loss by m before its backward, "sum" does not, "token" takes
-            (sum, count) from ``loss_fn`` and divides gradients once by the total count.
+            (sum, count) from ``loss_fn`` and divides the step's gradients once by the total count.
         timeout_s: deadline of every wait for another rank.
         store: for ranks to tell each other where they stand after a failure.
         lookahead: compute actions by which a receive is posted before its place.
-        profile: comes with a later version.
+        profile: not supported, and refused: ``simulate`` times a program on paper, torch.profiler a step.
         dynamic_shapes: shapes may differ in every step and microbatch without notice.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes a
             communicator per edge. One shared NCCL communicator serialises both directions.
     Raises:
-        ScheduleError: the stages are not the program's, the ranks have different programs, or the
-            program has actions that this version does not execute.
+        ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
+            right (``verify``, where a SEND never waits), or it has other actions than F, B, messages and slots.
         PipelineTimeout: a rank of the group did not make its runner in time.
     """
 
@@ -95,10 +97,18 @@ class PipelineRunner:
             raise ScheduleError(f"scale is {scale!r}; it is 'mean', 'sum' or 'token'")
         if scale == "token" and any(stage.data_parallel is not None for stage in stages):
             raise ScheduleError("scale='token' divides .grad, which data_parallel owns; use 'sum' and divide there")
+        if scale == "token" and isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+            raise ScheduleError(
+                "scale='token' divides the gradients of stages; loss_fn has parameters: make it part of the last stage"
+            )
+        if loss_fn is not None and not callable(loss_fn):
+            raise ScheduleError(f"loss_fn is {loss_fn!r}; it is called with the last stage's output and the target")
         if profile:
-            raise ScheduleError("profile=True comes with a later version; simulate times a program on paper")
-        if not timeout_s > 0:
-            raise ScheduleError(f"timeout_s is {timeout_s}; it is > 0")
+            raise ScheduleError("profile is not supported: simulate times a program on paper, torch.profiler a step")
+        timeout_s = number("timeout_s", timeout_s)
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ScheduleError(f"timeout_s is {timeout_s:g}; it is finite and > 0")
+        lookahead = whole("lookahead", lookahead, least=0)
         self._rank = 0 if group is None else group.rank()
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
@@ -124,7 +134,8 @@ class PipelineRunner:
         """Forward and backward of one batch; gradients are added to what is there.
 
         Args:
-            inputs: where stage 0 is: a tensor, cut along dim 0, or a list of m tensors or tuples.
+            inputs: where stage 0 is: a tensor, cut along dim 0, or a list of m tensors or tuples. With scale="mean"
+                each microbatch counts 1/m, so m divides the rows of a tensor; those of a list may differ.
             targets: where the last stage is: likewise; None gives ``loss_fn`` None.
             kwargs: m dicts for the modules of all local stages; they are never sent.
             program: for this step, the same on all ranks; compiled once and kept.
@@ -192,11 +203,12 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         m = compiled.program.microbatches
+        equal = mode == "step" and self._scale == "mean"
         if compiled.tail is not None and mode != "forward" and self._loss_fn is None:
             raise ScheduleError(f"{mode} needs the runner's loss_fn on the rank of the last stage")
         compiled.begin(
-            input_microbatches(inputs, m) if 0 in self._stages else [],
-            target_microbatches(targets, m) if compiled.tail is not None else [],
+            input_microbatches(inputs, m, equal=equal) if 0 in self._stages else [],
+            target_microbatches(targets, m, equal=equal) if compiled.tail is not None else [],
             keyword_microbatches(kwargs, m),
         )
 
@@ -231,8 +243,8 @@ class PipelineRunner:
             if action.kind not in EXECUTED:
                 split = " (split backward)" if action.kind in (Kind.I, Kind.W) else ""
                 raise ScheduleError(
-                    f"rank {rank} [{position}] {action}: PipelineRunner runs {action.kind}{split} in a later version; "
-                    "until then give it one whose compute actions are F and B, such as one_f_one_b or interleaved",
+                    f"rank {rank} [{position}] {action}: PipelineRunner does not run {action.kind}{split}; "
+                    "give it a program whose compute actions are F and B, such as one_f_one_b or interleaved",
                     rank=rank,
                     position=position,
                     action=action,
@@ -245,6 +257,7 @@ class PipelineRunner:
         if given != wanted:
             where = "this process" if group is None else f"rank {self._rank}"
             raise ScheduleError(f"stages {given} were given; the program places {wanted} on {where}", rank=self._rank)
+        verify(program, transport="buffered")  # one that lacks a backward would lose its gradient
 
     def _join(
         self,
@@ -267,14 +280,15 @@ class PipelineRunner:
         """All ranks are about to run the same program."""
         if self._transport is None:
             return
-        digest = hashlib.sha256(f"{mode} {program.microbatches} {program}".encode()).digest()[:7]
+        digest = hashlib.sha256(f"{mode} {self._scale} {program.microbatches} {program}".encode()).digest()[:7]
         mine = int.from_bytes(digest, "big")
         everyone = self._transport.control.gather(mine)
         for rank, theirs in enumerate(everyone):
             if theirs != mine:
                 raise ScheduleError(
                     f"rank {self._rank} was given another program to {mode} than rank {rank}: here it is "
-                    f"{program.name or 'unnamed'} with m={program.microbatches}; all ranks make the same calls",
+                    f"{program.name or 'unnamed'} with m={program.microbatches} and scale={self._scale!r}; "
+                    "all ranks make the same calls",
                     rank=self._rank,
                 )
 

@@ -29,36 +29,50 @@ def as_tuple(value: Any, what: str) -> tuple[Tensor, ...]:
     raise ScheduleError(f"{what} is a {type(value).__name__}; stages exchange a tensor or a tuple of tensors")
 
 
-def input_microbatches(inputs: Any, m: int) -> list[tuple[Tensor, ...]]:
+def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[tuple[Tensor, ...]]:
     """The m inputs of stage 0: a tensor is cut along dim 0, a list is taken as it is.
 
+    Args:
+        equal: refuse a tensor whose rows m does not divide.
     Raises:
         ScheduleError: there are none, too few rows, or another number than m.
     """
     if inputs is None:
         raise ScheduleError("inputs is None on the rank of stage 0; give a tensor or a list of m microbatches")
-    return [as_tuple(part, f"inputs[{k}]") for k, part in enumerate(_cut(inputs, m, "inputs"))]
+    return [as_tuple(part, f"inputs[{k}]") for k, part in enumerate(_cut(inputs, m, "inputs", equal))]
 
 
-def target_microbatches(targets: Any, m: int) -> list[Any]:
+def target_microbatches(targets: Any, m: int, *, equal: bool) -> list[Any]:
     """The m targets of the loss; None gives it None every time."""
-    return [None] * m if targets is None else _cut(targets, m, "targets")
+    return [None] * m if targets is None else _cut(targets, m, "targets", equal)
 
 
 def keyword_microbatches(kwargs: Sequence[Mapping[str, Any]] | None, m: int) -> list[Mapping[str, Any]]:
     """The keyword arguments of every local stage's module, per microbatch."""
     if kwargs is None:
         return [{}] * m
+    if not isinstance(kwargs, list | tuple):
+        form = f"give a list of {m} dicts, one per microbatch"
+        raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; {form}, and cut the tensors in them yourself")
     if len(kwargs) != m:
         raise ScheduleError(f"kwargs has {len(kwargs)} entries; the program has {m} microbatches")
+    for k, each in enumerate(kwargs):
+        if not isinstance(each, Mapping):
+            raise ScheduleError(f"kwargs[{k}] is a {type(each).__name__}; it is a dict")
     return list(kwargs)
 
 
-def _cut(batch: Any, m: int, name: str) -> list[Any]:
+def _cut(batch: Any, m: int, name: str, equal: bool) -> list[Any]:
     if isinstance(batch, Tensor):
         rows = batch.shape[0] if batch.dim() else 0
         if rows < m:
             raise ScheduleError(f"{name} has {rows} rows; the program cuts them into {m} microbatches")
+        if equal and rows % m:
+            raise ScheduleError(
+                f"{name} has {rows} rows for {m} microbatches, which do not divide them; each loss counts 1/{m} with "
+                "scale='mean', so the gradient would not be that of the mean over rows: give a list of microbatches "
+                "if it should count so, or use scale='sum' or 'token'"
+            )
         return list(torch.tensor_split(batch, m))
     if not isinstance(batch, list):
         raise ScheduleError(f"{name} is a {type(batch).__name__}; give a tensor, or a list of {m} microbatches")

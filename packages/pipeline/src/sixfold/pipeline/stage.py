@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, whole
 
 __all__ = ["DataParallel", "Stage"]
 
@@ -45,9 +45,12 @@ class Stage:
         module: takes and returns a tensor or a tuple of tensors; None passes its input on.
         index: its place, 0 first.
         data_parallel: see ``DataParallel``.
-        optimizer, tied, checkpoint: come with a later version and are refused until then.
+        optimizer, tied, checkpoint: not supported, and refused when given: step the optimizer behind the runner's
+            step, sum the gradients of tied weights yourself, and checkpoint inside the module
+            (torch.utils.checkpoint).
     Raises:
-        ScheduleError: the module holds a DistributedDataParallel, or an argument of a later version was given.
+        ScheduleError: the module is none or holds a DistributedDataParallel, ``index`` is no place, or an argument that
+            is not supported was given.
     """
 
     def __init__(
@@ -60,9 +63,12 @@ class Stage:
         checkpoint: bool = False,
         data_parallel: DataParallel | None = None,
     ) -> None:
+        index = whole("index", index, least=0)
         for name, given in (("optimizer", optimizer), ("tied", tied), ("checkpoint", checkpoint)):
-            if given:
-                raise ScheduleError(f"stage {index}: {name} comes with a later version; leave it out until then")
+            if given is not None and given is not False:
+                raise ScheduleError(f"stage {index}: {name} is not supported; {_INSTEAD[name]}")
+        if module is not None and not isinstance(module, nn.Module):
+            raise ScheduleError(f"stage {index} is a {type(module).__name__}; it is an nn.Module, or None to pass on")
         for part in module.modules() if module is not None else ():
             if isinstance(part, DistributedDataParallel):
                 raise ScheduleError(
@@ -87,6 +93,13 @@ class Stage:
             return None
         first = next(chain(self.module.parameters(), self.module.buffers()), None)
         return None if first is None else first.device
+
+
+_INSTEAD = {
+    "optimizer": "call the optimizer behind the runner's step",
+    "tied": "sum the gradients of tied weights behind the runner's step",
+    "checkpoint": "use torch.utils.checkpoint inside the module",
+}
 
 
 def _pass_on(*arguments: Tensor, **_: Any) -> tuple[Tensor, ...]:

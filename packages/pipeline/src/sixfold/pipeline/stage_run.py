@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.split import as_tuple
 from sixfold.pipeline.stage import Stage
 
@@ -88,7 +89,8 @@ class StageRun:
         inputs = self._inputs[k]
         self._inputs[k] = None
         assert inputs is not None, f"stage {self.index}: backward of microbatch {k} runs twice"
-        self.deliver_gradients(k, tuple(_gradient(leaf) for leaf in inputs if leaf.requires_grad))
+        mine = inputs if self.index else ()  # those of stage 0 are the caller's, whose graph has its gradients
+        self.deliver_gradients(k, tuple(_gradient(leaf) for leaf in mine if leaf.requires_grad))
 
     def to_outbox(self, k: int, outputs: Any) -> None:
         """Keep the outputs for a SEND_F."""
@@ -151,8 +153,11 @@ class LossTail:
         assert self._loss_fn is not None, "the runner checks that there is a loss_fn"
         value = self._loss_fn(_unwrapped(outputs), self._targets[k])
         if self._scale == "token":
+            if not (isinstance(value, tuple | list) and len(value) == 2):
+                raise ScheduleError(f"with scale='token' loss_fn returns (sum, count), not a {type(value).__name__}")
             value, count = value
             self.counts.append(count)
+        value = _one_number(value, self._keep_graph)
         self.losses.append(value.detach())
         if self._keep_graph:
             self._run.keep_root(k, value / len(self._targets) if self._scale == "mean" else value)
@@ -160,6 +165,19 @@ class LossTail:
     def keep(self, k: int, outputs: Any) -> None:
         """Keep the output for the caller."""
         self.outputs.append(_unwrapped(outputs))
+
+
+def _one_number(loss: Any, trained: bool) -> Tensor:
+    """``loss`` as a scalar; a vector is refused, whose backward would sum it."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ScheduleError(f"loss_fn returned a {shape}; it returns one number, as a tensor")
+    if trained and not loss.requires_grad:
+        raise ScheduleError(
+            "loss_fn returned a loss without a gradient: it was detached, or nothing that it was made from is trained; "
+            "evaluate takes such a loss"
+        )
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _unwrapped(outputs: Any) -> Any:

@@ -8,6 +8,7 @@ any stage is done with its backwards; it travels on the control channel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ _TAG = 2
 class TokenCount:
     """The total of a step, and the division by it.
 
-    A parameter that several local stages share is divided with the last of them.
+    A parameter that several local stages share is divided with the last of them. Gradients that are there when a step
+    begins are set aside, so that they are not divided again, and added to those of the step.
     """
 
     def __init__(
@@ -44,11 +46,23 @@ class TokenCount:
             mine = list(module.parameters()) if module is not None else []
             self._parameters[stage] = [p for p in mine if id(p) not in taken]
             taken.update(map(id, mine))
-        self.begin()
+        self.total: float | None = None
+        self._before: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """A new step: the total is not known."""
-        self.total: float | None = None
+        """A new step: the total is not known, and there are no gradients."""
+        self.total = None
+        for parameters in self._parameters.values():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._before[parameter] = parameter.grad
+                    parameter.grad = None
+
+    def clear(self) -> None:
+        """The step is over: where it failed, gradients are what they were before."""
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+        self._before.clear()
 
     def divide(self, stage: int, action: Action) -> None:
         """REDUCE_GRAD of ``stage``: divide its gradients in place."""
@@ -56,12 +70,16 @@ class TokenCount:
         for parameter in self._parameters[stage]:
             if parameter.grad is not None:
                 parameter.grad.div_(total)
+            if (before := self._before.pop(parameter, None)) is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _exchange(self, action: Action) -> float:
         if self._tail is not None:
             self.total = float(sum(self._tail.counts))
-            if not self.total > 0:
-                raise ScheduleError(f"the counts of loss_fn sum to {self.total}; scale='token' divides by them")
+            if not (math.isfinite(self.total) and self.total > 0):
+                raise ScheduleError(
+                    f"the counts of loss_fn sum to {self.total}; scale='token' divides by a sum that is finite and > 0"
+                )
             for peer in self._others():
                 self._control().send(torch.tensor([self.total], dtype=torch.float64), peer, _TAG, action)
         else:

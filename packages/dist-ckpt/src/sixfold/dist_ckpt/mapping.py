@@ -8,7 +8,7 @@ included, which megatron itself dropped after 0.12. No files, no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import index
@@ -18,6 +18,7 @@ import torch
 
 from sixfold.dist_ckpt.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.dense import check_readable
+from sixfold.dist_ckpt.dtensor import Layout, layout_of, local_of
 from sixfold.dist_ckpt.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -227,18 +228,51 @@ class ShardedTensor(ShardedBase):
         )
 
     @classmethod
-    def from_dtensor(cls, key: str, dtensor: DTensor, **fields: Any) -> ShardedTensor:
-        """The local shard of a DTensor; ranks that replicate it differ in ``replica_id``."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    def from_dtensor(
+        cls, key: str, dtensor: DTensor, *, replica_id: ReplicaId | None = None, **fields: Any
+    ) -> ShardedTensor:
+        """The local tensor of a DTensor, itself and not a copy, so that optimizers find it by identity.
 
-        mesh, placements = dtensor.device_mesh, dtensor.placements
-        shape, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, placements)
-        coordinate: Sequence[int] = mesh.get_coordinate() or []
-        replica = tuple(at for at, kind in zip(coordinate, placements, strict=True) if kind.is_replicate())
-        if any(kind.is_partial() for kind in placements):
-            raise ShardingError(f"{key}: the DTensor has a Partial placement; redistribute it before the save")
-        local = dtensor.to_local()
-        return cls(key, local, local.dtype, tuple(shape), tuple(dtensor.shape), tuple(offset), None, replica, **fields)
+        Args:
+            key: name in the checkpoint.
+            dtensor: Replicate and Shard placements, even or not.
+            replica_id: None takes the coordinates on the mesh axes that replicate it.
+            fields: see the class.
+        Raises:
+            ShardingError: a Partial placement, a rank outside the mesh, or a strided placement that scatters the local
+                rows; a DTensor as a leaf of the state dict may have one.
+        """
+        layout = layout_of(key, dtensor)
+        if layout is None:
+            raise ShardingError(f"{key}: this rank is not in the mesh of the DTensor; it has nothing to describe")
+        if len(layout.pairs) > 1:
+            raise ShardingError(
+                f"{key}: this rank holds {len(layout.pairs)} separate blocks of the DTensor, one record describes one; "
+                "put the DTensor itself into the state dict"
+            )
+        replica = layout.replica if replica_id is None else replica_id
+        return cls._of_box(key, dtensor, layout, 0, replica, **fields)
+
+    @classmethod
+    def all_of_dtensor(cls, key: str, dtensor: DTensor) -> list[ShardedTensor]:
+        """One record for each block that this rank holds of a DTensor; none on a rank outside its mesh."""
+        layout = layout_of(key, dtensor)
+        if layout is None:
+            return []
+        return [cls._of_box(key, dtensor, layout, n, layout.replica) for n in range(max(1, len(layout.pairs)))]
+
+    @classmethod
+    def _of_box(
+        cls, key: str, dtensor: DTensor, layout: Layout, number: int, replica_id: ReplicaId, **fields: Any
+    ) -> ShardedTensor:
+        data, shape = local_of(dtensor), tuple(dtensor.shape)
+        offset = (0,) * len(shape)  # of a local tensor without elements
+        if layout.pairs:
+            (offset, size), (start, _) = layout.pairs[number]
+            for axis, (at, length) in enumerate(zip(start, size, strict=True)):
+                if (at, length) != (0, data.shape[axis]):
+                    data = data.narrow(axis, at, length)
+        return cls(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id, **fields)
 
     @property
     def has_regular_grid(self) -> bool:

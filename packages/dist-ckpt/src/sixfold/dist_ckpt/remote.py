@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from sixfold.dist_ckpt import integrity, loading, metadata, saving, storage
+from sixfold.dist_ckpt import agreement, integrity, loading, metadata, saving, storage
 from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, StorageError, UnsafeError
 from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block
@@ -126,7 +126,7 @@ def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
         lambda: saving.describe(request, exchange, engine, None), agree
     )
     if differs:
-        saving.warn_of_differences(exchange, content, request.preprocess)
+        agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     with TemporaryDirectory(prefix="sixfold-spool-") as spool:
         ticket = saving.Ticket(save_id, spool, url, request.if_exists, differs)
         exchange.together(

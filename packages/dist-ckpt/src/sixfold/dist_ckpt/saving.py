@@ -8,22 +8,17 @@ state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
 
 from __future__ import annotations
 
-import pickle
 import secrets
-import warnings
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sixfold.dist_ckpt import factory, metadata, plan, storage, transfer, tree, validation, weights_only
-from sixfold.dist_ckpt.crc import crc32
+from sixfold.dist_ckpt import agreement, factory, metadata, plan, storage, transfer, tree, validation, weights_only
 from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
-from sixfold.dist_ckpt.frame import tensor_bytes
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -171,7 +166,7 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
             whole = report._replace(table=content.table, token="")
             _, ticket = exchange.together(lambda: (None, whole), host.agree)
         if ticket.common_differs:
-            warn_of_differences(exchange, content, request.preprocess)
+            agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     except BaseException:
         host.discard()
         raise
@@ -281,7 +276,7 @@ def describe(
         kept.token if kept is not None and known else "",
         [object_report(record) for record in objects],
         nbytes,
-        crc32(repr(sorted(_leaf_digests(common, request.preprocess).items())).encode()),
+        agreement.summary(agreement.digests(common, request.preprocess)),
     )
     content = Content(tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count)
     return (content, report), report
@@ -394,33 +389,3 @@ def _manifest(written: list[transfer.Written], save_id: str) -> Manifest:
     }
     objects: dict[str, ByteRange] = dict(entry for part in written for entry in part.objects)
     return Manifest(tensors, objects, save_id, needs_metadata_json=True)
-
-
-def _leaf_digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> dict[str, int]:
-    compared = preprocess(common) if preprocess else common
-    return {tree.path_text(path): _leaf_digest(leaf) for path, leaf in tree.leaves(compared)}
-
-
-def _leaf_digest(leaf: Any) -> int:
-    if hasattr(leaf, "untyped_storage"):
-        tensor = leaf.detach().cpu().contiguous()
-        return crc32(tensor_bytes(tensor), crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode()))
-    buffer = BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=4)
-    pickler.fast = True  # without a memo equal values give equal bytes, whatever they share
-    try:
-        pickler.dump(leaf)
-    except Exception:  # the first rank's dump reports what cannot be pickled, with its path
-        return 0
-    return crc32(buffer.getvalue())
-
-
-def warn_of_differences(exchange: Exchange, content: Content, preprocess: Callable[..., Any] | None) -> None:
-    def differing(digests: list[dict[str, int]]) -> list[str]:
-        paths = {path for found in digests for path in found}
-        return sorted(path for path in paths if len({found.get(path) for found in digests}) > 1)
-
-    _, paths = exchange.together(lambda: (None, _leaf_digests(content.common, preprocess)), differing)
-    if exchange.rank == 0:
-        shown = ", ".join(paths[:20]) + (", ..." if len(paths) > 20 else "")
-        warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=4)

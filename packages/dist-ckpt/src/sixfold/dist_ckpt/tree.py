@@ -3,12 +3,14 @@
     caller's state dict --> tree.py (this file) --> records + common data
     loaded values + common data --> tree.py --> result
 
-Never changes the caller's dicts and lists. A path is a tuple of dict keys and list positions.
+Never changes the caller's dicts and lists. A path is a tuple of dict keys and list positions. Dicts, OrderedDicts,
+defaultdicts and lists are walked through and come back as what they were; anything else is a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import ShardingError
@@ -36,14 +38,39 @@ def checked(state: Any) -> dict[Any, Any]:
     """A shallow copy of a state dict; ShardingError if it is none."""
     if not isinstance(state, Mapping):
         raise ShardingError(f"the state dict is a {type(state).__name__}; it is a dict of records and common data")
-    return dict(state)
+    return rebuilt(state, state.items()) if is_dict(state) else dict(state)
+
+
+def is_dict(node: Any) -> bool:
+    """Whether a node is walked through by its keys; a dict of another class is a leaf."""
+    return type(node) in (dict, OrderedDict, defaultdict)
+
+
+def children(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Names and nodes below a dict or a list; nothing for a leaf."""
+    if is_dict(node):
+        return node.items()  # type: ignore[no-any-return]
+    return enumerate(node) if type(node) is list else ()
+
+
+def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A new dict or list of the kind of ``node`` with other content; attributes of an OrderedDict stay.
+
+    ``torch.nn.Module.state_dict`` keeps the versions of its modules in such an attribute.
+    """
+    if type(node) is OrderedDict:
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(node))
+        return ordered
+    if type(node) is defaultdict:
+        return defaultdict(node.default_factory, items)
+    return dict(items) if type(node) is dict else [child for _, child in items]
 
 
 def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All leaves with their paths; an empty dict or list is a leaf."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    if isinstance(node, dict | list) and node:
-        for name, child in items:
+    if (is_dict(node) or type(node) is list) and node:
+        for name, child in children(node):
             yield from leaves(child, (*path, name))
     else:
         yield path, node
@@ -75,30 +102,30 @@ def _common_part(node: Any) -> Any:
     """
     if isinstance(node, ShardedBase | LocalNonpersistentObject):
         return GONE
-    if not isinstance(node, dict | list):
+    if not is_dict(node) and type(node) is not list:
         return node
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    kept = {name: part for name, child in items if (part := _common_part(child)) is not GONE}
+    kept = [(name, part) for name, child in children(node) if (part := _common_part(child)) is not GONE]
     if not kept and node:
         return GONE
-    return list(kept.values()) if isinstance(node, list) and len(kept) == len(node) else kept
+    return dict(kept) if type(node) is list and len(kept) < len(node) else rebuilt(node, kept)
 
 
 def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     """The result of a load: saved common data with the loaded values at the places of the request.
 
     Common leaves of the request count for nothing. A record without a value (left out by
-    ``strict``) leaves no entry in a dict and None in a list.
+    ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved, or of the request's
+    kind where nothing common was.
     """
     if isinstance(request, ShardedBase | LocalNonpersistentObject):
         return values.get(path, GONE)
-    if isinstance(request, dict):
-        merged = dict(common) if isinstance(common, dict) else {}
+    if is_dict(request):
+        merged = rebuilt(common, common.items()) if is_dict(common) else rebuilt(request, ())
         _merge_children(merged, request.items(), values, path)
         return merged if merged or _holds_record(request) else common
-    if isinstance(request, list):
-        at: dict[int, Any] = dict(enumerate(common)) if isinstance(common, list) else {}
-        if isinstance(common, dict) and all(isinstance(name, int) for name in common):
+    if type(request) is list:
+        at: dict[int, Any] = dict(enumerate(common)) if type(common) is list else {}
+        if is_dict(common) and all(isinstance(name, int) for name in common):
             at = dict(common)
         _merge_children(at, enumerate(request), values, path)
         if at or _holds_record(request):
@@ -108,7 +135,7 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
 
 def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any], path: Path) -> None:
     for name, child in items:
-        value = assemble(into.get(name, GONE), child, values, (*path, name))
+        value = assemble(into.get(name, GONE), child, values, (*path, name))  # get: no entry in a defaultdict
         if value is not GONE:
             into[name] = value
 

@@ -1,8 +1,10 @@
 """Records: what they accept, what they refuse, and where their data lies."""
 
+import numpy as np
 import pytest
 import torch
 
+from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError
 
 
@@ -159,3 +161,51 @@ def test_an_object_outside_its_grid_is_refused():
 def test_unwrap_gives_the_object_back():
     thing = object()
     assert LocalNonpersistentObject(thing).unwrap() is thing
+
+
+class Counted:
+    """An integer in all but name, as jax and numpy have them."""
+
+    def __index__(self):
+        return 2
+
+
+@pytest.mark.parametrize("two", [2, np.int64(2), np.uint8(2), torch.tensor(2), Counted()])
+def test_integers_of_any_kind_are_integers(tmp_path, two):
+    zero = type(two)(0) if isinstance(two, np.generic) else 0
+    data = torch.arange(4.0).reshape(2, 2)
+    records = [
+        ShardedTensor("plain", data, data.dtype, (two, 2), (two, 2), (zero, 0), (1, 1), zero, zero),
+        ShardedTensor.from_rank_offsets("grid", data, (0, zero, 1), replica_id=(zero, 0)),
+        ShardedTensor.from_rank_offsets_flat("flat", data[0], (1, two), flattened_range=slice(zero, two)),
+        ShardedTensor("replica", data, data.dtype, (2, 2), (2, 2), (0, 0), None, replica_id=two),
+    ]
+    assert all(type(n) is int for r in records for n in (*r.local_shape, *r.global_shape, *r.global_offset))
+    assert [type(records[1].replica_id[0]), type(records[2].flattened_range.stop)] == [int, int]
+    cell = ShardedObject("o", 1, (two,), (0,), zero)
+    other = ShardedObject("o", 1, (two,), (1,))
+    assert cell.unique_key == "o/shard_0_2"
+    records[0].replica_id = zero  # as megatron's own code assigns it, unchecked
+    dist_ckpt.save({"r": records[:3], "o": [cell, other]}, tmp_path / "c")
+    assert torch.equal(dist_ckpt.load_plain_tensors(tmp_path / "c")["plain"], data)
+
+
+@pytest.mark.parametrize("wrong", [2.0, True, np.float32(2), np.bool_(True), "2", None])
+@pytest.mark.parametrize("field", ["local_shape", "global_shape", "global_offset", "replica_id", "flattened_range"])
+def test_floats_and_truth_values_are_no_integers(wrong, field):
+    fields = {"local_shape": (2,), "global_shape": (2,), "global_offset": (0,), "axis_fragmentations": None}
+    if field == "flattened_range":
+        fields[field] = slice(0, wrong)
+    else:
+        fields[field] = wrong if field == "replica_id" else (wrong,)
+    with pytest.raises(ShardingError, match=field):
+        ShardedTensor("w", torch.zeros(2), torch.float32, **fields)
+    if field in ("global_shape", "global_offset", "replica_id"):
+        cell = {"global_shape": (2,), "global_offset": (0,), field: fields[field]}
+        with pytest.raises(ShardingError, match=field):
+            ShardedObject("o", 1, **cell)
+
+
+def test_a_truth_value_is_no_rank():
+    with pytest.raises(ShardingError, match="no tuple"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, True, 2))

@@ -116,7 +116,7 @@ class Arena:
     def __init__(self) -> None:
         self.fd = os.memfd_create("sixfold-arena", os.MFD_CLOEXEC)
         self.nbytes = 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: HostMemory = PlainMemory()
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
@@ -142,7 +142,7 @@ class Arena:
     def close(self) -> None:
         """Give the memory back; the worker's mapping keeps it until the worker ends."""
         self._register(PlainMemory())
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.nbytes = 0
         os.close(self.fd)
 
@@ -204,7 +204,7 @@ class MappedArena:
 
     def _at(self, place: Place) -> torch.Tensor:
         if not place.nbytes:
-            return torch.empty(place.shape, dtype=place.dtype)
+            return torch.empty(place.shape, dtype=place.dtype, device="cpu")
         assert self._map is not None, f"{place} in an arena without memory"
         count = place.nbytes // place.dtype.itemsize
         return torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)

@@ -219,7 +219,7 @@ def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTen
         file = scratch / secrets.token_hex(4)
         flat = torch.from_file(str(file), shared=True, size=elements, dtype=record.dtype)
     else:
-        flat = torch.empty(0, dtype=record.dtype)
+        flat = torch.empty(0, dtype=record.dtype, device="cpu")
     whole = flat.view(record.global_shape)
     for batch in batches({record.key: record}):
         for part, tensor in zip(batch, read(source, batch), strict=True):

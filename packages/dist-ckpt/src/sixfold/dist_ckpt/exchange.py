@@ -106,17 +106,17 @@ class Exchange:
     def _send(self, peer: int, data: bytes, *, best_effort: bool = False) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         try:
-            for tensor in (torch.tensor([len(data)]), payload):
+            for tensor in (torch.tensor([len(data)], device="cpu"), payload):
                 self._wait(dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAG), peer)
         except RuntimeError as error:
             if not best_effort:
                 raise self._lost(peer, error) from error
 
     def _receive(self, peer: int) -> bytes:
-        header = torch.zeros(1, dtype=torch.int64)
+        header = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             self._wait(dist.irecv(header, group=self._group, group_src=peer, tag=_TAG), peer)
-            payload = torch.empty(int(header), dtype=torch.uint8)
+            payload = torch.empty(int(header), dtype=torch.uint8, device="cpu")
             self._wait(dist.irecv(payload, group=self._group, group_src=peer, tag=_TAG), peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error

@@ -77,7 +77,7 @@ def data_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     Cached, because pickling for every tensor costs the peers 400 us each.
     """
     # Reserves address space only: no page of it is touched.
-    model = torch.empty(shape, dtype=dtype)
+    model = torch.empty(shape, dtype=dtype, device="cpu")
     buffer = io.BytesIO()
     _StoragePickler(buffer, protocol=2).dump(model)
     return buffer.getvalue()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,11 +19,10 @@ from sixfold.dist_ckpt.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.dtensor import Layout, layout_of, local_of
 from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.integers import ReplicaId, int_slice, int_tuple, integer, replica
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-ReplicaId = int | tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -44,7 +42,7 @@ class ShardedBase:
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
     """Whether this copy is the one that is written: 0, or a tuple of zeros."""
-    return replica_id == 0 if isinstance(replica_id, int) else all(part == 0 for part in replica_id)
+    return all(part == 0 for part in replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
 @dataclass(eq=False)
@@ -84,14 +82,17 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
-        self.local_shape = tuple(self.local_shape)
-        self.global_shape = tuple(self.global_shape)
-        self.global_offset = tuple(self.global_offset)
+        _check_key(self.key)
+        for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations"):
+            if getattr(self, name) is not None or name != "axis_fragmentations":
+                setattr(self, name, int_tuple(self.key, name, getattr(self, name)))
+        self.prepend_axis_num = integer(self.key, "prepend_axis_num", self.prepend_axis_num)
+        self.replica_id = replica(self.key, self.replica_id)
+        self.flattened_range = int_slice(self.key, self.flattened_range)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
         """Check the rules of the class docstring; raises ShardingError with the key and the numbers."""
-        _check_key(self.key)
         if not len(self.global_shape) == len(self.global_offset) == len(self.local_shape) + self.prepend_axis_num:
             raise ShardingError(
                 f"{self.key}: global_shape {self.global_shape}, global_offset {self.global_offset} and local_shape "
@@ -202,8 +203,8 @@ class ShardedTensor(ShardedBase):
         seen: set[int] = set()
         for given in rank_offsets:
             try:
-                axis, rank, fragments = map(index, given)
-            except (TypeError, ValueError):
+                axis, rank, fragments = (integer(key, "rank_offsets", part) for part in given)
+            except (TypeError, ValueError, ShardingError):
                 raise ShardingError(f"{key}: {given!r} is no tuple (axis, rank, fragments) of integers") from None
             if not 0 <= axis < len(local_box):
                 raise ShardingError(f"{key}: axis {axis} of {(axis, rank, fragments)} is not in [0, {len(local_box)})")
@@ -387,7 +388,9 @@ class ShardedObject(ShardedBase):
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
+        self.global_shape = int_tuple(self.key, "global_shape", self.global_shape)
+        self.global_offset = int_tuple(self.key, "global_offset", self.global_offset)
+        self.replica_id = replica(self.key, self.replica_id)
         inside = len(self.global_shape) == len(self.global_offset) and all(
             0 <= at < n for at, n in zip(self.global_offset, self.global_shape, strict=True)
         )

@@ -87,7 +87,7 @@ class Table:
     def shapes_KD(self) -> torch.Tensor:
         """Global shapes of the kinds, further axes 1."""
         shapes = [(*kind.shape, *(1,) * (self.dims - len(kind.shape))) for kind in self.kinds]
-        return torch.tensor(shapes, dtype=torch.int64).view(len(shapes), self.dims)
+        return torch.tensor(shapes, dtype=torch.int64, device="cpu").view(len(shapes), self.dims)
 
     def row(self, index: int) -> Row:
         """One row as values."""
@@ -130,24 +130,28 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
                 flat.extend((kind, main, *offset, *size))
     width = 2 + 2 * dims
     rows = (
-        torch.frombuffer(flat, dtype=torch.int64).view(-1, width) if flat else torch.empty(0, width, dtype=torch.int64)
+        torch.frombuffer(flat, dtype=torch.int64).view(-1, width)
+        if flat
+        else torch.empty(0, width, dtype=torch.int64, device="cpu")
     )
-    return Table(tuple(kinds), dims, rows, torch.zeros(len(rows), dtype=torch.int64)), pieces
+    return Table(tuple(kinds), dims, rows, torch.zeros(len(rows), dtype=torch.int64, device="cpu")), pieces
 
 
 def merge(tables: Sequence[Encoded]) -> Table:
     """The tables of all ranks, in rank order, as one."""
     dims = max((table.dims for table in tables), default=0)
     counts = [len(table.rows) // (8 * (2 + 2 * table.dims)) for table in tables]
-    rows_NW = torch.empty(sum(counts), 2 + 2 * dims, dtype=torch.int64)
-    ranks_N = torch.empty(sum(counts), dtype=torch.int64)
+    rows_NW = torch.empty(sum(counts), 2 + 2 * dims, dtype=torch.int64, device="cpu")
+    ranks_N = torch.empty(sum(counts), dtype=torch.int64, device="cpu")
     kinds: dict[Kind, int] = {}
     known: dict[bytes, torch.Tensor] = {}
     at = 0
     for rank, (table, count) in enumerate(zip(tables, counts, strict=True)):
         if table.names not in known:
             own = [Kind(*kind) for kind in zip(*pickle.loads(table.names), strict=True)]  # from a rank of this job
-            known[table.names] = torch.tensor([kinds.setdefault(kind, len(kinds)) for kind in own], dtype=torch.int64)
+            known[table.names] = torch.tensor(
+                [kinds.setdefault(kind, len(kinds)) for kind in own], dtype=torch.int64, device="cpu"
+            )
         if count:
             part, more = rows_NW[at : at + count], dims - table.dims
             rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
@@ -170,7 +174,7 @@ def covered_once(table: Table) -> torch.Tensor:
     tensor add up to the weight of the tensor: sums telescope, exactly. Any hole or overlap leaves a sum of random
     numbers, which is the weight of the whole by an accident of about 2**-60. No sorting and no pairs of boxes.
     """
-    total_K = torch.zeros(len(table.kinds), dtype=torch.int64)
+    total_K = torch.zeros(len(table.kinds), dtype=torch.int64, device="cpu")
     main = table.rows_NW[:, 1] != 0
     rows = table.rows_NW if bool(main.all()) else table.rows_NW[main]
     dims = table.dims
@@ -181,7 +185,7 @@ def covered_once(table: Table) -> torch.Tensor:
 
 
 def _weights(offsets_ND: torch.Tensor, sizes_ND: torch.Tensor) -> torch.Tensor:
-    weights_N = torch.ones(len(offsets_ND), dtype=torch.int64)
+    weights_N = torch.ones(len(offsets_ND), dtype=torch.int64, device="cpu")
     for axis in range(offsets_ND.shape[1]):
         offset_N = offsets_ND[:, axis].contiguous()
         weights_N *= _mixed(offset_N + sizes_ND[:, axis], axis) - _mixed(offset_N, axis)
@@ -205,6 +209,6 @@ def inside(table: Table) -> torch.Tensor:
     """Which kinds have no box that leaves the tensor: (K,) bool."""
     ends_ND = table.offsets_ND + table.sizes_ND
     bad_N = ((table.offsets_ND < 0) | (table.sizes_ND < 0) | (ends_ND > table.shapes_KD[table.rows_NW[:, 0]])).any(1)
-    fine_K = torch.ones(len(table.kinds), dtype=torch.bool)
+    fine_K = torch.ones(len(table.kinds), dtype=torch.bool, device="cpu")
     fine_K[table.rows_NW[bad_N, 0]] = False
     return fine_K

@@ -102,7 +102,7 @@ def table_problems(table: Table, verb: str) -> list[str]:
         return []
     numbers = [number for number, kind in enumerate(table.kinds) if kind.key in bad]
     found: dict[str, list[tuple[int, ShardReport]]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
-    for index in torch.isin(table.rows_NW[:, 0], torch.tensor(numbers)).nonzero().flatten().tolist():
+    for index in torch.isin(table.rows_NW[:, 0], torch.tensor(numbers, device="cpu")).nonzero().flatten().tolist():
         rank, number, main, box = table.row(index)
         key, dtype, shape = table.kinds[number]
         found[key].append((rank, ShardReport(key, dtype, shape, (box,) if box.volume or not shape else (), main)))

@@ -224,7 +224,7 @@ class _Decoder:
     def decode(self, folder: Path, chunk: StoredChunk) -> torch.Tensor:
         absent = self.absent.get((chunk.frame, chunk.box))
         if absent is not None:
-            return torch.full(chunk.box.size, absent.fill or 0, dtype=absent.dtype)
+            return torch.full(chunk.box.size, absent.fill or 0, dtype=absent.dtype, device="cpu")
         header = self.special[chunk.frame]
         data = (folder / chunk.frame.file).read_bytes()
         if not header.coding.is_none:

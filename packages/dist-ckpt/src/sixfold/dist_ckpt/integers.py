@@ -1,0 +1,62 @@
+"""Integers of records: whatever counts as an integer becomes an int, and nothing else does.
+
+    caller's shapes, offsets, replica ids --> integers.py (this file) --> mapping.py
+
+numpy's and torch's integers are common there. A float or a truth value is a mistake that would be found later, in words
+about something else. Pure.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from sixfold.dist_ckpt.errors import ShardingError
+
+ReplicaId = int | tuple[int, ...]
+
+
+def integer(key: str, name: str, value: Any) -> int:
+    """Any integer, numpy's and torch's too, as an int.
+
+    Raises:
+        ShardingError: a float, a truth value, anything else.
+    """
+    if type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool) or type(value).__name__.startswith("bool"):
+            raise TypeError
+        return index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ShardingError(
+            f"{key}: {name} is or holds {value!r}, a {type(value).__name__}; it is an integer"
+        ) from None
+
+
+def int_tuple(key: str, name: str, values: Any) -> tuple[int, ...]:
+    """The same for each of several."""
+    try:
+        parts = tuple(values)
+    except TypeError:
+        raise ShardingError(f"{key}: {name} is {values!r}; it is a tuple of integers") from None
+    return tuple(integer(key, name, part) for part in parts)
+
+
+def replica(key: str, value: Any) -> ReplicaId:
+    """An int or a tuple of ints."""
+    if isinstance(value, tuple | list):
+        return int_tuple(key, "replica_id", value)
+    return integer(key, "replica_id", value)
+
+
+def int_slice(key: str, value: slice | None) -> slice | None:
+    """A slice of ints, ends and step may be None; None stays None."""
+    if value is None:
+        return None
+    if not isinstance(value, slice):
+        raise ShardingError(f"{key}: flattened_range is {value!r}; it is a slice with a start and a stop")
+    ends = (
+        None if end is None else integer(key, "flattened_range", end) for end in (value.start, value.stop, value.step)
+    )
+    return slice(*ends)

@@ -22,6 +22,7 @@ from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Collection
 from datetime import date, datetime, time, timedelta, timezone
+from importlib import import_module
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +112,7 @@ def allowed(data: bytes, given: Collection[str]) -> list[tuple[Any, str]]:
     if b"numpy" not in data or any(name.startswith("numpy.") for name in given):
         return found
     try:
-        import numpy
+        numpy = _numpy()
     except ImportError:  # the error of the reader then names what is missing
         return found
     found += [(getattr(numpy, name), f"numpy.{name}") for name in _SCALARS if hasattr(numpy, name)]
@@ -120,11 +121,14 @@ def allowed(data: bytes, given: Collection[str]) -> list[tuple[Any, str]]:
     return found + [(make_scalar, name) for name in _SCALAR]
 
 
+def _numpy() -> Any:
+    """numpy, where a value or a file has it; this package needs torch alone."""
+    return import_module("numpy")
+
+
 def make_array(shape: Any, code: Any, data: Any) -> Any:
     """``numpy.ndarray(shape, code, data)`` for number types, of the right size."""
-    import numpy
-
-    dtype = _dtype(code)
+    numpy, dtype = _numpy(), _dtype(code)
     shape = tuple(shape)
     if (
         not all(isinstance(length, int) and length >= 0 for length in shape)
@@ -140,11 +144,9 @@ def make_scalar(dtype: Any, data: Any) -> Any:
 
 
 def _dtype(code: Any) -> Any:
-    import numpy
-
     if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
         raise ValueError(f"numpy dtype {code!r} is none of numbers, truth values or texts")
-    return numpy.dtype(code)
+    return _numpy().dtype(code)
 
 
 class FrozenDtype:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, ShardedTensor, control
+from sixfold.dist_ckpt import CheckpointError, ShardedTensor, background, control
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -219,3 +220,73 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
     assert (kind, value) == ("LostPeerError", 1)
     assert "rank 0 died" in text
     assert 0.5 < seconds < 10
+
+
+def slow_saves(rank, ranks, folder):
+    """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
+    script = str(Path(__file__).parents[1] / "slow_worker.py")
+    background._WORKER = (script, "0.4" if rank == 1 else "0.0")
+    seen, saver = {}, background.AsyncSaver(timeout_s=60)
+    one_thread = TorchDistSaveShardedStrategy(thread_count=1)
+
+    def save(value, elements, timeout_s):
+        saver._timeout_s = timeout_s
+        w = torch.full((elements,), float(value))
+        saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": value}
+        return saver.save(saved, folder / "c", one_thread)
+
+    save(1, 30, 60).wait(60)
+    handle = save(2, 6 << 20, 2.0)
+    seen["slow"] = (*ending(handle)[:2], handle.total_s)
+    dist.barrier()
+    if rank == 1:  # all of a rank stands still for a while
+        os.kill(handle.worker_pid, signal.SIGSTOP)
+    handle = save(3, 30, 1.6)
+    if rank == 1:
+        rouse = f"sleep 2.5; kill -CONT {os.getpid()} {handle.worker_pid}"
+        subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    seen["stopped"] = ending(handle)
+    dist.barrier()
+    seen["after"] = dist_ckpt.load_common_state_dict(folder / "c")["it"], names(folder)
+    dist.barrier()
+    saver.close()
+    return seen
+
+
+def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
+    results = run_ranks(slow_saves, 2, tmp_path, timeout=90)
+    for seen in results:
+        kind, text, seconds = seen["slow"]
+        assert (kind, text) == ("committed", "")
+        assert seconds > 2.0, "longer than the deadline"
+        assert seen["after"] == (2, ["c"])
+        assert seen["stopped"][0] == "LostPeerError"
+        assert "rank 1" in seen["stopped"][1] or "ranks [1]" in seen["stopped"][1]
+    assert results[0]["stopped"][2] < 1.6 + control._ACKNOWLEDGED_S
+
+
+def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
+    script = str(Path(__file__).parents[1] / "slow_worker.py")
+    background._WORKER = (script, "0.4" if rank == 0 else "0.0")
+    saver = background.AsyncSaver(timeout_s=60)
+    saver.save(state(rank, ranks, 1), folder / "c").wait(60)
+    saver._timeout_s = 1.6
+    w = torch.full((6 << 20,), 2.0)
+    saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
+    handle = saver.save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1))
+    if rank == 0:
+        rouse = f"sleep 4; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    end = ending(handle)
+    dist.barrier()
+    return (*end, dist_ckpt.load_common_state_dict(folder / "c")["it"])
+
+
+def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_given_up(tmp_path):
+    results = run_ranks(a_first_rank_that_is_stopped_while_its_worker_goes_on, 2, tmp_path, timeout=90)
+    for kind, text, _, value in results:
+        assert (kind, value) == ("LostPeerError", 1)
+        assert "rank 0" in text
+    assert results[1][2] < 2.5

@@ -12,27 +12,26 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import socket
 import sys
 import threading
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
-from sixfold.dist_ckpt import control, saving, storage
+from sixfold.dist_ckpt import control, saving, storage, transfer
 from sixfold.dist_ckpt.arena import MappedArena
+from sixfold.dist_ckpt.channel import Channel, Gauge
 from sixfold.dist_ckpt.control import Job
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
-_LOOK_S = 0.5
 
-
-def run(job: Job, arena: MappedArena) -> Outcome:
+def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
-    share = Outcome.of(lambda: typed(lambda: _write(job, arena)), f"rank {job.rank}")
+    share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if job.ranks == 1:
         outcome = share if share.error is not None else control.commit(job, [share.value])
         if outcome.error is not None:
@@ -49,15 +48,16 @@ def run(job: Job, arena: MappedArena) -> Outcome:
     except OSError as error:
         if job.rank == 0:
             return control.tell(job, folder, Outcome(error=share.error or CheckpointError(str(error))))
-    return control.decide(job) if job.rank == 0 else control.await_outcome(job)
+    return control.decide(job, gauge) if job.rank == 0 else control.await_outcome(job, gauge)
 
 
-def _write(job: Job, arena: MappedArena) -> object:
+def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
+    gauge.expect(transfer.file_bytes(job.content.writes, job.content.objects))
     tensors = arena.tensors(list(job.places.values()), job.arena_bytes)
     for index, tensor in zip(job.places, tensors, strict=True):
         job.content.records[index].data = tensor
     try:
-        return saving.write(job.content, job.ticket, job.rank, job.check_finite)
+        return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
     finally:
         for index in job.places:
             job.content.records[index].data = None
@@ -66,18 +66,17 @@ def _write(job: Job, arena: MappedArena) -> object:
 class _Parent:
     """The trainer as the worker sees it: jobs come, and if it ends the worker ends."""
 
-    def __init__(self, connection: Connection, pid: int) -> None:
-        self._connection, self._pid = connection, pid
+    def __init__(self, channel: Channel, pid: int) -> None:
+        self._channel, self._pid = channel, pid
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self.current: Job | None = None
 
     def listen(self) -> None:
         """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""
         with suppress(OSError, EOFError):
-            while os.getppid() == self._pid:
-                # Not only the end of the file: a process that the trainer has forked may hold its end open.
-                if self._connection.poll(_LOOK_S):
-                    self.jobs.put(pickle.loads(self._connection.recv_bytes()))
+            # Not only the end of the file: a process that a killed trainer has forked may hold its end open.
+            while (message := self._channel.receive(self._lives)) is not None:
+                self.jobs.put(pickle.loads(message))
         job = self.current
         if job is not None and job.rank == 0:
             storage.discard(Path(job.ticket.staging))
@@ -86,19 +85,22 @@ class _Parent:
 
     def report(self, outcome: Outcome) -> None:
         with suppress(OSError):  # it has ended; listen() ends this process
-            self._connection.send_bytes(outcome.encode())
+            self._channel.send(outcome.encode(), self._lives)
+
+    def _lives(self) -> bool:
+        return os.getppid() == self._pid
 
 
 def main() -> None:
     """Serve jobs until the parent goes."""
-    channel, arena_fd, pid = map(int, sys.argv[1:])
+    channel, gauge_fd, arena_fd, pid = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    parent = _Parent(Connection(channel), pid)
+    parent, gauge = _Parent(Channel(socket.socket(fileno=channel)), pid), Gauge(gauge_fd)
     threading.Thread(target=parent.listen, daemon=True).start()
     arena = MappedArena(arena_fd)
     while True:
         parent.current = parent.jobs.get()
-        outcome = run(parent.current, arena)
+        outcome = run(parent.current, arena, gauge)
         parent.current = None
         parent.report(outcome)
 

@@ -18,6 +18,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,22 +28,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from multiprocessing.connection import Pipe
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt import control, remote, saving, storage
+from sixfold.dist_ckpt import control, paths, saving, storage
 from sixfold.dist_ckpt.arena import Arena, Place
+from sixfold.dist_ckpt.channel import Channel, Gauge
 from sixfold.dist_ckpt.control import Alive, ControlFolder, Job
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
-from sixfold.dist_ckpt.exchange import Group, Outcome
+from sixfold.dist_ckpt.exchange import Group, Outcome, told_to_all
 from sixfold.dist_ckpt.mapping import ShardedTensor
 from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
 
+_WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
 _CLOSE_S = 5.0
+_NEARLY = 0.99  # progress of what is written whole and not yet committed
 
 
 class AsyncSave:
@@ -59,7 +62,7 @@ class AsyncSave:
         self.blocked_s = time.monotonic() - started
         self._started = started
         self.worker_pid = worker_pid
-        self._flight = flight
+        self._flight, self._pid = flight, os.getpid()
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks, no collective."""
@@ -82,6 +85,8 @@ class AsyncSave:
             LostPeerError: not committed ``timeout_s`` seconds from now; it goes on.
             CheckpointError: what went wrong with the save, the same on every rank.
         """
+        if self._pid != os.getpid():
+            raise CheckpointError(f"the save to {self.checkpoint_dir} is of process {self._pid}; wait for it there")
         if not self._flight.ended.wait(timeout_s):
             raise LostPeerError(
                 f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
@@ -106,7 +111,7 @@ class AsyncSaver:
         self._arena = Arena()
         self._worker: _Worker | None = None
         self._flight: _Flight | None = None
-        self._is_closed = False
+        self._is_closed, self._pid = False, os.getpid()
         _open_savers(os.getpid()).add(self)
 
     def save(
@@ -125,7 +130,7 @@ class AsyncSaver:
         """``async_save`` on this saver's group."""
         request = SaveRequest(
             state=sharded_state_dict,
-            path=remote.local_path(checkpoint_dir),
+            path=checkpoint_dir,
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
             group=self._group,
@@ -133,10 +138,15 @@ class AsyncSaver:
             check_finite=check_finite,
             timeout_s=self._timeout_s,
         )
-        return self._start(request, _engine_for(request.path, sharded_strategy, common_strategy))
+        return self._start(request, sharded_strategy, common_strategy)
 
     def close(self) -> None:
-        """Wait for a save in flight, then end the worker and free the arena. May be called again."""
+        """Wait for a save in flight, then end the worker and free the arena. May be called again.
+
+        In a process that was forked it does nothing: saver and worker are the parent's.
+        """
+        if self._pid != os.getpid():
+            return
         self._let_go()
         if self._worker is not None:
             self._worker.stop()
@@ -152,10 +162,11 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, request: SaveRequest, engine: SaveEngine) -> AsyncSave:
+    def _start(self, request: SaveRequest, sharded_strategy: Any, common_strategy: Any) -> AsyncSave:
         start = time.monotonic()
-        if self._is_closed:
-            raise CheckpointError("this AsyncSaver is closed; make a new one")
+        with told_to_all(request.group, request.timeout_s):
+            self._check_is_usable()
+            engine = _engine_for(request.path, sharded_strategy, common_strategy)
         self._let_go()
         worker = self._ready_worker()
         agreed = saving.agree_on(request, engine)
@@ -170,7 +181,15 @@ class AsyncSaver:
             agreed.abandon()
             raise
         self._flight = _Flight(worker, job, sign[0] if sign else None)
-        return AsyncSave(Path(request.path), start, worker.process.pid, self._flight)
+        return AsyncSave(Path(agreed.ticket.target), start, worker.process.pid, self._flight)
+
+    def _check_is_usable(self) -> None:
+        if self._is_closed:
+            raise CheckpointError("this AsyncSaver is closed; make a new one")
+        if self._pid != os.getpid():
+            raise CheckpointError(
+                f"this AsyncSaver is of process {self._pid}, its worker too; a process that was forked makes its own"
+            )
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""
@@ -221,7 +240,6 @@ class AsyncSaver:
             arena_bytes=self._arena.nbytes,
             key=key,
             locks_work=locks_work,
-            started=time.monotonic(),
             timeout_s=timeout_s,
             stale_s=control.STALE_S,
         )
@@ -247,16 +265,17 @@ class _Worker:
     """The process, started and not waited for: it imports torch while the trainer copies."""
 
     def __init__(self, arena_fd: int) -> None:
-        self.connection, theirs = Pipe()
-        arguments = [theirs.fileno(), arena_fd, os.getpid()]
+        ours, theirs = socket.socketpair()
+        self.channel, self.gauge = Channel(ours), Gauge()
+        fds = theirs.fileno(), self.gauge.fd, arena_fd
         # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
         # process group, and a trainer answers them by ending in order, after its save in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sixfold.dist_ckpt._worker", *map(str, arguments)],
+                [sys.executable, *_WORKER, *map(str, fds), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), arena_fd),
+                pass_fds=fds,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -267,10 +286,11 @@ class _Worker:
 
     def stop(self) -> None:
         """Close the connection, which ends it, and see that it does."""
-        self.connection.close()
+        self.channel.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
         self.kill()
+        self.gauge.close()
 
     def kill(self) -> str:
         """End it at once, if it has not ended; says how it ended."""
@@ -289,6 +309,9 @@ class _Flight:
         self.error: CheckpointError | None = None
         self.told = False
         self._worker, self._job, self._sign = worker, job, sign
+        self._gauge, self._still = worker.gauge, control.Stillness()
+        self._gauge.reset()
+        self._worker.channel.look_s = job.beat_s
         self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
         self._thread.start()
 
@@ -297,14 +320,8 @@ class _Flight:
         self._thread.join()
 
     def written_share(self) -> float:
-        """As far as the sizes of this rank's files tell."""
-        job, written, staging = self._job, 0, Path(self._job.ticket.staging)
-        if not staging.is_dir():  # moved into place a moment ago
-            return 1.0
-        for file in staging.glob(f"__{job.rank}_*"):
-            with suppress(OSError):
-                written += file.stat().st_size
-        return min(1.0, written / max(1, job.content.nbytes))
+        """As the worker counts; what is written is neither on disk nor committed for that."""
+        return min(_NEARLY, self._gauge.share)
 
     def raise_error(self) -> None:
         """What went wrong, if anything did."""
@@ -323,26 +340,28 @@ class _Flight:
             self.ended.set()
 
     def _outcome(self) -> Outcome:
-        connection = self._worker.connection
+        channel = self._worker.channel
         try:
             # Pickled here, where the trainer does not wait for it.
-            connection.send_bytes(pickle.dumps(self._job, protocol=5))
-            if self._hear(control.OWN_WORKER) or (self._has_record() and self._hear(control.END)):
-                return Outcome.decode(connection.recv_bytes())
+            if channel.send(pickle.dumps(self._job, protocol=5), lambda: self._moves_on(control.OWN_WORKER)):
+                report = channel.receive(lambda: self._moves_on(control.OWN_WORKER))
+                if report is None and self._has_record():
+                    report = channel.receive(lambda: self._moves_on(control.END))
+                if report is not None:
+                    return Outcome.decode(report)
             reason = "hangs and was killed"
         except (OSError, EOFError):
             reason = "died"
         ending = self._worker.kill()
         return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
 
-    def _hear(self, steps: float) -> bool:
-        """Wait for the worker's report, or its death, until a deadline; show the other ranks that this one lives."""
-        while (left_s := self._job.deadline(steps) - time.monotonic()) > 0:
-            if self._sign is not None:
-                self._sign.beat()
-            if self._worker.connection.poll(min(left_s, control.BEAT_S)):
-                return True
-        return False
+    def _moves_on(self, steps: float) -> bool:
+        """Whether the worker's count has moved lately; shows it, and that this rank lives, to the other ranks."""
+        moves = self._gauge.moves
+        self._gauge.hear()
+        if self._sign is not None:
+            self._sign.beat(moves)
+        return self._still.of(moves) < self._job.patience_s(steps)
 
     def _has_record(self) -> bool:
         """Whether the worker of another rank than the first has done its share and waits for the outcome."""
@@ -364,7 +383,7 @@ class _Flight:
         if not self._has_record():
             with suppress(OSError):
                 folder.put(f"rank-{job.rank}", control.settle(job, reason))
-        return control.await_outcome(job)
+        return control.await_outcome(job, self._gauge)
 
     def _acknowledge(self) -> None:
         if self._sign is None:
@@ -402,7 +421,7 @@ def async_save(
     """
     request = SaveRequest(
         state=sharded_state_dict,
-        path=remote.local_path(checkpoint_dir),
+        path=checkpoint_dir,
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         group=group,
@@ -410,13 +429,12 @@ def async_save(
         check_finite=check_finite,
         timeout_s=timeout_s,
     )
-    return _saver_of(os.getpid())._start(request, _engine_for(request.path, sharded_strategy, common_strategy))
+    return _saver_of(os.getpid())._start(request, sharded_strategy, common_strategy)
 
 
 def _engine_for(path: str | Path, sharded_strategy: Any, common_strategy: Any) -> SaveEngine:
     """The built-in engine; CheckpointError for what only ``save`` can do."""
-    if remote.is_url(path):
-        raise CheckpointError(f"{path}: background saves go to a local folder; use save for a URL")
+    paths.local(path, "background saves go to a local folder; use save for a URL")
     engine = save_engine(sharded_strategy, common_strategy)
     if engine is None:
         raise CheckpointError(

@@ -12,11 +12,17 @@ writes a counter there each second. A rank whose lock is free is dead. Where loc
 (tried before each save) its counter must stand still for ``STALE_S`` besides. A trainer speaks for
 its worker: it puts the record or the outcome that a dead worker cannot put.
 
-[Note: who gives up when] Before timeout_s has passed since the call, in steps of 5 s or a quarter of it: two steps
-before, the first rank's worker stops waiting for records; one step before, a trainer kills its own worker if that has
+[Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
+it writes in its gauge, which its trainer sees, and the trainer shows the count beside its sign of life. The first
+rank's worker counts what it sees move in the ranks that it waits for, so that its own count moves as long as the
+save does: that one number is what all others look at.
+
+[Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps
+before, the first rank's worker stops waiting for a record; one step before, a trainer kills its own worker if that has
 not put its record, or is the first rank's; then a worker stops waiting for the outcome, and at the end a trainer
 waits for its worker no longer. In this order the first rank's verdict reaches all while they still listen, and
-nobody decides while one who may commit lives.
+nobody decides while one who may commit lives: a first rank's worker whose trainer has been silent as long commits
+no more.
 """
 
 from __future__ import annotations
@@ -33,10 +39,11 @@ from typing import Any
 
 from sixfold.dist_ckpt import integrity, saving, storage
 from sixfold.dist_ckpt.arena import Place
+from sixfold.dist_ckpt.channel import Gauge
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, StorageError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
-BEAT_S = 1.0
+_BEAT_S = 1.0
 STALE_S = 8.0
 RECORDS, OWN_WORKER, OUTCOME, END = 2.0, 1.0, 0.25, 0.0  # steps before the end, see [Note: who gives up when]
 _STEP_S = 5.0
@@ -49,7 +56,7 @@ class Job:
     """One rank's share of one save, as its worker gets it.
 
     ``content`` has records without data; ``places`` says where the data of record i lies in the arena of
-    ``arena_bytes``. ``started`` is of this host's monotonic clock.
+    ``arena_bytes``.
     """
 
     rank: int
@@ -61,13 +68,31 @@ class Job:
     arena_bytes: int
     key: bytes
     locks_work: bool
-    started: float
     timeout_s: float
     stale_s: float
 
-    def deadline(self, steps: float) -> float:
-        """See [Note: who gives up when]."""
-        return self.started + self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
+    def patience_s(self, steps: float) -> float:
+        """Seconds of standing still that a wait bears. See [Note: who gives up when]."""
+        return self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return min(_BEAT_S, self.timeout_s / 20)
+
+
+class Stillness:
+    """For how long a value has been what it is, as far as this process has looked."""
+
+    def __init__(self) -> None:
+        self._last: object = self
+        self._since = 0.0
+
+    def of(self, value: object) -> float:
+        """Seconds; 0.0 if the value has changed since the last look."""
+        if value != self._last:
+            self._last, self._since = value, time.monotonic()
+        return time.monotonic() - self._since
 
 
 class ControlFolder:
@@ -120,11 +145,12 @@ class Alive:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._beats = 0
 
-    def beat(self) -> None:
-        """Count on. The file is never opened a second time by this process: that would free the lock."""
+    def beat(self, moves: int) -> None:
+        """Count on, and show what the worker has counted. The file is never opened a second time by this process:
+        that would free the lock."""
         self._beats += 1
         with suppress(OSError):
-            os.pwrite(self._file.fileno(), f"{self._beats:>12}".encode(), 0)
+            os.pwrite(self._file.fileno(), f"{self._beats:>12}{moves:>20}".encode(), 0)
             os.utime(self._file.fileno())  # sent at once, also where data waits in a client's cache
 
     def close(self) -> None:
@@ -157,6 +183,17 @@ class Watch:
     folder: ControlFolder
     job: Job
     _seen: dict[int, tuple[Any, float]] = field(default_factory=dict)
+    _moves: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # and when they were read
+
+    def moves(self, rank: int) -> bytes:
+        """What the worker of a rank has counted, as its trainer shows it; read at most once a beat."""
+        last, at = self._moves.get(rank, (b"", 0.0))
+        if time.monotonic() - at < self.job.beat_s:
+            return last
+        with suppress(OSError):
+            last = (self.folder.path / f"alive-{rank}").read_bytes()[12:] or last
+        self._moves[rank] = last, time.monotonic()
+        return last
 
     def dead(self, ranks: set[int], names: set[str]) -> list[int]:
         """Those of ``ranks`` that are dead; a rank that has taken its sign away has acknowledged and is not."""
@@ -184,15 +221,18 @@ def control_of(job: Job) -> ControlFolder:
     return ControlFolder(Path(job.ticket.target), job.ticket.save_id, job.key)
 
 
-def decide(job: Job) -> Outcome:
+def decide(job: Job, gauge: Gauge) -> Outcome:
     """What the first rank's worker does when its own record is there: wait for all, commit, tell."""
     folder = control_of(job)
-    gathered = Outcome.of(lambda: typed(lambda: _gather(job, folder)), "the first rank's worker")
-    if gathered.error is not None:
-        outcome = gathered
-    else:
-        outcome = commit(job, gathered.value)
-    return tell(job, folder, outcome)
+
+    def gathered() -> list[Any]:
+        shares = _gather(job, folder, gauge)
+        if gauge.silent_s > job.patience_s(OWN_WORKER):
+            raise LostPeerError(f"rank 0 was stopped during a background save; {_ADVICE}")
+        return shares
+
+    outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
+    return tell(job, folder, outcome if outcome.error is not None else commit(job, outcome.value))
 
 
 def commit(job: Job, written: list[Any]) -> Outcome:
@@ -209,10 +249,12 @@ def tell(job: Job, folder: ControlFolder, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _gather(job: Job, folder: ControlFolder) -> list[Any]:
+def _gather(job: Job, folder: ControlFolder, gauge: Gauge) -> list[Any]:
     """The shares of all ranks, in rank order."""
     shares: dict[int, Any] = {}
     watch, pause_s = Watch(folder, job), _SHORTEST_S
+    still = [Stillness() for _ in range(job.ranks)]
+    last: dict[int, bytes] = {}
     while True:
         names = folder.names()
         if names is None:
@@ -222,16 +264,21 @@ def _gather(job: Job, folder: ControlFolder) -> list[Any]:
                 if record.error is not None:
                     raise record.error
                 shares[rank] = record.value
+                gauge.add(0)
         missing = set(range(job.ranks)) - set(shares)
         if not missing:
             return [shares[rank] for rank in range(job.ranks)]
         for rank in watch.dead(missing - {0}, names):
             if f"rank-{rank}" not in (folder.names() or ()):  # its record may have come just before its end
                 raise LostPeerError(f"rank {rank} of {job.ranks} died during a background save; {_ADVICE}")
-        if time.monotonic() > job.deadline(RECORDS):
+        shown = {rank: watch.moves(rank) for rank in sorted(missing)}
+        if shown != last:
+            gauge.add(0)
+            last = shown
+        if late := [rank for rank in shown if still[rank].of(shown[rank]) > job.patience_s(RECORDS)]:
             raise LostPeerError(
-                f"ranks {sorted(missing)} of {job.ranks} have not written their share in time (timeout_s="
-                f"{job.timeout_s:g}): stopped, or on a slow disk; {_ADVICE}"
+                f"ranks {late} of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
+                f"their disk hangs; {_ADVICE}"
             )
         time.sleep(pause_s)
         pause_s = min(_LONGEST_S, 2 * pause_s)
@@ -240,13 +287,16 @@ def _gather(job: Job, folder: ControlFolder) -> list[Any]:
 _ADVICE = "the folder holds the older checkpoint, if there was one"
 
 
-def await_outcome(job: Job) -> Outcome:
+def await_outcome(job: Job, gauge: Gauge) -> Outcome:
     """What ranks other than the first do: wait for the outcome, or find out without it."""
     folder = control_of(job)
-    watch, pause_s = Watch(folder, job), _SHORTEST_S
+    watch, pause_s, still = Watch(folder, job), _SHORTEST_S, Stillness()
+    seen = b""
     while True:
         names = folder.names()
-        over = names is None or bool(watch.dead({0}, names)) or time.monotonic() > job.deadline(OUTCOME)
+        if seen != (seen := watch.moves(0)):
+            gauge.add(0)
+        over = names is None or bool(watch.dead({0}, names)) or still.of(seen) > job.patience_s(OUTCOME)
         try:
             outcome = folder.get("outcome")
         except CheckpointError as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import remote, safetensors_export, serialization, standin, storage
+from sixfold.dist_ckpt import paths, remote, safetensors_export, serialization, standin, storage
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.manifest import StoredChunk, StoredTensor
@@ -93,9 +93,7 @@ def to_safetensors(
     progress: Progress,
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files."""
-    if remote.is_url(destination):
-        raise CheckpointError(f"{destination}: safetensors are written into a local folder; upload it")
-    target = Path(remote.local_path(destination)).resolve()
+    target = paths.local(destination, "safetensors are written into a local folder").resolve()
     storage.check_target(target, "error")
     plan = safetensors_export.plan(tensors, max_shard_bytes)
 
@@ -134,8 +132,8 @@ def to_checkpoint(
     safe_globals: Sequence[Any],
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files, relative."""
-    is_url = remote.is_url(destination)
-    target = Path(remote.local_path(destination)).resolve()
+    place = paths.located(destination)
+    is_url, target = isinstance(place, str), Path(place).resolve()
     if not is_url:
         storage.check_target(target, "error")
         target.parent.mkdir(parents=True, exist_ok=True)

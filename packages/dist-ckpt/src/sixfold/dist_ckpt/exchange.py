@@ -11,7 +11,8 @@ This is the one file of the package that looks up the default process group, for
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -134,6 +135,21 @@ class Exchange:
             f"(rank {self.rank} waited: {reason}). Restart the job; the folder holds the old or "
             "the new checkpoint, whole"
         )
+
+
+@contextmanager
+def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
+    """An error inside, before a call's first exchange, is raised by that exchange on every rank."""
+    try:
+        yield
+    except CheckpointError as error:
+        known = error
+
+        def tell() -> tuple[None, None]:
+            raise known
+
+        Exchange(group, timeout_s).together(tell, lambda _: None)
+        raise
 
 
 class Outcome:

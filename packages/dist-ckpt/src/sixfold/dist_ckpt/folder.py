@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import integrity as checks
-from sixfold.dist_ckpt import metadata, storage, zarr_format
+from sixfold.dist_ckpt import metadata, paths, storage, zarr_format
 from sixfold.dist_ckpt.errors import (
     BY_NAME,
     CheckpointError,
@@ -32,6 +32,7 @@ from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 1 << 16  # less is not worth a system call
+_LOOKS = 5  # at a folder that others write to meanwhile
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -77,11 +78,11 @@ class Checkpoint:
         return self._addresses[name] + start
 
     def check_unchanged(self) -> None:
-        """StorageError if another save has taken the folder's place since it was opened.
+        """StorageError if another save has taken the folder's place since it was opened, or its files have changed.
 
         Files are opened by path, one after the other; only this shows that all were of one save.
         """
-        _check_unchanged(self.folder, self.identity)
+        _check_unchanged(self.folder, self.identity, self.integrity)
 
     def frame(self, frame: ByteRange) -> memoryview:
         """The bytes of a frame, not copied."""
@@ -112,7 +113,7 @@ class Checkpoint:
     def small_file(self, name: str) -> bytes | None:
         """A whole small file, its digest checked unless verify is "off"; None if there is none."""
         path = self.folder / name
-        with _or_replaced(self.folder, self.identity):
+        with _or_replaced(self.folder, self.identity, self.integrity):
             data = _read(path)
             if data is not None and self.integrity is not None and self.verify != "off":
                 self.integrity.check_file_bytes(path, data)
@@ -132,7 +133,8 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     """
     if verify not in VERIFY_MODES:
         raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
-    return typed(lambda: _open(Path(path).resolve(), verify))
+    folder = paths.local(path, "this is opened by load and by the functions of the top level")
+    return typed(lambda: _open(folder.resolve(), verify))
 
 
 def _open(folder: Path, verify: str) -> Checkpoint:
@@ -164,33 +166,66 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
 
 
 @contextmanager
-def _or_replaced(folder: Path, identity: tuple[int, ...]) -> Iterator[None]:
+def _or_replaced(folder: Path, identity: tuple[int, ...], integrity: Integrity | None = None) -> Iterator[None]:
     """An error inside is no damage if another save has taken the folder's place meanwhile."""
     try:
         yield
     except (CheckpointError, OSError):
-        _check_unchanged(folder, identity)
+        _check_unchanged(folder, identity, integrity)
         raise
 
 
-def _check_unchanged(folder: Path, identity: tuple[int, ...]) -> None:
-    if not folder.is_dir() or _identity(folder) != identity:
-        raise StorageError(f"{folder} was replaced while it was read; load it again", errno.ESTALE)
+def _check_unchanged(folder: Path, identity: tuple[int, ...], integrity: Integrity | None) -> None:
+    """The time is compared too, since inodes are used again; a file that others add changes it, and nothing of ours."""
+    if not folder.is_dir():
+        raise StorageError(f"{folder} was replaced or removed while it was read; load it again", errno.ESTALE)
+    now = _identity(folder)
+    if now == identity or (integrity is not None and _is_still(folder, integrity)):
+        return
+    if now[:2] == identity[:2] and (integrity is None or not (folder / checks.FILE_NAME).exists()):
+        raise StorageError(
+            f"files were added to {folder}, or removed from it, while it was read; what was read may be of two saves. "
+            "Load it again when nobody writes there",
+            errno.ESTALE,
+        )
+    raise StorageError(f"{folder} was replaced while it was read; load it again", errno.ESTALE)
+
+
+def _is_still(folder: Path, integrity: Integrity) -> bool:
+    """Whether the folder holds this save: no name of it is ever written again, and each is there with its size."""
+    try:
+        data = _read(folder / checks.FILE_NAME)
+        if data is None or checks.decode(folder / checks.FILE_NAME, data) != integrity:
+            return False
+        integrity.check_sizes(folder)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
-    """Differs for a folder that was moved into this one's place; the time, since inodes are used again."""
+    """Differs for a folder that was moved into this one's place."""
     status = folder.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def is_complete(path: str | Path) -> bool:
-    """Whether a folder opens as a whole checkpoint: its small files and the sizes of the others, no digest."""
-    try:
-        open_checkpoint(path, verify="off")
-    except CheckpointError:
-        return False
-    return True
+    """Whether a folder opens as a whole checkpoint: its small files and the sizes of the others, no digest.
+
+    Raises:
+        StorageError: the system does not let us see, which is not taken for a "no".
+    """
+    for _ in range(_LOOKS):
+        try:
+            open_checkpoint(path, verify="off")
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            continue  # replaced or removed a moment ago
+        except CheckpointError:
+            return False
+        return True
+    return False
 
 
 def _fallback(folder: Path) -> Path:
@@ -221,9 +256,14 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
         raise MismatchError(
             f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
         )
-    trusted = integrity is not None and verify != "off"
-    if integrity is not None and trusted:
-        integrity.check_file_bytes(path, data)
+    trusted = integrity is not None
+    if integrity is not None:
+        try:
+            integrity.check_file_bytes(path, data)
+        except CorruptError:
+            if verify != "off":
+                raise
+            trusted = False  # damaged bytes are decoded slowly and warily, as those without a digest
     return _at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
 
 

@@ -371,5 +371,5 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether the folder opens as a whole checkpoint; no tensor is read."""
+    """Whether the folder opens as a whole checkpoint; no tensor is read. Raises: as ``is_complete``."""
     return is_complete(checkpoint_dir)

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import foreign, frame, integrity, metadata, remote, serialization, storage
+from sixfold.dist_ckpt import foreign, frame, integrity, metadata, paths, remote, serialization, storage
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, typed
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.integrity import Integrity
@@ -32,11 +32,12 @@ def opened(path: str | Path, *, whole: bool = False) -> Iterator[Path]:
     Raises:
         MismatchError: there is no such folder.
     """
-    if remote.is_url(path):
-        with remote.local_view(path, whole=whole) as folder:
+    place = paths.located(path)
+    if isinstance(place, str):
+        with remote.local_view(place, whole=whole) as folder:
             yield folder
         return
-    folder = Path(remote.local_path(path)).resolve()
+    folder = place.resolve()
     if folder.exists() and not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
     yield folder if folder.is_dir() else open_checkpoint(folder).folder
@@ -44,7 +45,7 @@ def opened(path: str | Path, *, whole: bool = False) -> Iterator[Path]:
 
 def name_of(path: str | Path, folder: Path) -> str:
     """How results call a checkpoint: by its URL or by its resolved path."""
-    return str(path) if remote.is_url(path) else str(folder)
+    return str(path) if paths.is_url(path) else str(folder)
 
 
 def files(folder: Path) -> list[tuple[str, int]]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from sixfold.dist_ckpt import agreement, integrity, loading, metadata, saving, storage
+from sixfold.dist_ckpt import agreement, integrity, loading, metadata, paths, saving, storage
+from sixfold.dist_ckpt import folder as folder_of
 from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, StorageError, UnsafeError
 from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block
@@ -32,27 +33,7 @@ from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine, owns_file
 
 _MIRROR = "sixfold-mirror-"
-_LOCAL = ("file://", "local://")
 _Value = TypeVar("_Value")
-
-
-def is_url(checkpoint_dir: str | Path) -> bool:
-    """Whether fsspec is needed; ``file://`` and paths are local."""
-    return "://" in str(checkpoint_dir) and not str(checkpoint_dir).startswith(_LOCAL)
-
-
-def local_path(checkpoint_dir: str | Path) -> str | Path:
-    """A local path without ``file://``; anything else as it is.
-
-    Raises:
-        CheckpointError: neither a string nor a path.
-    """
-    if not isinstance(checkpoint_dir, (str, os.PathLike)):
-        raise CheckpointError(f"checkpoint_dir is {checkpoint_dir!r}; it is a str or a Path")
-    text = str(checkpoint_dir)
-    if "\0" in text:
-        raise CheckpointError(f"{text!r} is no path: it holds a zero byte")
-    return text.partition("://")[2] if text.startswith(_LOCAL) else checkpoint_dir
 
 
 class Store:
@@ -238,12 +219,13 @@ def local_view(checkpoint_dir: str | Path, *, whole: bool = False) -> Iterator[P
 
     With ``whole`` the mirror holds all bytes.
     """
-    if not is_url(checkpoint_dir):
-        yield Path(local_path(checkpoint_dir))
+    place = paths.located(checkpoint_dir)
+    if isinstance(place, Path):
+        yield place
         return
-    mirror = Mirror(str(checkpoint_dir))
+    mirror = Mirror(place)
     try:
-        with _named(mirror, str(checkpoint_dir)):
+        with _named(mirror, place):
             if whole:
                 mirror.fetch_all()
             yield mirror.folder
@@ -261,6 +243,19 @@ def _named(mirror: Mirror, url: str) -> Iterator[None]:
         raise StorageError(place.sub(lambda _: url, str(error)), error.errno) from error
     except CheckpointError as error:
         raise BY_NAME[type(error).__name__](place.sub(lambda _: url, str(error))) from error
+
+
+def is_complete(url: str) -> bool:
+    """Whether a whole checkpoint is there; its small files are read.
+
+    Raises:
+        StorageError: the store does not answer, which is not taken for a "no".
+    """
+    try:
+        with local_view(url) as folder:
+            return folder_of.is_complete(folder)
+    except MismatchError:
+        return False
 
 
 def load(request: LoadRequest, url: str, engine: LoadEngine | None) -> Any:

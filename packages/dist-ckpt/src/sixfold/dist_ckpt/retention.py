@@ -1,20 +1,24 @@
 """Retention: which checkpoints a run has, which is the latest, which may go.
 
-    root folder --> checkpoints, latest (this file)
-    root folder + rule --> prune (this file) --> deleted folders
+    root folder or URL --> checkpoints, latest (this file)
+    root folder or URL + rule --> prune (this file) --> deleted checkpoints
 
-A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank.
+A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
+places are text, for a local root (``file://`` too) they are Paths.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Protocol, overload
 
-from sixfold.dist_ckpt import storage
+from sixfold.dist_ckpt import paths, remote, storage
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.folder import is_complete
 
@@ -25,75 +29,193 @@ _PRUNED = re.compile(r"\.step-\d{8,}\.gone-.+")
 _UNFINISHED = re.compile(r"\.step-(\d{8,})\.(tmp|job)-.+")
 
 
-def step_path(root: str | Path, step: int) -> Path:
-    """``root/step-%08d``, the folder of a step."""
-    if not isinstance(step, int) or step < 0:
+@overload
+def step_path(root: Path, step: int) -> Path: ...
+@overload
+def step_path(root: str, step: int) -> Path | str: ...
+def step_path(root: str | Path, step: int) -> Path | str:
+    """``root/step-%08d``, the place of a step; relative if ``root`` is.
+
+    Raises:
+        CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
+    """
+    place = paths.located(root, "root")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
-    return Path(root) / f"step-{step:08d}"
+    return paths.child(place, _name(number))
 
 
-def checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints as (step, path), ascending; metadata and sizes are looked at, not digests."""
-    return [(step, path) for step, path in _steps(Path(root)) if is_complete(path)]
+@overload
+def checkpoints(root: Path) -> list[tuple[int, Path]]: ...
+@overload
+def checkpoints(root: str) -> list[tuple[int, Path | str]]: ...
+def checkpoints(root: str | Path) -> list[tuple[int, Path]] | list[tuple[int, Path | str]]:
+    """Complete checkpoints as (step, place), ascending; metadata and sizes are looked at, not digests.
+
+    Raises:
+        StorageError: the system or the store does not let us see.
+    """
+    run = _run_at(root)
+    return [(step, step_path(root, step)) for step in run.steps() if run.is_complete(step)]
 
 
-def latest(root: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None."""
-    return next((path for _, path in reversed(_steps(Path(root))) if is_complete(path)), None)
+@overload
+def latest(root: Path) -> Path | None: ...
+@overload
+def latest(root: str) -> Path | str | None: ...
+def latest(root: str | Path) -> Path | str | None:
+    """The complete checkpoint of the highest step; None if there is none, also where there is no such root.
+
+    Raises:
+        StorageError: the system or the store does not let us see; a run that took that for a None would begin anew.
+    """
+    run = _run_at(root)
+    return next((step_path(root, step) for step in reversed(run.steps()) if run.is_complete(step)), None)
 
 
-def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) -> list[Path]:
+@overload
+def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> list[Path]: ...
+@overload
+def prune(root: str, *, keep_last: int, keep_every: int | None = None) -> list[Path | str]: ...
+def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) -> list[Path] | list[Path | str]:
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
-    Oldest first, each renamed aside before it is deleted, so that a kill leaves no half folder under
-    a step's name. What dead saves of steps before the last ``keep_last`` left behind goes too; other
-    incomplete folders are left alone.
+    Oldest first, each renamed aside before it is deleted (of a URL ``metadata.json`` goes first), so that a kill leaves
+    nothing under a step's name that opens. What dead saves of steps before the last ``keep_last`` left behind
+    goes too; other incomplete folders are left alone. Of a step that is a symlink the link goes.
 
     Returns:
-        The deleted paths.
+        The deleted places.
     Raises:
-        CheckpointError: ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot be moved.
+        CheckpointError: ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot be moved, a
+            store does not answer.
     """
     if keep_last < 0 or (keep_every is not None and keep_every < 1):
         raise CheckpointError(f"keep_last is {keep_last}, keep_every {keep_every}; they are >= 0 and >= 1")
-    folder = Path(root)
-    for leftover in _named(folder, _PRUNED):
-        shutil.rmtree(leftover, ignore_errors=True)
-    found = checkpoints(folder)
+    run = _run_at(root)
+    run.sweep()
+    found = [step for step in run.steps() if run.is_complete(step)]
     old = found[: max(0, len(found) - keep_last)]
     deleted = []
-    for step, path in old:
+    for step in old:
         if keep_every is not None and step % keep_every == 0:
             continue
-        typed(partial(_delete, path))
-        deleted.append(path)
+        typed(partial(run.delete, step))
+        deleted.append(step_path(root, step))
     if kept := found[len(old) :]:
-        _delete_unfinished(folder, before=kept[0][0])
+        run.delete_unfinished(before=kept[0])
     return deleted
 
 
-def _delete_unfinished(folder: Path, *, before: int) -> None:
-    for leftover in _named(folder, _UNFINISHED):
-        match = _UNFINISHED.fullmatch(leftover.name)
-        if match and int(match.group(1)) < before:
-            storage.discard(leftover)
+class _Run(Protocol):
+    """The checkpoints of one root."""
+
+    def steps(self) -> list[int]:
+        """Of all that could be a checkpoint, ascending."""
+        ...
+
+    def is_complete(self, step: int) -> bool: ...
+
+    def delete(self, step: int) -> None: ...
+
+    def sweep(self) -> None:
+        """Delete what a killed ``delete`` left."""
+        ...
+
+    def delete_unfinished(self, *, before: int) -> None:
+        """Delete what dead saves of earlier steps left."""
+        ...
 
 
-def _delete(path: Path) -> None:
-    siblings = [sibling for sibling in _named(path.parent, _REPLACED) if sibling.name.startswith(f".{path.name}.")]
-    for folder in (path, *siblings):
-        if folder.exists():
-            # A name of its own: what cannot be deleted now waits for the next prune.
-            aside = path.with_name(f".{path.name}.gone-{secrets.token_hex(4)}")
-            folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+def _run_at(root: str | Path) -> _Run:
+    place = paths.located(root, "root")
+    return _LocalRun(place) if isinstance(place, Path) else _StoredRun(place)
 
 
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    names = {path.name for path in _named(root, _STEP)}
-    names |= {match.group(1) for path in _named(root, _REPLACED) if (match := _REPLACED.fullmatch(path.name))}
-    return sorted((int(name.removeprefix("step-")), root / name) for name in names)
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
-def _named(root: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [path for path in root.iterdir() if pattern.fullmatch(path.name)] if root.is_dir() else []
+def _numbers(names: Iterable[str]) -> list[int]:
+    """Of those among ``names`` that ``_name`` gives."""
+    found = {int(match.group(1)) for name in names if (match := _STEP.fullmatch(name))}
+    return sorted(step for step in found if _name(step) in names)
+
+
+class _LocalRun:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def steps(self) -> list[int]:
+        names = {path.name for path in self._named(_STEP)}
+        names |= {m.group(1) for path in self._named(_REPLACED) if (m := _REPLACED.fullmatch(path.name))}
+        return _numbers(names)
+
+    def is_complete(self, step: int) -> bool:
+        return is_complete(self._root / _name(step))
+
+    def delete(self, step: int) -> None:
+        siblings = [path for path in self._named(_REPLACED) if path.name.startswith(f".{_name(step)}.")]
+        for folder in (self._root / _name(step), *siblings):
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.exists():
+                # A name of its own: what cannot be deleted now waits for the next prune.
+                aside = folder.with_name(f".{_name(step)}.gone-{secrets.token_hex(4)}")
+                folder.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def sweep(self) -> None:
+        for leftover in self._named(_PRUNED):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def delete_unfinished(self, *, before: int) -> None:
+        for leftover in self._named(_UNFINISHED):
+            match = _UNFINISHED.fullmatch(leftover.name)
+            if match and int(match.group(1)) < before:
+                storage.discard(leftover)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        def listed() -> list[Path]:
+            if not self._root.exists():
+                return []
+            return [path for path in self._root.iterdir() if pattern.fullmatch(path.name)]
+
+        return typed(listed)
+
+
+class _StoredRun:
+    """[Note: unfinished in a store] A save that died, and a deletion that was cut short, have the step's own name
+    there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._store = url, remote.Store(url)
+
+    def steps(self) -> list[int]:
+        return _numbers({name.partition("/")[0] for name in self._store.files() if "/" in name})
+
+    def is_complete(self, step: int) -> bool:
+        return remote.is_complete(str(paths.child(self._url, _name(step))))
+
+    def delete(self, step: int) -> None:
+        names = [name for name in self._store.files() if name.startswith(f"{_name(step)}/")]
+        for name in sorted(names, key=lambda name: not name.endswith("/metadata.json")):
+            self._store.remove(name)
+
+    def sweep(self) -> None:
+        """Nothing has a name of its own."""
+
+    def delete_unfinished(self, *, before: int) -> None:
+        by_step: dict[str, set[str]] = {}
+        for name in self._store.files():
+            folder, _, rest = name.partition("/")
+            by_step.setdefault(folder, set()).add(rest)
+        for step in self.steps():
+            names = by_step.get(_name(step), set())
+            is_left = "metadata.json" not in names and all(map(storage.is_checkpoint_file, names))
+            if step < before and is_left:
+                self.delete(step)

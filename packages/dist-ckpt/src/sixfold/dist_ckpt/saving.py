@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sixfold.dist_ckpt import agreement, factory, metadata, plan, storage, transfer, tree, validation, weights_only
+from sixfold.dist_ckpt import (
+    agreement,
+    factory,
+    metadata,
+    paths,
+    plan,
+    storage,
+    transfer,
+    tree,
+    validation,
+    weights_only,
+)
 from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
@@ -151,7 +162,7 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
     exchange = Exchange(request.group, request.timeout_s)
     place = f"{exchange.rank} of {exchange.ranks}"
     kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    target = Path(request.path).resolve()
+    target = Path(paths.located(request.path)).resolve()
     host = _Host(target, request.if_exists, kept)
 
     def described() -> tuple[tuple[Content, _Report], _Report]:
@@ -288,8 +299,13 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
     return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
 
 
-def write(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
-    """Write this rank's share into the staging folder. No group: any process that sees the data may do it."""
+def write(
+    content: Content, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
+) -> transfer.Written:
+    """Write this rank's share into the staging folder. No group: any process that sees the data may do it.
+
+    ``moved``: told of each part that is written, by its bytes.
+    """
     staging = Path(ticket.staging)
     storage.check_shared(staging)
     with storage.full_disk_told(staging, content.nbytes):
@@ -301,6 +317,7 @@ def write(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> tr
             content.objects,
             check_finite=check_finite,
             threads=content.threads,
+            moved=moved,
         )
     written.table = content.table
     return written

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import foreign, loading, remote, saving
-from sixfold.dist_ckpt.errors import CheckpointError
-from sixfold.dist_ckpt.exchange import Group
+from sixfold.dist_ckpt import foreign, loading, paths, remote, saving
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError
+from sixfold.dist_ckpt.exchange import Group, told_to_all
 from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.saving import SaveRequest
@@ -72,11 +72,12 @@ def save(
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
-    checkpoint_dir = remote.local_path(checkpoint_dir)
-    engine = base.save_engine(sharded_strategy, common_strategy)
+    with told_to_all(group, timeout_s):
+        place = paths.located(checkpoint_dir)
+        engine = base.save_engine(sharded_strategy, common_strategy)
     request = SaveRequest(
         state=sharded_state_dict,
-        path=checkpoint_dir,
+        path=place,
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         group=group,
@@ -84,8 +85,8 @@ def save(
         check_finite=check_finite,
         timeout_s=timeout_s,
     )
-    if remote.is_url(checkpoint_dir):
-        remote.save(request, str(checkpoint_dir), engine)
+    if isinstance(place, str):
+        remote.save(request, place, engine)
     elif engine is not None:
         saving.save(request, engine)
     else:
@@ -134,10 +135,11 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
-    checkpoint_dir = remote.local_path(checkpoint_dir)
+    with told_to_all(group, timeout_s):
+        place = paths.located(checkpoint_dir)
     request = LoadRequest(
         state=sharded_state_dict,
-        path=checkpoint_dir,
+        path=place,
         validate_access_integrity=validate_access_integrity,
         strict=strict,
         group=group,
@@ -146,9 +148,12 @@ def load(
         safe_globals=safe_globals,
         timeout_s=timeout_s,
     )
-    if remote.is_url(checkpoint_dir):
-        return remote.load(request, str(checkpoint_dir), base.load_engine(sharded_strategy, common_strategy))
-    strategies = _foreign_strategies(checkpoint_dir, sharded_strategy, common_strategy)
+    if isinstance(place, str):
+        with told_to_all(group, timeout_s):
+            stored_engine = base.load_engine(sharded_strategy, common_strategy)
+        return remote.load(request, place, stored_engine)
+    with told_to_all(group, timeout_s):
+        strategies = _foreign_strategies(place, sharded_strategy, common_strategy)
     if strategies is not None:
         sharded, common = strategies
         return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
@@ -234,14 +239,21 @@ def load_content_metadata(
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether the folder opens as a whole checkpoint, here or by a registered strategy; no tensor is read."""
+    """Whether the folder opens as a whole checkpoint, here or by a registered strategy; no tensor is read.
+
+    Raises:
+        StorageError: the system or the store does not let us see.
+    """
+    place = paths.located(checkpoint_dir)
     try:
-        with remote.local_view(checkpoint_dir) as folder:
+        with remote.local_view(place) as folder:
             strategies = _foreign_strategies(folder, None, None)
             if strategies is None:
                 return loading.check_is_distributed_checkpoint(folder)
             foreign.listing(folder, *strategies)
             return True
+    except StorageError:
+        raise  # no answer is no "no": a run would begin from zero
     except CheckpointError:
         return False
 
@@ -254,6 +266,7 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
-    config = foreign.read_config(checkpoint_dir)
+    with remote.local_view(checkpoint_dir) as folder:
+        config = foreign.read_config(folder)
     strategy: base.LoadShardedStrategy = base.get(StrategyAction.LOAD_SHARDED, *(config or (("torch_dist", 1),))[0])
     return strategy

@@ -32,7 +32,8 @@ from sixfold.dist_ckpt.integrity import BlockHasher, FileDigest, cut_at_blocks, 
 _OWN_FILES = frozenset(["metadata.json", "common.pt", ".metadata", ".metadata.tmp", "integrity.json"])
 _GATHER_BYTES = 1 << 20
 _RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
-_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_BYTES = 1 << 26  # of a file that are waited for at once
+_SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -48,10 +49,15 @@ class FrameFile:
     Args:
         nbytes: an upper bound of what will come; 0 if that is not known.
         threads: how many write at once, >= 1; small files are written without.
+        moved: told of each part that is written, by its bytes, and with 0 while the disk takes what was written; from
+            any thread.
     """
 
-    def __init__(self, folder: Path, name: str, nbytes: int = 0, threads: int = 1) -> None:
+    def __init__(
+        self, folder: Path, name: str, nbytes: int = 0, threads: int = 1, moved: Callable[[int], None] | None = None
+    ) -> None:
         self.name = name
+        self._moved = moved or (lambda nbytes: None)
         self._hasher = BlockHasher()
         self._position = 0  # of what was added; the hasher is behind by what is gathered
         self._gathered: list[bytes] = []
@@ -120,12 +126,16 @@ class FrameFile:
 
     def _write(self, data: bytes | memoryview, at: int) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:
-            return _write_at(self._handle, data, at)
+            return self._write_now(data, at)
         self._pool = self._pool or ThreadPoolExecutor(self._threads)
-        self._writing.append(self._pool.submit(_write_at, self._handle, data, at))
+        self._writing.append(self._pool.submit(self._write_now, data, at))
         while len(self._writing) > 4 * self._threads:
             self._writing.popleft().result()
         return None
+
+    def _write_now(self, data: bytes | memoryview, at: int) -> None:
+        _write_at(self._handle, data, at)
+        self._moved(len(data))
 
     def finish(self) -> FileDigest:
         """Put the bytes on disk and return size and digests."""
@@ -134,6 +144,10 @@ class FrameFile:
             self._writing.popleft().result()
         if self._reserved:
             os.ftruncate(self._handle, self._position)
+        # Part by part: a disk that is slow but takes bytes is told from one that hangs.
+        for at in range(0, self._position, _SYNC_BYTES):
+            _on_disk(self._handle, at, _SYNC_BYTES)
+            self._moved(0)
         os.fsync(self._handle)
         return self._hasher.finish()
 
@@ -155,6 +169,16 @@ def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
         view, at = view[count:], at + count
     if len(data) >= _GATHER_BYTES and (start_writing := _libc("sync_file_range")) is not None:
         start_writing(handle, ctypes.c_int64(at - len(data)), ctypes.c_int64(len(data)), _SYNC_FILE_RANGE_WRITE)
+
+
+def _on_disk(handle: int, at: int, nbytes: int) -> None:
+    """Wait for the data of a range, where the system can; the kernel tells an error of the disk once, here or there."""
+    wait = _libc("sync_file_range")
+    if wait is None or wait(handle, ctypes.c_int64(at), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        raise OSError(code, os.strerror(code))
 
 
 def _reserve(handle: int, nbytes: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import conversion, foreign, probe, serialization, standin, tree
+from sixfold.dist_ckpt import conversion, foreign, paths, probe, serialization, standin, tree
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
 from sixfold.dist_ckpt.folder import open_checkpoint
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -128,6 +128,9 @@ def convert(
         raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
     if max_shard_bytes is not None and to != "safetensors":
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
+    if to != "torch_dist":
+        paths.local(dst, f"{to} is written into a local folder; upload it")
+    paths.located(dst, "dst")
     tell = progress or (lambda done, total: None)
     with probe.opened(src, whole=True) as source:
         wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}

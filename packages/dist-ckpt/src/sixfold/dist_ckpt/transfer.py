@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -52,14 +52,18 @@ def write(
     *,
     check_finite: bool,
     threads: int = 1,
+    moved: Callable[[int], None] | None = None,
 ) -> Written:
-    """Write this rank's chunks and objects as frames of ``__<rank>_0.distcp``; no file if there are none."""
+    """Write this rank's chunks and objects as frames of ``__<rank>_0.distcp``; no file if there are none.
+
+    ``moved``: as of ``FrameFile``.
+    """
     written = Written()
     if not plan and not objects:
         return written
     nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
     places = array("q")
-    with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads) as file:
+    with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads, moved) as file:
         for step in plan:
             start = file.position
             _add_frame(file, records[step.record], step, rank, check_finite)
@@ -70,6 +74,14 @@ def write(
         written.files[file.name] = file.finish()
     written.places = places.tobytes()
     return written
+
+
+def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> int:
+    """The size of the file that ``write`` makes."""
+    at = 0
+    for step in plan:
+        at += frames.template(step.dtype, step.piece.box.size, at).nbytes
+    return at + sum(len(data) for _, data in objects)
 
 
 def _add_frame(file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool) -> None:

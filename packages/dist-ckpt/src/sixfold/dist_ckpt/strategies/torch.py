@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import loading, saving, storage, tree
+from sixfold.dist_ckpt import loading, paths, saving, storage, tree
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -72,8 +72,9 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
+        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
         exchange = Exchange(self._group, self._timeout_s)
-        saving.save_records(sharded_state_dict, Path(checkpoint_dir), exchange, secrets.token_hex(8))
+        saving.save_records(sharded_state_dict, folder, exchange, secrets.token_hex(8))
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):

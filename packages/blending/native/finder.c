@@ -57,7 +57,7 @@ static PyObject *new_finder(PyObject *lengths, PyObject *pointers, Finder **made
 
 /* open_line(lengths, pointers, members, names, numbers, grids) -> capsule.
    members: i8 numbers of the part's sequences, empty if they are first, first + 1, ... names: u1, what every key begins
-   with. numbers: i8 (item_bytes, first, sequences, tokens, block, window, chunks or -1). grids: i8 (number,
+   with. numbers: i8 (item_bytes, first, sequences, tokens, block, window, chunks or -1, whole). grids: i8 (number,
    GRID_NUMBERS), ascending. */
 KERNEL(open_line) {
     (void)module;
@@ -72,14 +72,15 @@ KERNEL(open_line) {
         return NULL;
     }
     const int64_t *numbers = arrays[1].data, held = finder->lengths.items;
-    int fits = arrays[1].items == 7 && arrays[2].items >= GRID_NUMBERS && arrays[2].items % GRID_NUMBERS == 0;
+    int fits = arrays[1].items == 8 && arrays[2].items >= GRID_NUMBERS && arrays[2].items % GRID_NUMBERS == 0;
     if (fits) {
         finder->item_bytes = numbers[0], finder->first = numbers[1], finder->sequences = numbers[2],
         finder->tokens = numbers[3];
         finder->block = numbers[4], finder->window = numbers[5], finder->chunks = numbers[6];
+        finder->whole = numbers[7] == 1;
         fits = numbers[0] >= 1 && numbers[0] <= 8 && numbers[1] >= 0 && numbers[2] >= 1 && numbers[3] >= 1 &&
                numbers[3] <= INT64_MAX / 4 && numbers[4] >= 1 && numbers[4] <= BLOCK_AT_MOST && numbers[5] >= 1 &&
-               numbers[5] <= LARGEST && numbers[6] >= -1;
+               numbers[5] <= LARGEST && numbers[6] >= -1 && (numbers[7] == 0 || (numbers[7] == 1 && numbers[2] <= LARGEST));
     }
     if (fits) /* the part's sequences are among those there are */
         fits = finder->members.items ? finder->members.items == finder->sequences

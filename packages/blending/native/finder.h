@@ -39,6 +39,7 @@ typedef struct {
     /* a line */
     KeyStart names;
     int64_t first, sequences, tokens, block, blocks, window, chunks;
+    int whole; /* documents are permuted as a whole (shuffled.py), and a block is a group of places */
     Grid *grids;
     int64_t number_of_grids;
     Epoch **epochs; /* the oldest first */

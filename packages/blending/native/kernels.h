@@ -31,6 +31,7 @@ KERNEL(arrays_of_rows);
 KERNEL(boundaries);
 KERNEL(open_line);
 KERNEL(open_index);
+KERNEL(group_sums);
 KERNEL(add_epoch);
 KERNEL(add_string);
 KERNEL(find_samples);

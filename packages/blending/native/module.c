@@ -22,6 +22,7 @@ static PyMethodDef methods[] = {
     ENTRY(boundaries),
     ENTRY(open_line),
     ENTRY(open_index),
+    ENTRY(group_sums),
     ENTRY(add_epoch),
     ENTRY(add_string),
     ENTRY(find_samples),

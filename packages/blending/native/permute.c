@@ -2,35 +2,9 @@
 
        keys, sizes, numbers --> permute, permute_range (this file) --> permute.py, shuffle.py
 
-   A block of numbers makes one pass together, in vector instructions; those that are still outside of the permutation
-   are moved to the front and make another. Oracle: the numpy statement in permute.py. */
+   Oracle: the numpy statement in permute.py. */
 
 #include "permute.h"
-
-#define BLOCK 1024
-#define FEW 4 /* numbers from which a pass over a block is faster than one by one */
-
-/* Permute x[0..number-1] in place, number <= BLOCK. */
-INLINE void permute_block(const Permutation *by, uint64_t *x, int number) {
-    uint64_t walking[BLOCK];
-    int16_t slot[BLOCK];
-    int left = number;
-    for (int at = 0; at < number; at++) walking[at] = x[at], slot[at] = (int16_t)at;
-    while (left > FEW) {
-        for (int at = 0; at < left; at++) walking[at] = feistel(by, walking[at]);
-        int kept = 0;
-        for (int at = 0; at < left; at++) {
-            uint64_t moved = walking[at];
-            int16_t to = slot[at];
-            x[to] = moved;
-            walking[kept] = moved;
-            slot[kept] = to;
-            kept += moved >= by->size;
-        }
-        left = kept;
-    }
-    for (int at = 0; at < left; at++) x[slot[at]] = permute_one(by, walking[at]);
-}
 
 static void block_plain(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number); }
 AVX2 static void block_avx2(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number); }
@@ -40,9 +14,9 @@ typedef void (*Block)(const Permutation *, uint64_t *, int);
 
 /* Numbers that share one key and size. */
 static void permute_run(Block block, const Permutation *by, const int64_t *index, int64_t *out, int64_t number) {
-    uint64_t x[BLOCK];
-    for (int64_t begin = 0; begin < number; begin += BLOCK) {
-        int some = (int)(number - begin < BLOCK ? number - begin : BLOCK);
+    uint64_t x[PERMUTED_AT_ONCE];
+    for (int64_t begin = 0; begin < number; begin += PERMUTED_AT_ONCE) {
+        int some = (int)(number - begin < PERMUTED_AT_ONCE ? number - begin : PERMUTED_AT_ONCE);
         for (int at = 0; at < some; at++) x[at] = (uint64_t)index[begin + at];
         block(by, x, some);
         for (int at = 0; at < some; at++) out[begin + at] = (int64_t)x[at];
@@ -111,9 +85,9 @@ KERNEL(permute_range) {
         Block block = AT_LEVEL(level, block);
         Py_BEGIN_ALLOW_THREADS
         Permutation by = permutation_of(key, (uint64_t)(size ? size : 1));
-        uint64_t x[BLOCK];
-        for (int64_t begin = 0; begin < out.items; begin += BLOCK) {
-            int some = (int)(out.items - begin < BLOCK ? out.items - begin : BLOCK);
+        uint64_t x[PERMUTED_AT_ONCE];
+        for (int64_t begin = 0; begin < out.items; begin += PERMUTED_AT_ONCE) {
+            int some = (int)(out.items - begin < PERMUTED_AT_ONCE ? out.items - begin : PERMUTED_AT_ONCE);
             for (int at = 0; at < some; at++) x[at] = (uint64_t)(first + begin + at);
             block(&by, x, some);
             if (out.item_bytes == 4)

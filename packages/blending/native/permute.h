@@ -9,6 +9,8 @@
 
 #define ROUNDS 6
 #define LARGEST ((int64_t)1 << 53)
+#define PERMUTED_AT_ONCE 1024
+#define FEW 4 /* numbers from which a pass over many is faster than one by one */
 
 typedef struct {
     uint64_t round_key[ROUNDS];
@@ -45,11 +47,56 @@ INLINE uint64_t feistel(const Permutation *by, uint64_t x) {
     return (left << by->half) | right;
 }
 
+/* The pass backwards. */
+INLINE uint64_t feistel_back(const Permutation *by, uint64_t x) {
+    uint64_t left = x >> by->half, right = x & by->mask;
+    for (int round = ROUNDS - 1; round >= 0; round--) {
+        uint64_t scrambled = right ^ (mix(left ^ by->round_key[round]) & by->mask);
+        right = left;
+        left = scrambled;
+    }
+    return (left << by->half) | right;
+}
+
 /* Where x < size goes: passes until the result is below size. */
 INLINE uint64_t permute_one(const Permutation *by, uint64_t x) {
     do x = feistel(by, x);
     while (x >= by->size);
     return x;
 }
+
+/* Permute x[0..number-1] in place, number <= PERMUTED_AT_ONCE. All make one pass together, in vector instructions; those
+   that are still outside of the permutation are moved to the front and make another. */
+INLINE void permute_block_to(const Permutation *by, uint64_t *x, int number, int back) {
+    uint64_t walking[PERMUTED_AT_ONCE];
+    int16_t slot[PERMUTED_AT_ONCE];
+    int left = number;
+    for (int at = 0; at < number; at++) walking[at] = x[at], slot[at] = (int16_t)at;
+    while (left > FEW) {
+        for (int at = 0; at < left; at++)
+            walking[at] = back ? feistel_back(by, walking[at]) : feistel(by, walking[at]);
+        int kept = 0;
+        for (int at = 0; at < left; at++) {
+            uint64_t moved = walking[at];
+            int16_t to = slot[at];
+            x[to] = moved;
+            walking[kept] = moved;
+            slot[kept] = to;
+            kept += moved >= by->size;
+        }
+        left = kept;
+    }
+    for (int at = 0; at < left; at++) {
+        uint64_t moved = walking[at];
+        do moved = back ? feistel_back(by, moved) : feistel(by, moved);
+        while (moved >= by->size);
+        x[slot[at]] = moved;
+    }
+}
+
+INLINE void permute_block(const Permutation *by, uint64_t *x, int number) { permute_block_to(by, x, number, 0); }
+
+/* Which numbers are sent to x[0..number-1]. */
+INLINE void permute_block_back(const Permutation *by, uint64_t *x, int number) { permute_block_to(by, x, number, 1); }
 
 #endif

@@ -106,6 +106,57 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
     return fits;
 }
 
+/* The documents at the places of a slot from `begin` on, of a line that is permuted as a whole: number in the source and
+   length of each; false if one is damaged. They lie anywhere, so all are asked for before the first is looked at. */
+INLINE int documents_of_places(const Finder *line, uint64_t key, int64_t begin, int size, uint64_t *sequence,
+                               int32_t *lengths, int64_t *sum) {
+    Permutation by = permutation_of(key, (uint64_t)line->sequences);
+    const any_i4 *length = line->lengths.data;
+    const any_i8 *pointer = line->pointers.data, *members = line->members.data;
+    int64_t tokens = 0;
+    int fits = 1;
+    for (int at = 0; at < size; at++) sequence[at] = (uint64_t)(begin + at);
+    permute_block(&by, sequence, size);
+    for (int at = 0; at < size; at++) {
+        sequence[at] = line->members.items ? (uint64_t)members[sequence[at]] : (uint64_t)line->first + sequence[at];
+        __builtin_prefetch(length + sequence[at]);
+        __builtin_prefetch(pointer + sequence[at]);
+    }
+    for (int at = 0; at < size; at++) {
+        fits &= fits_pointer(line, (int64_t)sequence[at]);
+        tokens += lengths[at] = length[sequence[at]];
+    }
+    *sum = tokens;
+    return fits;
+}
+
+/* The ranges of one slot from its token `local` on, of a line that is permuted as a whole. 1, or a negative number. */
+INLINE int64_t ranges_of_places(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done,
+                                Found *found) {
+    const Finder *line = piece->finder;
+    const any_i8 *before = epoch->before.data;
+    int64_t begin = slot * line->block, left = line->sequences - begin, sum;
+    int size = (int)(left < line->block ? left : line->block), place = 0;
+    uint64_t sequence[BLOCK_AT_MOST];
+    int32_t lengths[BLOCK_AT_MOST];
+    uint64_t key = key_of(&line->names, &epoch->number, 1);
+    if (size < 1 || !documents_of_places(line, key, begin, size, sequence, lengths, &sum)) return LEFT_TO_NUMPY;
+    if (sum != difference(before[slot + 1], before[slot])) return LEFT_TO_NUMPY;
+    if (sum == 0) return 1;
+    if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
+    while (local >= lengths[place]) local -= lengths[place++]; /* local < sum: it ends */
+    for (; place < size && *done < piece->range.length; place++, local = 0) {
+        int64_t there = lengths[place] - local, want = piece->range.length - *done;
+        if (there == 0) continue;
+        int64_t length = there < want ? there : want;
+        int64_t pointer_items = ((const any_i8 *)line->pointers.data)[sequence[place]] / line->item_bytes;
+        if (!emit(found, &piece->range, *done, (int64_t)sequence[place], local, pointer_items, length))
+            return TOO_LITTLE_ROOM;
+        *done += length;
+    }
+    return 1;
+}
+
 /* The ranges of one slot from its token `local` on, at most until the piece is done. 1, or a negative number. */
 INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done,
                               Found *found) {
@@ -147,7 +198,8 @@ INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
         for (; slot < epochs[number]->block.items; slot++, local = 0) {
             if (done == piece->range.length) return 1;
-            int64_t status = ranges_of_slot(piece, epochs[number], slot, local, &done, found);
+            int64_t status = line->whole ? ranges_of_places(piece, epochs[number], slot, local, &done, found)
+                                         : ranges_of_slot(piece, epochs[number], slot, local, &done, found);
             if (status < 0) return status;
         }
     }
@@ -211,7 +263,7 @@ INLINE void find_slots(Piece *pieces, int64_t number, Epoch *const *epochs) {
 /* Ask for the lengths and pointers that the first slot of a stretch needs; they lie anywhere in memory. */
 INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
     const Finder *line = piece->finder;
-    if (line->indexed || line->members.items) return;
+    if (line->indexed || line->members.items || line->whole) return;
     int64_t first = line->first + (int64_t)((const any_i4 *)epochs[piece->held]->block.data)[piece->slot] * line->block;
     if (first < 0 || first + line->block > line->lengths.items) return;
     const char *lengths = (const char *)line->lengths.data + 4 * first;

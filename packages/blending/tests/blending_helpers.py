@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Split
+from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Split, shuffled
 from sixfold.blending.source import ListSource
 
 WORD = 2**64 - 1
@@ -84,7 +84,8 @@ def naive_blend(quotas, positions):
 class NaiveLine:
     """One dataset's line of tokens as a list per epoch, and its samples taken one after the other."""
 
-    def __init__(self, lengths, S, seed=1234, name="a", part="train", window=65_536):
+    def __init__(self, lengths, S, seed=1234, name="a", part="train", window=65_536, shuffle="block"):
+        self.shuffle = shuffle
         self.lengths, self.S, self.names, self.window = lengths, S, (seed, name, part), window
         self.T = sum(lengths)
         self.grid, self.origin, self.taken = 0, 0, 0
@@ -95,7 +96,7 @@ class NaiveLine:
         """[(sequence, offset)] of epoch e."""
         if e not in self.epochs:
             n = len(self.lengths)
-            B = min(256, max(1, n // 1024))
+            B = 1 if self.shuffle == "global" else min(256, max(1, n // 1024))
             blocks = -(-n // B)
             tokens = []
             for place in range(blocks):
@@ -195,6 +196,17 @@ def blend(named_sequences, weights=None, size=1000, **fields):
         for name, sequences in named_sequences.items()
     ]
     return BlendedDataset(parts, weights, size, made)
+
+
+def shuffle_as_a_whole(monkeypatch, group=4):
+    """Have documents permuted as a whole also where a block has one document anyway, by the code of large parts.
+
+    Below 2,048 documents both shuffles are one order (``NaiveLine`` says the same of both), and only one code is used.
+    """
+    monkeypatch.setattr(shuffled, "block_size", lambda documents: 2)
+    monkeypatch.setattr(shuffled, "_GROUP", group)
+    monkeypatch.setattr(shuffled, "_SLOTS_AT_LEAST", 1)
+    monkeypatch.setattr(shuffled.ShuffledLine, "_slots_at_least", 1)
 
 
 class ListDataset(GPTDataset):

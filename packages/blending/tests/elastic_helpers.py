@@ -29,7 +29,8 @@ def walk(quotas):
 class StatedLine:
     """The samples of one dataset, one after the other, each as stretches (begin, length) of its line of tokens."""
 
-    def __init__(self, lengths, sequence_length, names, window):
+    def __init__(self, lengths, sequence_length, names, window, shuffle):
+        self.shuffle = shuffle
         self.lengths, self.tokens, self.names, self.window = lengths, sum(lengths), names, window
         self.S, self.grid, self.origin, self.taken = sequence_length, 0, 0, 0
         self.left_over, self.behind = [], 0
@@ -44,7 +45,7 @@ class StatedLine:
 
     def _epoch(self, epoch):
         n = len(self.lengths)
-        size = min(256, max(1, n // 1024))
+        size = 1 if self.shuffle == "global" else min(256, max(1, n // 1024))
         blocks = -(-n // size)
         for place in range(blocks):
             block = naive_permute(naive_key(*self.names, epoch), blocks, place)
@@ -100,12 +101,12 @@ class StatedLine:
 class Stated:
     """What every position of a run gives; changes are told before the position they are at."""
 
-    def __init__(self, sequences, weights, sequence_length, seed, window):
+    def __init__(self, sequences, weights, sequence_length, seed, window, shuffle):
         """``sequences``: {name: lists of ids}, of all datasets that may ever come; ``weights``: {name: weight}."""
         self.sequences, self.S, self.begun = sequences, sequence_length, False
         self.numbers = []  # names in the order of dataset_id
         self.lines = {
-            name: StatedLine([len(ids) for ids in lists], sequence_length, (seed, name, "train"), window)
+            name: StatedLine([len(ids) for ids in lists], sequence_length, (seed, name, "train"), window, shuffle)
             for name, lists in sequences.items()
         }
         self.reweigh(weights)

@@ -10,7 +10,8 @@ import pickle
 from collections import Counter
 
 import numpy as np
-from blending_helpers import ListDataset, config, numbered
+import pytest
+from blending_helpers import ListDataset, config, numbered, shuffle_as_a_whole
 from elastic_helpers import Stated
 
 from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, grid
@@ -60,12 +61,13 @@ def draw_changes(rng, position):
 class History:
     """One run, what it has read, and what the spec states that it reads."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, document_shuffle):
+        self.document_shuffle = document_shuffle
         self.rng = np.random.default_rng(seed)
         self.seed, self.position, self.changes = seed, 0, []
         self.sequences, self.weights = draw_sequences(self.rng), draw_weights(self.rng)
         self.first_length = int(self.rng.integers(1, 12))
-        self.stated = Stated(self.sequences, self.weights, self.first_length, seed, grid.WINDOW)
+        self.stated = Stated(self.sequences, self.weights, self.first_length, seed, grid.WINDOW, document_shuffle)
         self.read, self.lengths = [], []  # by position: (dataset, tokens, labels); sequence length
         self.given = {}  # dataset: set of (epoch, sequence, offset)
         self.newest = Counter()  # dataset: newest epoch in which a sample has begun
@@ -79,6 +81,7 @@ class History:
         ]
         changes = changes or [BlendChange(at=10**9, blend=(["a"], None))]  # of one dataset it is a blend all the same
         fields = {"random_seed": self.seed, "sequence_length": self.first_length, "changes": changes}
+        fields["document_shuffle"] = self.document_shuffle
         made = config(blend=as_blend(self.weights), split="1", **fields)
         size = int(self.rng.integers(1, 10**6))  # another one each time: positions do not depend on it
         data = BlendedMegatronDatasetBuilder(ListDataset, [size, 0, 0], lambda: True, made).build()[0]
@@ -185,13 +188,16 @@ class History:
         return self.found
 
 
+@pytest.mark.parametrize("document_shuffle", ["block", "global"])
 def test_no_history_repeats_or_loses_a_token_and_each_position_is_the_stated_one(
-    history_chunk, monkeypatch, record_property
+    history_chunk, document_shuffle, monkeypatch, record_property
 ):
     found = Counter()
+    if document_shuffle == "global":
+        shuffle_as_a_whole(monkeypatch)
     for seed in history_chunk:
         monkeypatch.setattr(grid, "WINDOW", (3, 7, 65_536)[seed % 3])
-        history, level = History(seed), levels()[seed % len(levels())]
+        history, level = History(seed, document_shuffle), levels()[seed % len(levels())]
         monkeypatch.setattr(
             ListDataset, "pairs", {name: ListSource(lists) for name, lists in history.sequences.items()}
         )

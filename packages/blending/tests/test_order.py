@@ -5,7 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blending_helpers import NaiveLine, blend, dataset, naive_blend, naive_quotas, numbered, sequences_of
+from blending_helpers import (
+    NaiveLine,
+    blend,
+    dataset,
+    naive_blend,
+    naive_quotas,
+    numbered,
+    sequences_of,
+    shuffle_as_a_whole,
+)
 
 from sixfold.blending import Split, grid
 from sixfold.blending import line as line_module
@@ -13,8 +22,19 @@ from sixfold.blending.grid import SampleOrder
 from sixfold.blending.line import Line, block_size
 from sixfold.blending.source import ListSource, Part
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
+GOLDEN, GLOBAL = (
+    json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+    for name in ("order-1", "order-1-global")
+)
 EMPTY_ONES_TOO = [3, 0, 11, 5, 0, 0, 8, 1, 20, 2, 9, 4]
+
+
+@pytest.fixture(autouse=True, params=["block", "global"])
+def document_shuffle(request, monkeypatch):
+    """Every test, for both: small parts have one order under both, told by the code of either."""
+    if request.param == "global":
+        shuffle_as_a_whole(monkeypatch)
+    return request.param
 
 
 def where(data, samples):
@@ -29,7 +49,7 @@ def naive_where(line, samples):
     return [[line.token(t) for piece in line.take() for t in piece] for _ in range(samples)]
 
 
-def test_the_order_is_that_of_version_1():
+def test_the_order_is_that_of_version_1(document_shuffle):
     assert (
         blend({"a": [[1] * 99], "b": [[1] * 99], "c": [[1] * 99]}, [0.7, 0.2, 0.1]).locate(range(200))[0].tolist()
         == (GOLDEN["datasets_of_0.7_0.2_0.1"])
@@ -39,8 +59,10 @@ def test_the_order_is_that_of_version_1():
     assert [list(sample[0]) for sample in where(data, range(60))] == GOLDEN["first_tokens_of_samples"]
     lengths = [1 + i * i % 7 for i in range(2100)]
     assert block_size(len(lengths)) == 2
-    many = dataset(sequences_of(lengths), name="b", split=Split.valid, random_seed=7, sequence_length=100)
-    assert [list(sample[0]) for sample in where(many, range(20))] == GOLDEN["first_tokens_in_blocks_of_2"]
+    fields = {"split": Split.valid, "random_seed": 7, "sequence_length": 100, "document_shuffle": document_shuffle}
+    many = dataset(sequences_of(lengths), name="b", **fields)
+    expected = {"block": GOLDEN["first_tokens_in_blocks_of_2"], "global": GLOBAL["first_tokens_of_2100_documents"]}
+    assert [list(sample[0]) for sample in where(many, range(20))] == expected[document_shuffle]
 
 
 @pytest.mark.parametrize("S", [1, 3, 8, 64, 200])

@@ -182,7 +182,7 @@ def test_samples_that_a_change_left_over_are_found_by_the_kernels_too(level, mon
 def test_a_string_that_is_none_is_refused():
     native = kernels()
     grids = np.array([[0, 0, 8, 0, 0], [4, 1, 5, 43, 2]])
-    numbers = np.array([2, 0, 10, 50, 1, 65_536, -1])
+    numbers = np.array([2, 0, 10, 50, 1, 65_536, -1, 0])
     lengths, none, names = np.full(10, 5, np.int32), np.empty(0, np.int64), np.zeros(3, np.uint8)
     finder = native.open_line(lengths, np.arange(10) * 10, none, names, numbers, grids)
     native.add_string(finder, 1, np.array([[0, 8], [4, 40]]))

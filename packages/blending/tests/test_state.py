@@ -1,12 +1,21 @@
 """A position and what fixed the past: it goes through JSON, and another past is refused."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from blending_helpers import blend, dataset, numbered
 
 from sixfold.blending import BlendChange, BlendingError
+from sixfold.blending.source import ListSource, Part
+
+GOLDEN = Path(__file__).parent / "golden"
+STATES_0_1_0 = json.loads((GOLDEN / "states-0.1.0.json").read_text())
+spec = importlib.util.spec_from_file_location("make_states", GOLDEN / "make_states_0_1_0.py")
+make_states = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_states)
 
 NAMED = {"a": numbered([20, 9, 31]), "b": numbered([40, 5]), "c": numbered([50])}
 TWO = {name: NAMED[name] for name in ("a", "b")}
@@ -56,12 +65,75 @@ def test_another_past_is_refused_with_what_it_was_and_what_it_is(other, problem)
         other().load_state_dict(state)
 
 
-def test_other_lengths_of_the_same_sum_are_seen_in_every_256th_pointer():
+def test_other_lengths_of_the_same_sum_are_seen():
     lengths = [5] * 600
     state = blend({"a": numbered(lengths)}, [1]).state_dict(30)
-    lengths[100], lengths[300] = 4, 6
-    with pytest.raises(BlendingError, match=r"datasets\.0\.hash was"):
+    lengths[100], lengths[101] = 4, 6
+    with pytest.raises(BlendingError, match=r"datasets\.0\.sample was"):
         blend({"a": numbered(lengths)}, [1]).load_state_dict(state)
+
+
+class Watched:
+    """So many pointers, 12 bytes apart, that count which of their pages are read."""
+
+    def __init__(self, size):
+        self.size, self.pages = size, set()
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, key):
+        numbers = np.arange(*key.indices(self.size)) if isinstance(key, slice) else np.asarray(key)
+        self.pages.update((numbers * 8 // 4096).reshape(-1).tolist())
+        return numbers * 12
+
+
+def part_of(documents):
+    source = ListSource([[1]])
+    source.sequence_pointers = Watched(documents)
+    source.sequence_lengths = np.broadcast_to(np.int32(3), documents)
+    source.dtype = np.dtype(np.int32)
+    return Part(source, range(documents))
+
+
+@pytest.mark.parametrize("documents", [131_072, 131_073, 5_000_000_000])
+def test_a_fingerprint_reads_a_mebibyte_whatever_the_size_and_sees_a_length_that_moves_the_rest(documents):
+    part = part_of(documents)
+    first = part.fingerprint["sample"]
+    pages = part.source.sequence_pointers.pages
+    assert len(pages) <= 400
+    assert {0, (documents - 1) * 8 // 4096} <= pages, "from the first pointer to the last"
+    other = part_of(documents)
+    other.source.sequence_pointers.__class__ = type(
+        "Moved", (Watched,), {"__getitem__": lambda self, key: Watched.__getitem__(self, key) + 4 * (key != 0)}
+    )
+    assert other.fingerprint["sample"] != first
+
+
+@pytest.mark.parametrize("order", ["stateless", "megatron", "apportioned"])
+def test_states_of_release_0_1_0_are_read_and_their_hashes_verified(order):
+    state = STATES_0_1_0[order]
+    assert make_states.stream(order).load_state_dict(state) == 30
+    with pytest.raises(BlendingError, match=r"datasets\.1\.sequences was 600 and is 599"):
+        make_states.stream(order, 599).load_state_dict(state)
+    with pytest.raises(BlendingError, match="seed was 1234 and is 5"):
+        make_states.stream(order, seed=5).load_state_dict(state)
+    changed = through_json(state)
+    changed["datasets"]["0"]["hash"] = "0" * 16
+    with pytest.raises(BlendingError, match=r"datasets\.0\.hash was"):
+        make_states.stream(order).load_state_dict(changed)
+
+
+def test_another_document_shuffle_is_refused_by_name_and_the_error_says_how_to_go_on():
+    old, now = STATES_0_1_0["of 3000 documents"], make_states.stream("stateless", 3000)
+    with pytest.raises(BlendingError, match=r'document_shuffle was "block" and is "global".*document_shuffle="block"'):
+        now.load_state_dict(old)
+    block = make_states.stream("stateless", 3000, document_shuffle="block")
+    assert block.load_state_dict(old) == block.load_state_dict(block.state_dict(30)) == 30
+    with pytest.raises(BlendingError, match=r'document_shuffle was "global" and is "block".*document_shuffle="global"'):
+        block.load_state_dict(now.state_dict(30))
+    few = make_states.stream("stateless", document_shuffle="global")
+    assert few.load_state_dict(STATES_0_1_0["stateless"]) == 30, "below 2,048 documents they are one order"
 
 
 def test_a_state_that_is_none_is_refused():

@@ -1,4 +1,4 @@
-"""Writes order-1.json from the plain statement of the order in blending_helpers.py (not from the package).
+"""Writes order-1.json and order-1-global.json from the plain statement in blending_helpers.py (not from the package).
 
     PYTHONPATH=.. python make_order_1.py
 
@@ -33,8 +33,14 @@ def main() -> None:
         "first_tokens_of_samples": [line.token(sample[0][0]) for sample in samples],
         "first_tokens_in_blocks_of_2": [many.token(many.take()[0][0]) for _ in range(20)],
     }
+    write("order-1", golden)
+    whole = NaiveLine([1 + i * i % 7 for i in range(2100)], 100, seed=7, name="b", part="valid", shuffle="global")
+    write("order-1-global", {"first_tokens_of_2100_documents": [whole.token(whole.take()[0][0]) for _ in range(20)]})
+
+
+def write(name: str, golden: dict[str, object]) -> None:
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in golden.items())
-    (Path(__file__).parent / "order-1.json").write_text("{\n" + lines + "\n}\n")
+    (Path(__file__).parent / f"{name}.json").write_text("{\n" + lines + "\n}\n")
 
 
 if __name__ == "__main__":

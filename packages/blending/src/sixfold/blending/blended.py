@@ -38,7 +38,7 @@ from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
 from sixfold.blending.shuffle import Shuffle
-from sixfold.blending.state import State, index_state, refuse_other_past, saved_position, stream_state
+from sixfold.blending.state import STATE_VERSION, State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import Why
 
 
@@ -252,12 +252,15 @@ class BlendedDataset(Samples):
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""
+        return self._state(position, STATE_VERSION)
+
+    def _state(self, position: int, version: int) -> State:
         if not isinstance(self.schedule, Schedule):
             index: dict[str, object] = {"size": self.size, "counts": self.schedule.counts(self.schedule.end).tolist()}
             if isinstance(self.schedule, BlendIndex):  # the counts do not fix the order of a greedy blend
                 index["weights"] = list(self.weights or [])
-            return index_state(position, self.config, self.index_split, self.datasets, index)
-        return stream_state(position, self.config, self.index_split, self.schedule, self.datasets)
+            return index_state(position, self.config, self.index_split, self.datasets, index, version)
+        return stream_state(position, self.config, self.index_split, self.schedule, self.datasets, version)
 
     def load_state_dict(self, state: State) -> int:
         """The position of a saved state.
@@ -265,8 +268,9 @@ class BlendedDataset(Samples):
         Raises:
             BlendingError: something that fixed the positions before it differs here: what it was, what it is.
         """
-        refuse_other_past(state, self.state_dict(saved_position(state)), self.datasets)
-        return int(state["position"])
+        position, version = saved_position(state)
+        refuse_other_past(state, self._state(position, version), self.datasets)
+        return position
 
 
 def _refuse_another_number_of_weights(

@@ -26,6 +26,7 @@ from sixfold.blending.names import Prefix, base_name, place, same_file
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
+SHUFFLES = ("auto", "global", "block")
 ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 _TOLD = 8  # names that a message lists
@@ -69,6 +70,7 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005  # built beyond what a blend needs; the stateless order never runs out
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
+    document_shuffle: str = "auto"  # of the stateless order: "global", "block" or, by size, one of them
     max_epochs: float | None = 4  # of training: a dataset that is read more often is told of; None: no limit
     max_epochs_error: bool = False  # it is a BlendingError then
     changes: Sequence[BlendChange] = ()
@@ -99,8 +101,17 @@ class BlendedMegatronDatasetConfig:
     def _check_order(self) -> None:
         if self.order not in ORDERS:
             raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
+        if self.document_shuffle not in SHUFFLES:
+            raise BlendingError(
+                f'document_shuffle is {self.document_shuffle!r}; it is one of "auto", "global", "block"'
+            )
         if self.order == "stateless":
             return
+        if self.document_shuffle == "block":
+            raise BlendingError(
+                f'document_shuffle is "block" with order "{self.order}", which shuffles all documents of a dataset '
+                'together; leave it out, or use order="stateless"'
+            )
         if not 0 <= self.random_seed < _SEEDS_OF_INDICES:
             raise BlendingError(
                 f'random_seed is {self.random_seed}; order "{self.order}" has seeds of numpy.random.RandomState: '
@@ -193,7 +204,7 @@ class BlendedMegatronDatasetConfig:
             warnings.warn(
                 "release 0.1.0 named datasets by their whole paths, now they are named by their base names, and names "
                 f"are part of the order; dataset_names={dict(list(old.items())[:_TOLD])}{more} brings the old names "
-                "back, names of your own end this word",
+                'back (and document_shuffle="block" the old order), names of your own end this word',
                 stacklevel=2,
             )
 

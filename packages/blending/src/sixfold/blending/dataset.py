@@ -23,7 +23,7 @@ from sixfold.blending.epochs import EpochWatch, samples_within, tokens_given
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.grid import SampleOrder
 from sixfold.blending.indices import index_order
-from sixfold.blending.line import Line, no_tokens
+from sixfold.blending.line import no_tokens
 from sixfold.blending.megatron.describe import Identifiers, dataset_identifiers
 from sixfold.blending.megatron.documents import plan_epochs, refuse_document
 from sixfold.blending.megatron.index import IndexOrder
@@ -34,9 +34,10 @@ from sixfold.blending.quota import PERIOD
 from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, TokenRows
 from sixfold.blending.schedule import Era, Schedule
+from sixfold.blending.shuffled import line_of
 from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Split
-from sixfold.blending.state import State, index_state, refuse_other_past, saved_position, stream_state
+from sixfold.blending.state import STATE_VERSION, State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import TokenRange, Why
 
 Positions = Sequence[int] | range | npt.NDArray[Any]
@@ -289,10 +290,19 @@ class MegatronDataset(Samples):
         )
 
     @property
+    def index_options(self) -> dict[str, Any]:
+        """Options that indices depend on beside ``unique_identifiers``."""
+        return {"extra_tokens": self._extra_tokens, "keeps_partial": self._keeps_partial}
+
+    @property
     def index_facts(self) -> dict[str, Any]:
         """What indices depend on beside ``unique_identifiers``, which has nothing of the data."""
-        facts = {"extra_tokens": self._extra_tokens, "keeps_partial": self._keeps_partial}
-        return facts | self.part.fingerprint
+        return self.index_options | self.part.fingerprint
+
+    @property
+    def document_shuffle(self) -> str:
+        """How the documents are shuffled: "global" or "block" in the stateless order, "global" in the others."""
+        return self.order.line.shuffle if isinstance(self.order, SampleOrder) else "global"
 
     @property
     def samples_per_epoch(self) -> int:
@@ -305,7 +315,8 @@ class MegatronDataset(Samples):
         """Which stretch of the line is which sample."""
         if self._indexed:
             return self._index_order()
-        line = Line(self.part, int(self.config.random_seed), self.name, self.index_split.name)
+        seed, name, split = int(self.config.random_seed), self.name, self.index_split.name
+        line = line_of(self.part, seed, name, split, self.config.document_shuffle)
         return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
 
     def _index_order(self) -> IndexOrder:
@@ -433,9 +444,12 @@ class MegatronDataset(Samples):
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``; see ``state.py``."""
+        return self._state(position, STATE_VERSION)
+
+    def _state(self, position: int, version: int) -> State:
         if self._indexed:
-            return index_state(position, self.config, self.index_split, [self], {"samples": len(self)})
-        return stream_state(position, self.config, self.index_split, self.schedule, [self])
+            return index_state(position, self.config, self.index_split, [self], {"samples": len(self)}, version)
+        return stream_state(position, self.config, self.index_split, self.schedule, [self], version)
 
     def load_state_dict(self, state: State) -> int:
         """The position of a saved state.
@@ -443,5 +457,6 @@ class MegatronDataset(Samples):
         Raises:
             BlendingError: something that fixed the positions before it differs here.
         """
-        refuse_other_past(state, self.state_dict(saved_position(state)), [self])
-        return int(state["position"])
+        position, version = saved_position(state)
+        refuse_other_past(state, self._state(position, version), [self])
+        return position

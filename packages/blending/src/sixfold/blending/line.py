@@ -1,6 +1,7 @@
 """The endless line of tokens of one dataset: its documents, shuffled anew in every epoch.
 
     Part --> Line (this file): a stretch of the line --> ranges of documents --> gather.py, why.py
+             `-> shuffled.py, where every document is a block
 
 Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
 So a position is found by a search among the block sizes and a look at one block's lengths; no
@@ -25,6 +26,7 @@ from sixfold.blending.native import I64, Kernels
 from sixfold.blending.permute import key_text, order_key, permute, permute_range
 from sixfold.blending.source import Part, pointers_of
 
+Slots = tuple[I64, npt.NDArray[np.int32]]  # tokens before each of the first slots of an epoch, the block in each
 _BLOCKS_AT_LEAST = 1024
 _BLOCK_AT_MOST = 256
 _EPOCHS_KEPT = 8
@@ -73,18 +75,25 @@ class Line:
         self.part = part
         self.names: tuple[int, str, str] = (seed, name, split)
         self.tokens = part.tokens
-        self.block = block_size(len(part))
+        self.block = self._documents_per_slot()
         self.blocks = -(-len(part) // self.block)
-        self._epochs: OrderedDict[int, tuple[I64, npt.NDArray[np.int32]]] = OrderedDict()
+        self._epochs: OrderedDict[int, Slots] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_epochs": OrderedDict()}
+
+    shuffle = "block"  # of the documents, as a state tells it
+    _slots_at_least = _SLOTS_AT_LEAST
+    _whole = False  # the documents of a slot lie anywhere in the part
+
+    def _documents_per_slot(self) -> int:
+        return block_size(len(self.part))
 
     def key(self, *parts: int) -> int:
         """The key of (seed, name, part) and what follows."""
         return order_key(*self.names, *parts)
 
-    def _epoch(self, epoch: int, *, tokens: int = 0, slots: int = 0) -> tuple[I64, npt.NDArray[np.int32]]:
+    def _epoch(self, epoch: int, *, tokens: int = 0, slots: int = 0) -> Slots:
         """Tokens of the epoch before each of its slots and behind the last (K + 1,), the block in each slot (K,).
 
         Of the first K slots: those that hold ``tokens`` tokens, ``slots`` at least. See [Note: an epoch grows].
@@ -101,26 +110,46 @@ class Line:
         """About so many slots hold so many tokens, and a few more."""
         return tokens * self.blocks // self.tokens + tokens * self.blocks // (16 * self.tokens)
 
-    def _grown(
-        self, epoch: int, known: tuple[I64, npt.NDArray[np.int32]] | None, slots: int
-    ) -> tuple[I64, npt.NDArray[np.int32]]:
+    def _grown(self, epoch: int, known: Slots | None, slots: int) -> Slots:
         """``known`` and as many slots again, ``slots`` at least; all of a small or scattered part."""
         first = 0 if known is None else known[1].size
-        last = min(self.blocks, max(slots, 2 * first, _SLOTS_AT_LEAST)) if self.part.has_pointers else self.blocks
+        last = min(self.blocks, max(slots, 2 * first, self._slots_at_least)) if self._in_parts else self.blocks
         prefix = np.zeros(last + 1, dtype=np.int64)
         block = np.empty(last, dtype=np.int32)
         if known is not None:
             prefix[: first + 1], block[:first] = known
-        sums = self.part.block_tokens(self.block) if last - first == self.blocks else None
-        for begin in range(first, last, _SLOTS_AT_A_TIME):
-            end = min(begin + _SLOTS_AT_A_TIME, last)
-            some = np.empty(end - begin, dtype=np.int64)
-            permute_range(self.key(epoch), self.blocks, begin, some)
-            block[begin:end] = some
-            tokens = self.part.tokens_of_blocks(self.block, some) if sums is None else sums[some]
+        step = _SLOTS_AT_A_TIME if self._in_parts else self.blocks
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            tokens, block[begin:end] = self._slots(epoch, begin, end)
             np.cumsum(tokens, out=prefix[begin + 1 : end + 1])
             prefix[begin + 1 : end + 1] += prefix[begin]
         return prefix, block
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether some slots are known for less than all of them."""
+        return self.part.has_pointers
+
+    def _slots(self, epoch: int, begin: int, end: int) -> tuple[I64, I64]:
+        """(tokens, block) of slots ``begin`` to ``end`` of an epoch."""
+        some = np.empty(end - begin, dtype=np.int64)
+        permute_range(self.key(epoch), self.blocks, begin, some)
+        if self.part.has_pointers and end - begin < self.blocks:
+            return self.part.tokens_of_blocks(self.block, some), some
+        return self.part.block_tokens(self.block)[some], some
+
+    def _members(self, slot_K: I64, inner_K: I64, epoch: I64, block: I64, size: I64) -> I64:
+        """Which of the part's sequences stands at each place ``inner_K`` of the slots that ``slot_K`` says.
+
+        Args:
+            epoch, block, size: of each slot.
+        """
+        if self.block > 1:
+            pairs = zip(epoch.tolist(), block.tolist(), strict=True)
+            block_key = np.array([self.key(*pair) for pair in pairs], dtype=np.uint64)
+            inner_K = permute(block_key[slot_K], size[slot_K], inner_K)
+        return block[slot_K] * self.block + inner_K
 
     def _slot(self, position_P: I64) -> I64:
         """The slot that holds each token of the line."""
@@ -151,11 +180,7 @@ class Line:
         slot_K = np.repeat(np.arange(slots.size), size)
         first = np.cumsum(size) - size
         inner_K = np.arange(slot_K.size) - first[slot_K]
-        if self.block > 1:
-            pairs = zip(epoch.tolist(), block.tolist(), strict=True)
-            block_key = np.array([self.key(*pair) for pair in pairs], dtype=np.uint64)
-            inner_K = permute(block_key[slot_K], size[slot_K], inner_K)
-        sequence_K = self.part.ids(block[slot_K] * self.block + inner_K)
+        sequence_K = self.part.ids(self._members(slot_K, inner_K, epoch, block, size))
         length_K = self.part.lengths(sequence_K)
         ends_K = np.cumsum(length_K)
         before = ends_K[first] - length_K[first]
@@ -198,6 +223,7 @@ class Line:
         whole = isinstance(part.indices, range)
         first = part.indices[0] if isinstance(part.indices, range) else 0
         numbers = [itemsize, first, len(part), self.tokens, self.block, window, -1 if chunks is None else chunks]
+        numbers.append(int(self._whole))
         members = np.empty(0, dtype=np.int64) if whole else part.ids(np.arange(len(part)))
         names = np.frombuffer(key_text(*self.names), dtype=np.uint8)
         source: Any = part.source

@@ -100,6 +100,13 @@ class Kernels(Protocol):
     def open_index(self, lengths: Ints, pointers: I64, *indices_and_numbers: Ints) -> object:
         """A finder of ranges through indices; see ``megatron.index.IndexOrder.finder``."""
 
+    def group_sums(self, key: int, numbers: I64, lengths: Ints, pointers: I64, out: I64, /) -> int:
+        """What ``ShuffledLine._slots`` says: tokens of groups of permuted documents, each checked against its pointer.
+
+        ``numbers``: documents, first group, documents in a group, number in the source of the first, bytes of an id.
+        Returns how many groups are done; fewer than asked: the next one has a document that does not fit.
+        """
+
     def add_epoch(self, finder: object, epoch: int, before: I64, block: Ints, keep: int, /) -> object:
         """Give a line's finder the first slots of an epoch; of the earlier ones the last ``keep`` stay."""
 
@@ -141,7 +148,12 @@ def kernels() -> Kernels | None:
 def _load() -> Kernels | None:
     """Import the extension once; the first one who misses it gets the only warning of this process."""
     try:
-        return cast(Kernels, importlib.import_module("sixfold.blending._native"))
+        native = importlib.import_module("sixfold.blending._native")
+        missing = [name for name, value in vars(Kernels).items() if callable(value) and name[0] != "_"]
+        missing = [name for name in missing if not hasattr(native, name)]
+        if missing:  # an installation in place, whose sources went on
+            raise ImportError(f"{native.__file__} was built from older sources: it has no {missing[0]}")
+        return cast(Kernels, native)
     except ImportError as error:
         warnings.warn(
             f"sixfold.blending runs without its compiled kernels ({error}): the results are the same, made by numpy, "

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from sixfold.blending.dataset import MegatronDataset
 
 State = dict[str, Any]
-STATE_VERSION = 1
+STATE_VERSION = 2
+_OLDEST = 1  # of release 0.1.0: other hashes of the data, and documents are shuffled in blocks
 _SEGMENTS_TOLD = 4  # in full, the newest; of those before them a checksum, so that a state stays small
 
 
@@ -32,6 +33,7 @@ def stream_state(
     split: Split,
     schedule: Schedule,
     datasets: "Sequence[MegatronDataset]",
+    version: int = STATE_VERSION,
 ) -> State:
     """The state of a stream at ``position``: JSON values only, 1 KB and 400 bytes per dataset at most."""
     position = whole_number("position", position, 0)
@@ -49,14 +51,15 @@ def stream_state(
     earlier = told[:-_SEGMENTS_TOLD]
     checksum = blake2b(json.dumps(earlier).encode(), digest_size=8).hexdigest()
     return {
-        "state_version": STATE_VERSION,
+        "state_version": version,
         "order": config.order,
         "position": position,
         "seed": int(config.random_seed),
         "part": split.name,
         "split": [0.0, 1.0] if part is None else list(part),
         "datasets": {
-            str(number): {"name": dataset.name} | dataset.part.fingerprint
+            str(number): {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
+            | (dataset.part.fingerprint if version > _OLDEST else dataset.part.fingerprint_of_0_1)
             for number, dataset in enumerate(datasets)
             if used[number]
         },
@@ -71,6 +74,7 @@ def index_state(
     split: Split,
     datasets: "Sequence[MegatronDataset]",
     index: Mapping[str, Any],
+    version: int = STATE_VERSION,
 ) -> State:
     """The state of an order that is made of indices; they are fixed as a whole, with their sizes.
 
@@ -78,7 +82,7 @@ def index_state(
         index: what the indices depend on beside the datasets, JSON values.
     """
     position = whole_number("position", position, 0)
-    state = {"state_version": STATE_VERSION, "order": config.order, "position": position}
+    state = {"state_version": version, "order": config.order, "position": position}
     if position == 0:  # nothing was given that could be given again
         return state
     return state | {
@@ -87,14 +91,16 @@ def index_state(
         "sequence_length": config.sequence_length,
         "index": dict(index),
         "datasets": {
-            str(number): {"name": dataset.name, "samples": len(dataset)} | dataset.index_facts
+            str(number): {"name": dataset.name, "samples": len(dataset)}
+            | dataset.index_options
+            | (dataset.part.fingerprint if version > _OLDEST else dataset.part.fingerprint_of_0_1)
             for number, dataset in enumerate(datasets)
         },
     }
 
 
-def saved_position(state: State) -> int:
-    """The position of a state.
+def saved_position(state: State) -> tuple[int, int]:
+    """(position, version) of a state.
 
     Raises:
         BlendingError: not a state, or one of a version that is not known here.
@@ -102,13 +108,14 @@ def saved_position(state: State) -> int:
     position = state.get("position") if isinstance(state, dict) else None
     if not isinstance(position, int) or position < 0:
         raise BlendingError("the state has no position; it is not what state_dict(position) returned")
-    if state.get("state_version") != STATE_VERSION:
-        raise BlendingError(f"the state has version {state.get('state_version')}; this release reads {STATE_VERSION}")
-    return position
+    version = state.get("state_version")
+    if not isinstance(version, int) or not _OLDEST <= version <= STATE_VERSION:
+        raise BlendingError(f"the state has version {version}; this release reads {_OLDEST} to {STATE_VERSION}")
+    return position, version
 
 
 def refuse_other_past(saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> None:
-    """Compare a saved state with the one that this stream has at the same position.
+    """Compare a saved state with the one, of its version, that this stream has at the same position.
 
     Raises:
         BlendingError: the first thing that fixed earlier positions and differs: what it was, what it is.
@@ -116,6 +123,9 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
     if current["order"] != "stateless":
         _forget_folders(saved, current)
+    elif saved["state_version"] == _OLDEST and saved.get("order") == "stateless":
+        for dataset in saved.get("datasets", {}).values():
+            dataset.setdefault("document_shuffle", "block")
     difference = _first_difference("", saved, current)
     if difference is not None:
         where, was, now = difference
@@ -134,13 +144,20 @@ def _forget_folders(saved: State, current: State) -> None:
 
 
 def _remedy(where: str, saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> str:
-    if where.startswith("datasets.") and where.endswith(".name"):
-        was = {number: said.get("name") for number, said in saved.get("datasets", {}).items()}
-        both = [number for number in was if was[number] != current["datasets"].get(number, {}).get("name")]
-        names = {datasets[int(number)].dataset_path: was[number] for number in both if int(number) < len(datasets)}
-        return f"if it is the same data, dataset_names={names} names it as it was named then"
     new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
-    return f"restore it{new}"
+    if not (where.startswith("datasets.") and where.endswith((".name", ".document_shuffle"))):
+        return f"restore it{new}"
+    names: dict[str | None, Any] = {}
+    options: dict[str, None] = {}
+    for number, was in saved.get("datasets", {}).items():
+        now = current["datasets"].get(number, {})
+        if was.get("name") != now.get("name") and int(number) < len(datasets):
+            names[datasets[int(number)].dataset_path] = was.get("name")
+        if was.get("document_shuffle") != now.get("document_shuffle"):
+            options[f'document_shuffle="{was.get("document_shuffle")}"'] = None
+    if names:
+        options[f"dataset_names={names}"] = None
+    return f"if it is the same data, {' and '.join(options)} in the config give the order of then"
 
 
 def _first_difference(where: str, was: Any, now: Any) -> tuple[str, str, str] | None:

@@ -143,7 +143,7 @@ def test_what_is_no_row_of_integers_is_refused(tmp_path, ids):
         (lambda b: b.add_document([1, 2, 3], [1, 1]), "add up to 2, the document has 3"),
         (lambda b: b.add_document([1], [2, -1]), "length 1 is -1"),
         (lambda b: b.add_document([1, 2], [1, 1], [0]), "1 modes for 2 sequences"),
-        (lambda b: b.add_document([1], [1], [200]), "mode 200"),
+        (lambda b: b.add_document([1], [1], [200]), "mode 0 is 200; a mode is from -128 to 127"),
         (lambda b: b.add_document([1, 2], [1.5, 1.5]), "length 0 is 1.5; it is a whole number"),
         (lambda b: b.add_document([1, 2], 2), "lengths is 2; it is a sequence"),
         (lambda b: b.add_document([1], [1], ["1"]), "mode 0 is '1'; it is a whole number"),

@@ -25,7 +25,8 @@ from typing import IO
 from sixfold.indexed_data.errors import IndexedDataError
 
 LOCK_TIMEOUT_S = 30.0
-BUFFER_BYTES = 1 << 22  # larger writes cost the kernel less: 0.68 us per 2 kB at 4 MiB, 0.84 at 1 MiB
+BUFFER_BYTES = 1 << 18  # stays in the second cache: 2.6 us per document of 2 kB in all, 4 MiB 3.4, 64 KiB 2.6
+COPY_BYTES = 1 << 22
 _TEMPORARY = re.compile(r"\.tmp-\d+-[0-9a-f]{8}")
 
 
@@ -141,7 +142,7 @@ def _copy_in_kernel(source: int, target: int, nbytes: int) -> int:
 
 
 def _copy_by_read(source: int, target: int, nbytes: int) -> int:
-    data = memoryview(os.read(source, min(nbytes, BUFFER_BYTES)))
+    data = memoryview(os.read(source, min(nbytes, COPY_BYTES)))
     got = len(data)
     while data:
         data = data[os.write(target, data) :]

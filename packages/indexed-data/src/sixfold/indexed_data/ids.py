@@ -21,12 +21,18 @@ from sixfold.indexed_data.errors import IndexedDataError
 # numpy, which has to infer a dtype first, 21.
 _TYPECODES = {"uint8": "B", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint16": "H"}
 Row = npt.NDArray[Any] | list[Any] | tuple[Any, ...] | range
-_ROWS = (np.ndarray, list, tuple, range)
+_NO_INTEGER = (error, TypeError, ValueError, RuntimeError)  # of struct, or of an object asked for its integer
+_LISTS = (list, tuple, range)
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 class IdRange:
-    """Which ids a dtype, and a vocabulary if there is one, can hold."""
+    """Which ids a dtype, and a vocabulary if there is one, can hold.
+
+    ``ceilings`` has for each native integer dtype that ids may come in the largest one that is stored, None where the
+    range holds every id of that dtype.
+    """
 
     def __init__(self, dtype: np.dtype[Any], vocab_size: int | None) -> None:
         """IndexedDataError if the vocabulary has ids that the dtype has not."""
@@ -34,6 +40,7 @@ class IdRange:
             vocab_size = whole_number("vocab_size", vocab_size)
         self.dtype, self.vocab_size = dtype, vocab_size
         self.typecode = _TYPECODES.get(dtype.name)
+        self.ceilings: dict[np.dtype[Any], int | None] = {}
         if self.typecode is None:  # float32 and float64: no bounds, values must survive the round trip
             self.low, self.high = 0, 0
             if vocab_size is not None:
@@ -48,6 +55,10 @@ class IdRange:
                     f"vocab_size is {vocab_size}; {dtype} holds vocabularies from 1 to {int(info.max) + 1}. "
                     "DType.optimal_dtype(vocab_size) names one that fits"
                 )
+            for name in _INTEGERS:
+                given = np.iinfo(name)
+                within = self.low <= given.min and given.max <= self.high
+                self.ceilings[np.dtype(name)] = None if within else min(self.high, int(given.max))
 
     def __str__(self) -> str:
         if self.typecode is None:
@@ -70,21 +81,28 @@ def as_row(tensor: Any) -> Row:
     Args:
         tensor: a list, tuple or range of ints, a numpy array, or anything with ``.numpy()``.
     Raises:
-        IndexedDataError: it does not become an array, or has more than one dimension.
+        IndexedDataError: it is text, has masked values, does not become an array, or has more than one dimension.
     """
     row: Row
-    if isinstance(tensor, _ROWS):
+    if type(tensor) is np.ndarray or isinstance(tensor, _LISTS):
         row = tensor
+    elif isinstance(tensor, str | bytes):
+        raise IndexedDataError(f"ids are text: {tensor[:20]!r}; give the integers of a tokenizer")
     else:
         convert = getattr(tensor, "numpy", None)
         try:
-            row = np.asarray(convert() if callable(convert) else tensor)
+            row = np.asanyarray(convert() if callable(convert) else tensor)
         except (TypeError, ValueError, RuntimeError) as problem:
             raise IndexedDataError(
                 f"ids of type {type(tensor).__name__} do not become an array: {problem}"
             ) from problem
+        if type(row) is not np.ndarray:
+            if np.any(getattr(row, "mask", False)):  # the data of a masked array would show what the mask hides
+                raise IndexedDataError("ids with masked values; leave those out, or fill them with an id")
+            row = np.asarray(row)
     if isinstance(row, np.ndarray) and row.ndim != 1:
-        raise IndexedDataError(f"ids of shape {row.shape}; the ids of one call are one row, flatten them first")
+        what = f"ids of shape {row.shape} from a {type(tensor).__name__}"
+        raise IndexedDataError(f"{what}; the ids of one call are one row, flatten them first")
     return row
 
 
@@ -95,51 +113,91 @@ def checked_ids(row: Row, allowed: IdRange) -> npt.NDArray[Any]:
         IndexedDataError: an id is no integer or out of range (position, id, range).
     Cost: none for an array of the dtype itself without a vocabulary, one reduction for others.
     """
-    ids: npt.NDArray[Any]
-    if isinstance(row, np.ndarray):
-        ids = row
-        if ids.dtype == allowed.dtype and allowed.vocab_size is None:
-            return np.ascontiguousarray(ids)
-    elif allowed.typecode is not None:
+    if not isinstance(row, np.ndarray):
         return _from_list(row, allowed)
-    else:
-        ids = np.asarray(as_row(np.array(row)))
-    if not ids.dtype.isnative:
-        ids = ids.astype(ids.dtype.newbyteorder("="))
-    if ids.dtype != allowed.dtype or allowed.vocab_size is not None:
-        ids = _narrowed(ids, allowed)
-    return np.ascontiguousarray(ids)
+    if row.dtype in allowed.ceilings:
+        return _narrowed(row, allowed)
+    if row.dtype.kind == "O":
+        return _from_list(row.tolist(), allowed)
+    if not row.dtype.isnative:
+        return checked_ids(row.astype(row.dtype.newbyteorder("=")), allowed)
+    if row.dtype.kind in "iuf" and allowed.typecode is None:
+        return _as_floats(row, allowed)
+    if row.size == 0:
+        return np.empty(0, allowed.dtype)
+    raise _no_integers(row, allowed)
 
 
 def _from_list(ids: list[Any] | tuple[Any, ...] | range, allowed: IdRange) -> npt.NDArray[Any]:
+    if allowed.typecode is None:
+        return _floats_of_list(ids, allowed)
     try:
         packed = Struct(f"{len(ids)}{allowed.typecode}").pack(*ids)
-    except (error, TypeError) as problem:
+    except _NO_INTEGER as problem:
         raise _first_bad(ids, allowed) from problem
     flat: npt.NDArray[Any] = np.frombuffer(packed, allowed.dtype) if packed else np.empty(0, allowed.dtype)
     return flat if allowed.vocab_size is None else _narrowed(flat, allowed)
 
 
 def _narrowed(ids: npt.NDArray[Any], allowed: IdRange) -> npt.NDArray[Any]:
-    """``ids`` in the dtype, after the check that they fit."""
-    if ids.size == 0:
+    """``ids``, of a dtype in ``ceilings``, in the stored one, after the check that they fit."""
+    ceiling = allowed.ceilings[ids.dtype]
+    if ceiling is not None and ids.size:
+        # [Note: one maximum for both ends] Seen as unsigned, a negative id lies above every id that its own dtype can
+        # hold, and ``ceiling`` is one of these; so one maximum tells both ends. The dtype is that of the input: int16
+        # holds no id above 32,767, whatever the vocabulary. For 1,000 ids argmax needs 0.2 us and max 1.1, most of it
+        # spent on finding a loop to run.
+        unsigned = ids.view(_UNSIGNED[ids.dtype.itemsize])
+        top = unsigned.item(unsigned.argmax())
+        if top > ceiling and (allowed.low == 0 or int(ids.max()) > allowed.high or int(ids.min()) < allowed.low):
+            raise _first_bad(ids, allowed)
+    if ids.dtype is not allowed.dtype:
         return ids.astype(allowed.dtype)
-    if allowed.typecode is None:
-        if ids.dtype.kind not in "iuf":
-            raise IndexedDataError(f"values of dtype {ids.dtype}, position 0 is {ids[0]!r}; {allowed}")
-        narrow: npt.NDArray[Any] = ids.astype(allowed.dtype)
-        if not np.array_equal(narrow, ids, equal_nan=ids.dtype.kind == "f"):
-            raise IndexedDataError(f"values of {ids.dtype} that change when stored; {allowed}")
-        return narrow
-    if ids.dtype.kind not in "iu":
-        raise IndexedDataError(f"ids of dtype {ids.dtype}, position 0 is {ids[0]!r}; {allowed}. Round them yourself")
-    # Seen as unsigned, a negative id is a large one: one maximum tells both ends. For 1,000 ids argmax needs 0.2 us and
-    # max 1.1, most of it spent on finding a loop to run.
-    unsigned = ids.view(_UNSIGNED[ids.dtype.itemsize])
-    top = unsigned.item(unsigned.argmax())
-    if top > allowed.high and (allowed.low == 0 or int(ids.max()) > allowed.high or int(ids.min()) < allowed.low):
-        raise _first_bad(ids, allowed)
-    return ids if ids.dtype == allowed.dtype else ids.astype(allowed.dtype)
+    return ids if ids.flags.c_contiguous else np.ascontiguousarray(ids)
+
+
+def _as_floats(values: npt.NDArray[Any], allowed: IdRange) -> npt.NDArray[Any]:
+    """Numbers in a float dtype, exactly. Integers are compared as integers: as floats, 2^53 + 1 equals 2^53."""
+    with np.errstate(all="ignore"):  # what overflows is told below
+        narrow: npt.NDArray[Any] = values.astype(allowed.dtype)
+        if values.dtype.kind == "f":
+            same = (narrow == values) | (np.isnan(narrow) & np.isnan(values))
+        else:
+            beyond = 2.0 ** (8 * values.dtype.itemsize - (values.dtype.kind == "i"))  # what rounding up can reach
+            same = (narrow < beyond) & (np.where(narrow < beyond, narrow, 0).astype(values.dtype) == values)
+    if not same.all():
+        position = int(np.flatnonzero(~same)[0])
+        raise IndexedDataError(f"position {position}: {values[position]} would change when stored; {allowed}")
+    return narrow
+
+
+def _floats_of_list(values: list[Any] | tuple[Any, ...] | range, allowed: IdRange) -> npt.NDArray[Any]:
+    """As ``_as_floats``, value by value: a list may mix kinds, and Python compares an int and a float exactly."""
+    stored: list[float] = []
+    for position, value in enumerate(values):
+        given = value.item() if isinstance(value, np.generic) else value
+        if isinstance(given, str | bytes):
+            raise IndexedDataError(f"position {position} is the text {given!r}; {allowed}")
+        try:
+            with np.errstate(all="ignore"):
+                number = allowed.dtype.type(given).item()
+            exact = bool(number == given or (number != number and given != given))
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise IndexedDataError(f"position {position} is {given!r}; {allowed}") from problem
+        if not exact:
+            raise IndexedDataError(f"position {position}: {given!r} would change when stored; {allowed}")
+        stored.append(number)
+    return np.array(stored, allowed.dtype)
+
+
+def _no_integers(ids: npt.NDArray[Any], allowed: IdRange) -> IndexedDataError:
+    """The error for an array of something else, with what to do about it."""
+    what = f"ids of dtype {ids.dtype}, position 0 is {ids[0]!r}; {allowed}"
+    if ids.dtype.kind in "USTa":
+        return IndexedDataError(f"{what}. They are text: convert them to integers first")
+    if ids.dtype.kind == "f":
+        return IndexedDataError(f"{what}. Round them yourself")
+    return IndexedDataError(f"{what}. Convert them to integers first")
 
 
 def _first_bad(ids: Any, allowed: IdRange) -> IndexedDataError:
@@ -151,6 +209,7 @@ def _first_bad(ids: Any, allowed: IdRange) -> IndexedDataError:
     for position, value in enumerate(ids):
         try:
             one.pack(value)
-        except (error, TypeError):
-            return IndexedDataError(f"position {position}: id {value!r}; {allowed}")
+        except _NO_INTEGER:
+            text = " is text" if isinstance(value, str | bytes) else ""
+            return IndexedDataError(f"position {position}: id {value!r}{text}; {allowed}")
     return IndexedDataError(f"ids that cannot be stored; {allowed}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
+from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.index import Index, all_problems
 from sixfold.indexed_data.storage import Bytes, map_file
 
@@ -37,9 +38,13 @@ def verify(
 
     Never raises for a bad pair: a missing or cut file is a problem in the report like any other.
 
+    Raises:
+        IndexedDataError: ``vocab_size`` is no whole number >= 1.
     Cost: one pass over the .idx, and one over the .bin with ``vocab_size``.
     """
     prefix = os.fspath(path_prefix)
+    if vocab_size is not None and (vocab_size := whole_number("vocab_size", vocab_size)) < 1:
+        raise IndexedDataError(f"vocab_size is {vocab_size}; it is >= 1")
     try:
         raw, data = map_file(prefix + ".idx"), map_file(prefix + ".bin")
         index = Index(raw, prefix, data.size, multimodal)
@@ -59,18 +64,18 @@ def _ids_outside(index: Index, data: Bytes, vocab_size: int) -> Iterator[Problem
     """The first id that is not in 0..vocab_size-1."""
     dtype = index.header.dtype
     ids = data.view(dtype)
-    # One pass instead of two: seen as unsigned, a negative id is a large one.
+    # One maximum for both ends, see the note in ids.py. No id of a signed dtype lies above its own largest.
     unsigned = None if dtype.kind == "f" else data.view(f"u{dtype.itemsize}")
+    limit = vocab_size if dtype.kind != "i" else min(vocab_size, int(np.iinfo(dtype).max) + 1)
     for begin in range(0, ids.size, _CHUNK):
         chunk = ids[begin : begin + _CHUNK]
-        if unsigned is None:
-            sound = chunk.min() >= 0 and chunk.max() < vocab_size
-        else:
-            sound = unsigned[begin : begin + _CHUNK].max() < vocab_size
-        if sound:
+        if unsigned is not None and unsigned[begin : begin + _CHUNK].max() < limit:
             continue
-        inside = (chunk >= 0) & (chunk < vocab_size)  # a NaN lies in no vocabulary
-        token = begin + int(np.flatnonzero(~inside)[0])
+        # A NaN lies in no vocabulary, and a fraction is no id.
+        outside = np.flatnonzero(~((chunk >= 0) & (chunk < vocab_size) & (chunk == np.floor(chunk))))
+        if not outside.size:
+            continue
+        token = begin + int(outside[0])
         # Empty sequences share their pointer with the next one; "right" finds the one that holds the token.
         sequence = int(np.searchsorted(index.pointers_S, token * index.itemsize, side="right")) - 1
         document = int(np.searchsorted(index.boundaries_D, sequence, side="right")) - 1

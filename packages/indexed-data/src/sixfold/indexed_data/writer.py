@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.reader import IndexedDataset
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
-_MODE_0: tuple[int, ...] = (0,)
 _INDEX_BLOCK = 1 << 16  # sequences per step of ``finalize``
 
 
@@ -53,7 +53,7 @@ class IndexedDatasetBuilder:
         vocab_size: int | None = None,
     ) -> None:
         DType.code_from_dtype(dtype)
-        self.dtype: np.dtype[Any] = np.dtype(dtype).newbyteorder("=")  # the format has one byte order
+        self.dtype: np.dtype[Any] = np.dtype(np.dtype(dtype).name)  # of native byte order, the only one of the format
         self.multimodal = multimodal
         self._bin_path = os.fspath(bin_path)
         self._allowed = IdRange(self.dtype, vocab_size)
@@ -170,10 +170,9 @@ class IndexedDatasetBuilder:
         try:
             row = as_row(tensor)
             n = len(row)
-            counts: tuple[int, ...]
-            if lengths is None and modes is None and n <= LONGEST_SEQUENCE:
-                counts, kinds = (n,), _MODE_0
-            else:
+            # The call of one sequence, with its length or without, is the one of nearly every corpus.
+            one = modes is None and n <= LONGEST_SEQUENCE and (lengths is None or _is_one_length(lengths, n))
+            if not one:
                 counts, kinds = self._split(n, lengths, modes)
             ids = checked_ids(row, self._allowed)
         except IndexedDataError as error:
@@ -185,30 +184,31 @@ class IndexedDatasetBuilder:
         except OSError as error:
             self.abort()
             raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
+        if one:
+            self._lengths.append(n)
+            if self.multimodal:
+                self._modes.append(0)
+            return
         self._lengths.extend(counts)
         if self.multimodal:
             self._modes.extend(kinds)
 
     def _split(
         self, n: int, lengths: Sequence[int] | None, modes: Sequence[int] | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ) -> tuple[array[int], array[int]]:
         """Lengths and modes of the sequences of n ids, checked."""
-        counts = (n,) if lengths is None else _whole_numbers("length", lengths)
-        for i, count in enumerate(counts):
-            if not 0 <= count <= LONGEST_SEQUENCE:
-                raise IndexedDataError(f"length {i} is {count}; a sequence has 0 to {LONGEST_SEQUENCE} tokens")
+        counts = _numbers("i", "length", (n,) if lengths is None else lengths)
+        if min(counts, default=0) < 0:
+            raise IndexedDataError(f"length {counts.index(min(counts))} is {min(counts)}; it is >= 0")
         if sum(counts) != n:
             raise IndexedDataError(f"the lengths add up to {sum(counts)}, the document has {n} ids")
         if modes is not None and not self.multimodal:
             raise IndexedDataError(
                 f"modes {list(modes)} in a pair without modes; make the builder with multimodal=True"
             )
-        kinds = (0,) * len(counts) if modes is None else _whole_numbers("mode", modes)
+        kinds = array("b", bytes(len(counts))) if modes is None else _numbers("b", "mode", modes)
         if len(kinds) != len(counts):
             raise IndexedDataError(f"{len(kinds)} modes for {len(counts)} sequences; each has one")
-        for kind in kinds:
-            if not -128 <= kind <= 127:
-                raise IndexedDataError(f"mode {kind}; a mode is an int8, from -128 to 127")
         return counts, kinds
 
     def _append_file(self, path: str, nbytes: int) -> None:
@@ -253,11 +253,25 @@ class IndexedDatasetBuilder:
             )
 
 
-def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
+def _is_one_length(lengths: Sequence[int], n: int) -> bool:
+    """Whether ``lengths`` is a plain [n]."""
+    return type(lengths) is list and len(lengths) == 1 and type(lengths[0]) is int and lengths[0] == n
+
+
+def _numbers(code: Literal["i", "b"], what: str, values: Sequence[int]) -> array[int]:
+    """``values`` as an array of int32 ("i") or int8 ("b"); IndexedDataError for the first that is none."""
+    if not isinstance(values, str | bytes | bytearray):
+        with suppress(TypeError, OverflowError):
+            return array(code, values)
     try:
-        return tuple(whole_number(f"{what} {i}", value) for i, value in enumerate(values))
+        numbers = [whole_number(f"{what} {i}", value) for i, value in enumerate(values)]
     except TypeError:
         raise IndexedDataError(f"{what}s is {values!r}; it is a sequence of whole numbers") from None
+    low, high = (0, LONGEST_SEQUENCE) if code == "i" else (-128, 127)
+    for i, number in enumerate(numbers):
+        if not low <= number <= high:
+            raise IndexedDataError(f"{what} {i} is {number}; a {what} is from {low} to {high}")
+    return array(code, numbers)
 
 
 def refuse_hidden_modes(pair: IndexedDataset) -> None:

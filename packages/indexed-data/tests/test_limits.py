@@ -5,6 +5,7 @@ import os
 import resource
 import tracemalloc
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -59,9 +60,7 @@ def test_a_sequence_of_2_to_the_31_tokens_is_refused_before_any_memory_is_taken(
     with IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16) as builder:
         builder.add_document([1])
         tracemalloc.start()
-        with pytest.raises(
-            IndexedDataError, match=rf"document 1: length \d is {LONGEST + 1}; .* 0 to {LONGEST}"
-        ):
+        with pytest.raises(IndexedDataError, match=rf"document 1: length \d is {LONGEST + 1}; .* 0 to {LONGEST}"):
             builder.add_document(tensor, lengths)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -221,8 +220,8 @@ def test_a_build_for_which_the_disk_is_too_small_goes_on_when_there_is_room(
 
 
 def test_a_new_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path):
-    dead = ["a.bin.tmp-1-0123abcd", "a.idx.tmp-99-00000000"]
-    others = ["a.bin.tmp-1-0123abcd.mine", "aa.bin.tmp-1-0123abcd", "a.bin.tmp-x-0123abcd", "a.bin.tmp-1-0123ABCD"]
+    dead = ["a.bin.tmp-sixfold-0", "a.bin.tmp-sixfold-3", "a.idx.tmp-sixfold-0", "a.idx.tmp-sixfold-7"]
+    others = ["a.bin.tmp-sixfold-0.mine", "aa.bin.tmp-sixfold-0", "a.bin.tmp-0", "a.bin.tmp-sixfold-x"]
     for name in (*dead, *others):
         (tmp_path / name).write_bytes(b"left")
     alive = IndexedDatasetBuilder(tmp_path / "a.bin")
@@ -233,3 +232,53 @@ def test_a_new_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path):
     alive.finalize()
     assert [s.tolist() for s in IndexedDataset(tmp_path / "a")] == [[1]]
     assert sorted(os.listdir(tmp_path)) == sorted(["a.bin", "a.idx", *others])
+
+
+def test_what_is_no_writers_file_keeps_a_temporary_name(tmp_path):
+    (tmp_path / "thesis").write_bytes(b"mine")
+    (tmp_path / "a.bin.tmp-sixfold-0").symlink_to("thesis")
+    (tmp_path / "a.bin.tmp-sixfold-1").mkdir()
+    os.mkfifo(tmp_path / "a.bin.tmp-sixfold-2")
+    before = sorted(os.listdir(tmp_path))
+    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        builder.add_document([1])
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "a")] == [[1]]
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "a.bin", "a.idx"])
+    assert (tmp_path / "thesis").read_bytes() == b"mine"
+
+
+def test_a_finished_writer_leaves_the_file_of_the_next_one_alone(tmp_path):
+    """Temporary names are used again: the second builder's has the name that the first one's had."""
+    first = IndexedDatasetBuilder(tmp_path / "a.bin")
+    first.add_document([1])
+    replace, second = os.replace, []
+
+    def begin_another(old, new):
+        replace(old, new)
+        if not second:
+            second.append(IndexedDatasetBuilder(tmp_path / "a.bin"))
+            second[0].add_document([2, 3])
+
+    with mock.patch.object(os, "replace", begin_another):
+        first.finalize()
+    second[0].finalize()
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "a")] == [[2, 3]]
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_writing_a_pair_costs_the_same_however_many_files_lie_beside_it(tmp_path, monkeypatch):
+    listed = []
+    for name in ("listdir", "scandir"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path=".", call=call: listed.append(path) or call(path))
+    for i in range(3):
+        with IndexedDatasetBuilder(tmp_path / f"a{i}.bin") as builder:
+            builder.add_document([1])
+    merge([tmp_path / f"a{i}" for i in range(3)], tmp_path / "b")
+    assert listed == []
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 40)
+    counts = []
+    for part_bytes in (14 * 20, 14 * 2):
+        build(tmp_path / "a.jsonl", tmp_path / "out", part_bytes=part_bytes, overwrite=True)
+        counts.append(len(listed))
+    assert counts[1] - counts[0] == counts[0]  # as often for twenty parts as for two

@@ -6,12 +6,15 @@ import pickle
 import resource
 import subprocess
 import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from indexed_data_helpers import write_pair
 
 from sixfold.indexed_data import IndexedDataError, IndexedDataset
+from sixfold.indexed_data.storage import _DescriptorPool
 
 DOCUMENTS = [[[1, 2, 3]], [[4, 5], []], [], [[6]]]
 SEQUENCES = [[1, 2, 3], [4, 5], [], [6]]
@@ -76,6 +79,19 @@ def test_a_slice_has_no_step(dataset):
 def test_a_part_outside_its_sequence_is_refused(dataset, offset, length):
     with pytest.raises(IndexedDataError, match="sequence 0 has 3 tokens"):
         dataset.get(0, offset, length)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_offsets_and_lengths_may_be_numpy_integers_of_any_width(tmp_path, kind, mmap):
+    """Python's int + numpy's narrow one is a narrow one, which wraps: 65,530 + uint16(100) is 94."""
+    before = min(np.iinfo(kind).max, 2**20) - 5
+    write_pair(tmp_path / "a", "uint8", [[[7] * before, list(range(127))]])
+    dataset = IndexedDataset(tmp_path / "a", mmap=mmap)
+    assert dataset.get(kind(1), kind(100), kind(20)).tolist() == list(range(100, 120))
+    assert dataset.get(kind(1), kind(100)).tolist() == list(range(100, 127))
+    with pytest.raises(IndexedDataError, match="sequence 1 has 127 tokens"):
+        dataset.get(1, kind(100), kind(100))
 
 
 def test_the_index_arrays_are_views_of_the_file(dataset):
@@ -200,6 +216,65 @@ def test_a_thousand_open_pairs_need_few_descriptors(tmp_path, mmap):
         assert len(os.listdir("/proc/self/fd")) - before <= 20
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Switching(OrderedDict):
+    """A dict whose every operation is followed at once by one of another thread, which ``elsewhere`` stands for."""
+
+    elsewhere = None
+
+    def _switch(self, done):
+        other, self.elsewhere = self.elsewhere, None
+        if other is not None:
+            other()
+        return done
+
+    def pop(self, *arguments):
+        return self._switch(super().pop(*arguments))
+
+    def setdefault(self, *arguments):
+        return self._switch(super().setdefault(*arguments))
+
+    def __setitem__(self, *arguments):
+        return self._switch(super().__setitem__(*arguments))
+
+    def popitem(self, *arguments, **options):
+        return self._switch(super().popitem(*arguments, **options))
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_readers_that_put_descriptors_back_at_once_leave_none_open_outside_the_pool():
+    before = open_descriptors()
+    pool = _DescriptorPool(limit=2)
+    pool._idle = Switching()
+    for i in range(20):
+        key, other = i % 3, (i + i // 3) % 3  # of the same file and of another
+        pool._idle.elsewhere = lambda other=other: pool.put(other, os.open(os.devnull, os.O_RDONLY))
+        taken = pool.take(key)
+        pool._idle.elsewhere = lambda other=other: pool.put(other, os.open(os.devnull, os.O_RDONLY))
+        pool.put(key, taken if taken is not None else os.open(os.devnull, os.O_RDONLY))
+    assert len(pool._idle) <= 2
+    assert open_descriptors() - before == len(pool._idle)
+    for descriptor in pool._idle.values():
+        os.close(descriptor)  # each is open, and once in the pool
+
+
+def test_threads_that_read_by_position_get_their_tokens_and_leak_no_descriptor(tmp_path):
+    for i in range(20):  # more than the pool keeps
+        write_pair(tmp_path / f"a{i}", "uint16", [[[i, j]] for j in range(5)])
+    datasets = [IndexedDataset(tmp_path / f"a{i}", mmap=False) for i in range(20)]
+    before, interval = open_descriptors(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            read = list(threads.map(lambda n: datasets[n % 20][n % 5].tolist(), range(2_000)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert read == [[n % 20, n % 5] for n in range(2_000)]
+    assert open_descriptors() <= before + 16
 
 
 def test_opening_does_not_touch_the_arrays(tmp_path):

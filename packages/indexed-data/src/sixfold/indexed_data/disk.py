@@ -9,7 +9,8 @@ removes an old .idx, renames .bin, then .idx. So at no instant does an old .idx 
 the old pair, or no pair, never a mixed one.
 
 [Note: a killed writer] A writer holds the lock of its temporary files while it lives. One that was killed holds none,
-so the next writer of the same name removes what it left. A file system without locks keeps it: ``rm PREFIX.*.tmp-*``.
+so the next writer of the same name removes what it left. Temporary names are numbered from 0, so that they are looked
+up and no folder is listed. A file system without locks keeps what is left: ``rm PREFIX.*.tmp-*``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
+import stat
 import time
 from contextlib import ExitStack, suppress
 from typing import IO
@@ -27,7 +28,7 @@ from sixfold.indexed_data.errors import IndexedDataError
 LOCK_TIMEOUT_S = 30.0
 BUFFER_BYTES = 1 << 18  # stays in the second cache: 2.6 us per document of 2 kB in all, 4 MiB 3.4, 64 KiB 2.6
 COPY_BYTES = 1 << 22
-_TEMPORARY = re.compile(r"\.tmp-\d+-[0-9a-f]{8}")
+_SLOTS = 8  # temporary names that are always looked at: more than there are writers of one pair at once
 
 
 class Temporary:
@@ -40,14 +41,15 @@ class Temporary:
     """
 
     def __init__(self, path: str) -> None:
-        remove_abandoned(path)
-        while True:
-            self.name = temporary_name(path)
-            self.file: IO[bytes] = open(self.name, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115 - the object's life
-            # Another writer may have taken it for abandoned before it was locked.
-            if _try_lock(self.file.fileno()) is not False and os.path.exists(self.name):
-                return
-            self.file.close()
+        made: tuple[str, IO[bytes]] | None = None
+        slot = 0
+        while made is None or slot < _SLOTS:
+            name = f"{path}.tmp-sixfold-{slot}"
+            _remove_abandoned(name)
+            if made is None:
+                made = _make_locked(name)
+            slot += 1
+        self.name, self.file = made
 
     def sync(self) -> None:
         """All that was written is on the disk when this returns. The file stays open, and so locked."""
@@ -56,34 +58,44 @@ class Temporary:
 
     def remove(self) -> None:
         """Close it and remove it, if it still has its temporary name."""
+        with suppress(OSError, ValueError):  # published, closed, or in a folder that may not be written any more
+            if _is_named(self.file.fileno(), self.name):  # a published one's name may be another writer's by now
+                os.unlink(self.name)
         with suppress(OSError):  # closing flushes, which fails again on a full disk
             self.file.close()
-        with suppress(OSError):  # published, or in a folder that may not be written any more
-            os.unlink(self.name)
 
 
-def temporary_name(path: str) -> str:
-    """A name in the folder of ``path`` that nobody else uses."""
-    return f"{path}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-def remove_abandoned(path: str) -> None:
-    """Remove the temporary files of ``path`` whose writers are dead, as their locks tell."""
-    folder, base = os.path.split(path)
+def _make_locked(name: str) -> tuple[str, IO[bytes]] | None:
+    """A new file of that name with its lock; None if the name is taken."""
     try:
-        names = os.listdir(folder or os.curdir)
-    except OSError:
-        return  # the caller is about to meet the same error, and to name it
-    for name in names:
-        if not (name.startswith(base) and _TEMPORARY.fullmatch(name, len(base))):
-            continue
-        with suppress(OSError):  # somebody else's file, or gone already
-            descriptor = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if _try_lock(descriptor):
-                    os.unlink(os.path.join(folder, name))
-            finally:
-                os.close(descriptor)
+        file = open(name, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115 - it lives as long as its writer
+    except FileExistsError:
+        return None
+    # Before it was locked, another writer may have taken it for abandoned.
+    if _try_lock(file.fileno()) is not False and _is_named(file.fileno(), name):
+        return name, file
+    file.close()
+    return None
+
+
+def _remove_abandoned(name: str) -> None:
+    """Remove the temporary file ``name`` if its writer is dead, as its lock tells."""
+    with suppress(OSError):  # there is none, or it is somebody else's
+        descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            ours = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if ours and _try_lock(descriptor) and _is_named(descriptor, name):
+                os.unlink(name)
+        finally:
+            os.close(descriptor)
+
+
+def _is_named(descriptor: int, name: str) -> bool:
+    """Whether ``name`` is still the name of the open file. While its lock is held, nobody else changes that."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(name))
+    except FileNotFoundError:
+        return False
 
 
 def checked_prefix(output: str | os.PathLike[str]) -> str:

@@ -116,8 +116,9 @@ class IndexedDataset:
         if not 0 <= i < index.sequences:
             raise IndexError(f"{self.path_prefix}: sequence {idx} of {index.sequences}")
         start, count = index.span(i)
-        if length is None:
-            length = count - offset
+        # As Python's integers: in numpy's narrow ones ``start + offset`` wraps.
+        offset = operator.index(offset)
+        length = count - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > count:
             raise IndexedDataError(
                 f"{self.path_prefix}: sequence {i} has {count} tokens; asked were {length} from offset {offset}, "

@@ -16,6 +16,7 @@ import os
 import stat
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -122,8 +123,9 @@ class _Map:
 class _DescriptorPool:
     """Open descriptors for positioned reads, at most ``limit``, the least recently used closed first.
 
-    A reader takes the descriptor out, uses it alone and puts it back. Each step is one atomic operation of
-    OrderedDict, so threads and forked workers need no lock (pread moves no shared offset).
+    A reader takes the descriptor out, uses it alone and puts it back (pread moves no shared offset). No lock, which a
+    fork could copy while it is held: each method is right between any two operations of the OrderedDict, and one
+    operation on keys that are tuples of ints is atomic.
     """
 
     def __init__(self, limit: int) -> None:
@@ -134,12 +136,11 @@ class _DescriptorPool:
         return self._idle.pop(key, None)
 
     def put(self, key: object, descriptor: int) -> None:
-        other = self._idle.pop(key, None)
-        if other is not None:
-            os.close(other)
-        self._idle[key] = descriptor
+        if self._idle.setdefault(key, descriptor) != descriptor:
+            os.close(descriptor)  # another reader of the same file was here first
         while len(self._idle) > self._limit:
-            os.close(self._idle.popitem(last=False)[1])
+            with suppress(KeyError):  # others have emptied it meanwhile
+                os.close(self._idle.popitem(last=False)[1])
 
 
 _POOL = _DescriptorPool(limit=16)  # of the process: the limit that matters, RLIMIT_NOFILE, is the process's too

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.disk import temporary_name
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.inputs import Lines, Slice, TextOptions, documents
 from sixfold.indexed_data.text.tokenizers import Tokenizer
@@ -138,7 +137,7 @@ def _end_for(dtype: np.dtype[Any], eod: int) -> npt.NDArray[Any]:
 def _write_report(path: str, report: PartReport) -> None:
     import json  # only here: reading pairs should not load it
 
-    temporary = temporary_name(path)
-    with open(temporary, "x", encoding="utf-8") as file:
+    temporary = path + ".tmp"  # in the folder of a build, which is locked
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(asdict(report), file)
     os.replace(temporary, path)

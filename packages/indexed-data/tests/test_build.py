@@ -245,7 +245,7 @@ def test_a_hugging_face_file_is_read_through_the_extra(folder):
 REFUSALS = {
     "no inputs": ({"inputs": []}, "no inputs"),
     "a missing input": ({"inputs": ["nope.txt"]}, r"nope\.txt: No such file"),
-    "a folder": ({"inputs": ["."]}, "no regular file"),
+    "a folder": ({"inputs": ["."]}, "is a folder"),
     "an output without a name": ({"output": "./"}, "'./' ends in no name"),
     "a missing folder": ({"output": "nowhere/out"}, r"nowhere/out\.building: cannot be made"),
     "format": ({"format": "xml"}, "format is 'xml'"),

@@ -311,3 +311,16 @@ def test_what_is_written_is_read(tmp_path_factory, documents, as_array):
             flat = [i for sequence in document for i in sequence]
             builder.add_document(np.array(flat, np.int64) if as_array else flat, [len(s) for s in document])
     assert written(prefix) == documents
+
+
+def test_a_forked_child_that_writes_into_the_same_file_makes_no_pair(tmp_path):
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16)
+    builder.add_document([1, 2, 3])
+    child = os.fork()
+    if child == 0:
+        builder.add_document(np.zeros(2**20, np.uint16))  # more than the buffer: it goes to the file that both have
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(IndexedDataError, match=r"6 are accounted for: another process .* wrote into the same file"):
+        builder.finalize()
+    assert os.listdir(tmp_path) == []

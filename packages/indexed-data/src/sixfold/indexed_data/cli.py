@@ -20,6 +20,7 @@ import numpy as np
 from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.merging import merge
+from sixfold.indexed_data.paths import output_prefix
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.text.build import build
 from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
@@ -193,7 +194,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    there = files_of(options.output)
+    there = files_of(output_prefix(options.output))
     if there and not options.overwrite:
         raise IndexedDataError(f"{there[0]} is there already; pass --overwrite to replace the pair")
     merge(options.inputs, options.output, multimodal=options.multimodal)
@@ -211,10 +212,10 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _print(options: argparse.Namespace, report: dict[str, Any], text: str) -> None:
-    if options.json:
-        print(json.dumps(report))
-    elif text:
-        print(text)
+    line = json.dumps(report) if options.json else text
+    if line:  # a name that is no UTF-8, or a terminal that is not, ends no command
+        encoding = sys.stdout.encoding or "utf-8"
+        print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _draw_progress(done: int, total: int) -> None:

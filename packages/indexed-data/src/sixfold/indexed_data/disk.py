@@ -23,8 +23,6 @@ import time
 from contextlib import ExitStack, suppress
 from typing import IO
 
-from sixfold.indexed_data.errors import IndexedDataError
-
 LOCK_TIMEOUT_S = 30.0
 BUFFER_BYTES = 1 << 18  # stays in the second cache: 2.6 us per document of 2 kB in all, 4 MiB 3.4, 64 KiB 2.6
 COPY_BYTES = 1 << 22
@@ -96,14 +94,6 @@ def _is_named(descriptor: int, name: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(name))
     except FileNotFoundError:
         return False
-
-
-def checked_prefix(output: str | os.PathLike[str]) -> str:
-    """``output`` as the path prefix of a new pair; IndexedDataError for one that ends in no name."""
-    prefix = os.fspath(output)
-    if not os.path.basename(prefix):
-        raise IndexedDataError(f"{prefix!r} ends in no name; an output is a path prefix, such as folder/wiki")
-    return prefix
 
 
 def files_of(prefix: str) -> list[str]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.index import Index, all_problems, open_problems
+from sixfold.indexed_data.paths import AnyPath, input_prefix, path_text
 from sixfold.indexed_data.storage import (
     FileBytes,
     IdSource,
@@ -47,13 +48,14 @@ class IndexedDataset:
 
     def __init__(
         self,
-        path_prefix: str | os.PathLike[str],
+        path_prefix: AnyPath,
         multimodal: bool = False,
         mmap: bool = True,
         *,
         open_bytes: Callable[[str], Readable] | None = None,
     ) -> None:
-        self._open(os.fspath(path_prefix), multimodal, mmap, open_bytes)
+        prefix = input_prefix(path_prefix) if open_bytes is None else path_text("path_prefix", path_prefix)
+        self._open(prefix, multimodal, mmap, open_bytes)
 
     def _open(self, prefix: str, multimodal: bool, mmap: bool, open_bytes: Callable[[str], Readable] | None) -> None:
         if mmap and open_bytes is not None:
@@ -232,7 +234,7 @@ class IndexedDataset:
         return f"IndexedDataset({self.path_prefix!r}, {state})"
 
     @staticmethod
-    def exists(path_prefix: str | os.PathLike[str]) -> bool:
-        """Whether both files of the pair are there."""
-        prefix = os.fspath(path_prefix)
+    def exists(path_prefix: AnyPath) -> bool:
+        """Whether both files of the pair are there; IndexedDataError for a URL, which cannot be asked."""
+        prefix = input_prefix(path_prefix)
         return os.path.exists(prefix + ".idx") and os.path.exists(prefix + ".bin")

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
+from sixfold.indexed_data.paths import anchored
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -150,7 +151,7 @@ class FileBytes:
     """A file read by position, for file systems where a map is slow or unwanted."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = anchored(path)  # it may be opened again, when the current folder is another
         descriptor = _open(path)
         self._identity = _identity(os.fstat(descriptor))
         self.size = os.fstat(descriptor).st_size

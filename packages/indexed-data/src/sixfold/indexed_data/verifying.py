@@ -5,7 +5,6 @@ index.py rules, .bin --> verify (this file) --> VerifyReport
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.index import Index, all_problems
+from sixfold.indexed_data.paths import AnyPath, input_prefix
 from sixfold.indexed_data.storage import Bytes, map_file
 
 _CHUNK = 1 << 20  # ids per step when .bin is read
@@ -31,18 +31,16 @@ class VerifyReport:
     tokens: int
 
 
-def verify(
-    path_prefix: str | os.PathLike[str], *, multimodal: bool = False, vocab_size: int | None = None
-) -> VerifyReport:
+def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | None = None) -> VerifyReport:
     """Check every rule of the index and the size of .bin; with ``vocab_size`` also every id in it.
 
     Never raises for a bad pair: a missing or cut file is a problem in the report like any other.
 
     Raises:
-        IndexedDataError: ``vocab_size`` is no whole number >= 1.
+        IndexedDataError: ``vocab_size`` is no whole number >= 1, ``path_prefix`` no local path.
     Cost: one pass over the .idx, and one over the .bin with ``vocab_size``.
     """
-    prefix = os.fspath(path_prefix)
+    prefix = input_prefix(path_prefix)
     if vocab_size is not None and (vocab_size := whole_number("vocab_size", vocab_size)) < 1:
         raise IndexedDataError(f"vocab_size is {vocab_size}; it is >= 1")
     try:

@@ -23,6 +23,7 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
 from sixfold.indexed_data.ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
+from sixfold.indexed_data.paths import AnyPath, anchored, output_file
 from sixfold.indexed_data.reader import IndexedDataset
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
@@ -46,7 +47,7 @@ class IndexedDatasetBuilder:
 
     def __init__(
         self,
-        bin_path: str | os.PathLike[str],
+        bin_path: AnyPath,
         dtype: npt.DTypeLike = np.int32,
         multimodal: bool = False,
         *,
@@ -55,12 +56,13 @@ class IndexedDatasetBuilder:
         DType.code_from_dtype(dtype)
         self.dtype: np.dtype[Any] = np.dtype(np.dtype(dtype).name)  # of native byte order, the only one of the format
         self.multimodal = multimodal
-        self._bin_path = os.fspath(bin_path)
+        self._bin_path = output_file("bin_path", bin_path)  # as given, for messages
+        self._final_bin = anchored(self._bin_path)  # whatever the current folder is when it is finalized
         self._allowed = IdRange(self.dtype, vocab_size)
         self._lengths, self._documents, self._modes = array("i"), array("q", [0]), array("b")
         self._state = "open"
         try:
-            self._temporary = Temporary(self._bin_path)
+            self._temporary = Temporary(self._final_bin)
             self._file: Any = self._temporary.file  # numpy's arrays are buffers, its types do not say so
         except OSError as error:
             raise IndexedDataError(f"{self._bin_path}: cannot be written: {error.strerror}") from error
@@ -89,7 +91,7 @@ class IndexedDatasetBuilder:
         self._check_open()
         self._documents.append(len(self._lengths))
 
-    def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
+    def add_index(self, path_prefix: AnyPath) -> None:
         """Append all documents of another pair of the same dtype and kind; its index is checked in full first."""
         self._check_open()
         self._check_documents_closed()
@@ -109,30 +111,25 @@ class IndexedDatasetBuilder:
             if self.multimodal:
                 self._modes.frombytes(pair.sequence_modes.tobytes())
 
-    def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
+    def finalize(self, idx_path: AnyPath | None = None) -> None:
         """Write the index and give both files their names. Flushed to the disk when it returns.
 
         Args:
             idx_path: default is ``bin_path`` with .bin replaced by .idx.
         Raises:
-            IndexedDataError: sequences belong to no document, or the disk refuses; there is then no new pair.
+            IndexedDataError: sequences belong to no document, or ``idx_path`` cannot be: the builder stays as it is. Or
+                the disk refuses, or another process wrote into the file: there is then no new pair.
         """
         self._check_open()
         self._check_documents_closed()
-        if idx_path is None:
-            if not self._bin_path.endswith(".bin"):
-                raise IndexedDataError(f"{self._bin_path} does not end in .bin; name the .idx: finalize(idx_path)")
-            idx_path = self._bin_path.removesuffix(".bin") + ".idx"
-        final_idx = os.fspath(idx_path)
-        if os.path.abspath(final_idx) == os.path.abspath(self._bin_path):
-            raise IndexedDataError(f"idx_path is {final_idx}, the .bin itself; the two files have two names")
+        final_idx = self._idx_path(idx_path)
         index: Temporary | None = None
         try:
             self._temporary.sync()
             index = Temporary(final_idx)
-            self._write_index(index.file)
+            self._check_size(self._write_index(index.file))
             index.sync()
-            publish(self._temporary.name, self._bin_path, index.name, final_idx)
+            publish(self._temporary.name, self._final_bin, index.name, final_idx)
             self._state = "finalized"
             self._file.close()
         except OSError as error:
@@ -149,6 +146,9 @@ class IndexedDatasetBuilder:
             self._temporary.remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:
+        if not self._bin_path.endswith(".bin"):  # said before the work, which the end of the block could not finish
+            self.abort()
+            raise IndexedDataError(f"bin_path is {self._bin_path}; at the end of its block a pair is named PREFIX.bin")
         return self
 
     def __exit__(
@@ -226,8 +226,27 @@ class IndexedDatasetBuilder:
             self.abort()
             raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
 
-    def _write_index(self, file: Any) -> None:
-        """The .idx: header, lengths, their prefix sum in bytes, document ends, modes. Vectorised, in blocks."""
+    def _idx_path(self, idx_path: AnyPath | None) -> str:
+        """Where the .idx goes; IndexedDataError for a place that cannot be, before anything is done."""
+        if idx_path is None:
+            if not self._bin_path.endswith(".bin"):
+                raise IndexedDataError(f"{self._bin_path} does not end in .bin; name the .idx: finalize(idx_path)")
+            return self._final_bin.removesuffix(".bin") + ".idx"
+        given = output_file("idx_path", idx_path)
+        final_idx = anchored(given)
+        if final_idx == self._final_bin:
+            raise IndexedDataError(f"idx_path is {given}, the .bin itself; the two files have two names")
+        if final_idx == self._final_bin.removesuffix(".bin"):
+            raise IndexedDataError(f"idx_path is {given}, the path prefix; the .idx of this pair is {given}.idx")
+        if not os.path.isdir(os.path.dirname(final_idx) or os.curdir):
+            raise IndexedDataError(f"idx_path is {given}; its folder is not there. Make it, then finalize again")
+        return final_idx
+
+    def _write_index(self, file: Any) -> int:
+        """The .idx: header, lengths, their prefix sum in bytes, document ends, modes. Vectorised, in blocks.
+
+        Gives back the bytes that the .bin has by it.
+        """
         lengths_S = _view(self._lengths, np.int32)
         file.write(Header(self.dtype, len(self._lengths), len(self._documents)).pack())
         file.write(lengths_S)
@@ -240,6 +259,16 @@ class IndexedDatasetBuilder:
         file.write(_view(self._documents, np.int64))
         if self.multimodal:
             file.write(_view(self._modes, np.int8))
+        return int(starts[0])
+
+    def _check_size(self, expected: int) -> None:
+        """The .bin holds what this builder wrote, and nothing of a forked child that has the same file."""
+        found = os.fstat(self._file.fileno()).st_size
+        if found != expected:
+            raise IndexedDataError(
+                f"{self._bin_path}: {found} bytes were written, {expected} are accounted for: another process (a fork "
+                "of this one) wrote into the same file, or a call was interrupted. Use a builder in one process alone"
+            )
 
     def _check_open(self) -> None:
         if self._state != "open":

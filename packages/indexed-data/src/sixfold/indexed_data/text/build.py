@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from sixfold.indexed_data.disk import checked_prefix, publish
+from sixfold.indexed_data.disk import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
+from sixfold.indexed_data.paths import AnyPath, output_prefix
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
@@ -48,8 +49,8 @@ class BuildReport:
 
 
 def build(
-    inputs: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
+    inputs: Sequence[AnyPath],
+    output: AnyPath,
     *,
     tokenizer: str = "bytes",
     eod_token: str | None = None,
@@ -84,8 +85,8 @@ def build(
         IndexedDataError: bad options, inputs or lines; a pair is there already; a worker died. No pair is left then.
     """
     started = time.perf_counter()
-    names = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
-    prefix = checked_prefix(output)
+    names = [inputs] if isinstance(inputs, str | bytes | os.PathLike) else list(inputs)
+    prefix = output_prefix(output)
     text = TextOptions(format=format, json_key=json_key, text_documents=text_documents)
     loaded = load_tokenizer(tokenizer, eod_token)
     job = Job(

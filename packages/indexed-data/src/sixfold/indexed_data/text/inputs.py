@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.paths import AnyPath, local_path
+from sixfold.indexed_data.text.kinds import HEAD_BYTES, what_it_is
 
 FORMATS = ("auto", "jsonl", "text")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
@@ -47,15 +49,33 @@ class Source:
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Source:
-        name = os.fspath(path)
+    def of(cls, path: AnyPath) -> Source:
+        """The input ``path``; IndexedDataError for what is no file of text, with what it is and what to do."""
+        name = local_path("an input", path)
         try:
             status = os.stat(name)
+            if not stat.S_ISREG(status.st_mode):
+                raise IndexedDataError(f"{name}: is {_what_kind(status.st_mode)}")
+            with open(name, "rb", buffering=0) as file:
+                head = file.read(HEAD_BYTES)
+                file.seek(max(0, status.st_size - 4))
+                found = what_it_is(name, head, file.read(4))
+        except FileNotFoundError as error:
+            hint = "; standard input cannot be read, write it to a file first" if name == "-" else ""
+            raise IndexedDataError(f"{name}: {error.strerror}; give text or jsonl files{hint}") from error
         except OSError as error:
-            raise IndexedDataError(f"{name}: {error.strerror}; give text or jsonl files") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise IndexedDataError(f"{name}: is no regular file; give text or jsonl files, not folders or pipes")
+            raise IndexedDataError(f"{name}: cannot be read: {error.strerror}") from error
+        if found is not None:
+            what, remedy = found
+            raise IndexedDataError(f"{name}: is {what}, which is not read as text; {remedy}")
         return cls(name, status.st_size, status.st_mtime_ns)
+
+
+def _what_kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder; give the files in it, such as folder/*.jsonl"
+    kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return f"{kind}; a build reads parts of its inputs, and again after a kill: write it to a file first"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def test_build_reports_what_it_wrote(capsys):
         "bad_lines": 0,
         "empty_documents": 1,
         "errors": [],
+        "notes": [],
     }
 
 
@@ -204,6 +205,7 @@ def test_python_dash_m_is_the_same_command():
 def test_ctrl_c_exits_130_without_a_traceback(folder):
     (folder / "slow.py").write_text(
         "import time\nclass Slow:\n    vocab_size, eod = 9, 8\n    def encode(self, text):\n"
+        "        if len(text) > 100:  # the probe\n            return [1]\n"
         "        open('started', 'w').close()\n        time.sleep(60)\n"
     )
     argv = ["build", "a.jsonl", "--output", "x", "--tokenizer", "slow:Slow"]

@@ -11,8 +11,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.paths import output_prefix
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.text.build import build
+from sixfold.indexed_data.text.build import BuildNote, build
 from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
 from sixfold.indexed_data.text.tokenizers import decode_ids, load_tokenizer
 from sixfold.indexed_data.verifying import verify
@@ -109,27 +111,40 @@ def _positive(text: str) -> int:
 
 def _build(options: argparse.Namespace) -> int:
     bar = sys.stderr.isatty() and not options.quiet
-    report = build(
-        options.inputs,
-        options.output,
-        tokenizer=options.tokenizer,
-        eod_token=options.eod_token,
-        format=options.format,
-        json_key=options.json_key,
-        text_documents=options.text_documents,
-        append_eod=options.append_eod,
-        dtype=options.dtype,
-        workers=options.workers,
-        on_error=options.on_error,
-        overwrite=options.overwrite,
-        progress=_draw_progress if bar else None,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", BuildNote)
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        report = build(
+            options.inputs,
+            options.output,
+            tokenizer=options.tokenizer,
+            eod_token=options.eod_token,
+            format=options.format,
+            json_key=options.json_key,
+            text_documents=options.text_documents,
+            append_eod=options.append_eod,
+            dtype=options.dtype,
+            workers=options.workers,
+            on_error=options.on_error,
+            overwrite=options.overwrite,
+            progress=_draw_progress if bar else None,
+        )
     summary = (
         f"{report.prefix}: {report.documents} documents, {report.tokens} tokens of {report.dtype} "
         f"in {report.seconds:.1f} s; {report.bad_lines} bad lines, {report.empty_documents} empty documents"
     )
     _print(options, asdict(report), "" if options.quiet else "\n".join([summary, *report.errors]))
     return 0
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any, **more: Any
+) -> None:
+    """A note of the build as a line of the command, without the line of code that warns; others as they are."""
+    if issubclass(category, BuildNote):
+        print(f"sixfold-data: note: {message}", file=sys.stderr)
+    else:
+        show(message, category, *place, **more)
 
 
 def _info(options: argparse.Namespace) -> int:

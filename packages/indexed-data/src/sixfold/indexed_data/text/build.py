@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from sixfold.indexed_data.disk import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.paths import AnyPath, output_prefix
+from sixfold.indexed_data.text.fingerprints import fingerprint
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
@@ -30,6 +32,10 @@ from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 PART_BYTES = 64 * 2**20
 Parts = list[tuple[Slice, ...]]
+
+
+class BuildNote(UserWarning):
+    """``build`` did something otherwise than it was asked to, and says so; also in ``BuildReport.notes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class BuildReport:
     bad_lines: int
     empty_documents: int
     errors: tuple[str, ...]  # the first ten bad lines, as FILE:LINE: reason
+    notes: tuple[str, ...]  # what was done otherwise than asked for: the warnings of the build
     seconds: float
 
 
@@ -96,6 +103,7 @@ def build(
         append_eod=append_eod,
         dtype=_stored_dtype(dtype, loaded),
         on_error=on_error,
+        encoding=fingerprint(loaded),
     )
     if append_eod and loaded.eod is None:
         raise IndexedDataError(f"{tokenizer} has no EOD to append; name it with eod_token, or pass append_eod=False")
@@ -105,10 +113,14 @@ def build(
         raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
     sources = [Source.of(name) for name in names]
     parts = cut(sources, job.text, part_bytes)
-    with workshop(prefix, _plan(sources, job, part_bytes), overwrite) as folder:
+    with workshop(prefix, _plan(sources, job, part_bytes), overwrite) as (folder, dropped):
+        notes = (*loaded.notes, *dropped)
+        for note in notes:
+            warnings.warn(note, BuildNote, stacklevel=2)
         reports = _make_parts(run_parts(parts, folder, job, loaded, workers), parts, progress)
+        _refuse_changed(sources)
         _join(folder, len(parts), job, prefix)
-    return _summary(prefix, parts, reports, job, time.perf_counter() - started)
+    return _summary(prefix, parts, reports, job, notes, time.perf_counter() - started)
 
 
 def _stored_dtype(dtype: str, tokenizer: Tokenizer) -> str:
@@ -119,11 +131,21 @@ def _stored_dtype(dtype: str, tokenizer: Tokenizer) -> str:
 
 def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any]:
     """What must be equal for finished parts of an earlier run to be of use."""
-    plan: dict[str, Any] = {"version": 1, "part_bytes": part_bytes, "job": asdict(job)}
-    plan["inputs"] = [[os.path.abspath(source.path), source.size, source.mtime_ns] for source in sources]
-    if job.tokenizer.endswith(".json"):
-        plan["tokenizer"] = asdict(Source.of(job.tokenizer))
-    return plan
+    job_fields = asdict(job)
+    plan: dict[str, Any] = {"version": 2, "part_bytes": part_bytes, "encoding": job_fields.pop("encoding")}
+    plan["inputs"] = [[os.path.abspath(source.path), *source.state] for source in sources]
+    return {**plan, **job_fields}
+
+
+def _refuse_changed(sources: Sequence[Source]) -> None:
+    """BadInput if an input is not what it was when the build began: parts of it were read then, and parts later."""
+    for source in sources:
+        try:
+            same = Source.of(source.path) == source
+        except IndexedDataError:
+            same = False
+        if not same:
+            raise BadInput(f"{source.path}: changed while it was read; build again when nobody writes to it")
 
 
 def _make_parts(
@@ -181,7 +203,9 @@ def _place(parts: Parts, reports: list[PartReport], number: int, place: tuple[in
     return f"{piece.path}:{before + line}: {reason}"
 
 
-def _summary(prefix: str, parts: Parts, reports: list[PartReport], job: Job, seconds: float) -> BuildReport:
+def _summary(
+    prefix: str, parts: Parts, reports: list[PartReport], job: Job, notes: tuple[str, ...], seconds: float
+) -> BuildReport:
     places = [(number, place) for number, report in enumerate(reports) for place in report.bad]
     tokens = sum(report.tokens for report in reports)
     return BuildReport(
@@ -194,5 +218,6 @@ def _summary(prefix: str, parts: Parts, reports: list[PartReport], job: Job, sec
         bad_lines=sum(report.bad_lines for report in reports),
         empty_documents=sum(report.empty_documents for report in reports),
         errors=tuple(_place(parts, reports, number, place) for number, place in places[:LISTED_ERRORS]),
+        notes=notes,
         seconds=seconds,
     )

@@ -47,6 +47,12 @@ class Source:
     path: str
     size: int
     mtime_ns: int
+    ctime_ns: int  # unlike mtime, nobody sets it back
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What changes with the content."""
+        return self.size, self.mtime_ns, self.ctime_ns
 
     @classmethod
     def of(cls, path: AnyPath) -> Source:
@@ -68,7 +74,7 @@ class Source:
         if found is not None:
             what, remedy = found
             raise IndexedDataError(f"{name}: is {what}, which is not read as text; {remedy}")
-        return cls(name, status.st_size, status.st_mtime_ns)
+        return cls(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _what_kind(mode: int) -> str:

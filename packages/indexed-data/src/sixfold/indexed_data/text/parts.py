@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.fingerprints import Fingerprint
 from sixfold.indexed_data.text.inputs import Lines, Slice, TextOptions, documents
 from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
@@ -35,6 +36,7 @@ class Job:
     append_eod: bool
     dtype: str
     on_error: str
+    encoding: Fingerprint
 
     def __post_init__(self) -> None:
         if self.on_error not in ("fail", "skip"):
@@ -125,7 +127,14 @@ def _add(
 
 def _with_end(ids: Any, eod: int | None) -> Any:
     assert eod is not None, "build refuses to append an EOD that the tokenizer does not have"
-    return np.concatenate((ids, _end_for(ids.dtype, eod))) if isinstance(ids, np.ndarray) else [*ids, eod]
+    if isinstance(ids, str | bytes):
+        return ids  # text, which the builder refuses: its letters are no ids
+    if not isinstance(ids, np.ndarray):
+        return [*ids, eod]
+    if ids.size == 0:
+        return [eod]
+    # Joined to an integer, a mask or another thing that the builder refuses would become integers too.
+    return np.concatenate((ids, _end_for(ids.dtype, eod))) if ids.dtype.kind in "iuO" else ids
 
 
 @lru_cache(maxsize=8)

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.paths import local_path
 
 BYTES_EOD = 256
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -29,19 +32,24 @@ class Tokenizer:
     eod: int | None  # the id that ends a document, if there is one
     encode: Callable[[str], Any]  # text -> list or array of ids
     decode: Callable[[list[int]], str] | None  # ids below vocab_size -> text
+    files: tuple[str, ...] = ()  # what it is made of, besides this package
+    library: str = ""  # name and version of what encodes, besides its files
+    notes: tuple[str, ...] = ()  # what was changed when it was loaded, for the user to know
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
     """The tokenizer called ``name``.
 
     Args:
-        name: ``bytes``; the path of a Hugging Face tokenizer file, ending in .json; or ``MODULE:CALLABLE``, a factory
-            without arguments, looked for in the current folder too, that returns an object with
-            ``encode(text) -> ids``, ``vocab_size`` and optionally ``eod`` and ``decode(ids)``.
+        name: ``bytes``; the path of a Hugging Face tokenizer file, ending in .json, whose truncation, padding and
+            dropout are switched off, since a document is stored whole; or ``MODULE:CALLABLE``, a factory without
+            arguments, looked for in the current folder too, that returns an object with ``encode(text) -> ids``,
+            ``vocab_size`` and optionally ``eod`` and ``decode(ids)``.
         eod_token: for a .json file, the text of the token that ends a document.
     Raises:
         IndexedDataError: there is no such tokenizer, or it lacks something.
     """
+    name = local_path("tokenizer", name)
     if eod_token is not None and not name.endswith(".json"):
         raise IndexedDataError(f"eod_token is {eod_token!r} with tokenizer {name}; it goes with a FILE.json")
     if name == "bytes":
@@ -109,7 +117,25 @@ def _from_file(path: str, eod_token: str | None) -> Tokenizer:
         eod,
         lambda text: loaded.encode(text, add_special_tokens=False).ids,
         lambda ids: str(loaded.decode(ids, skip_special_tokens=False)),
+        files=(path,),
+        library=f"tokenizers {tokenizers.__version__}",
+        notes=tuple(f"{path}: {what} is switched off: documents are stored whole" for what in _made_whole(loaded)),
     )
+
+
+def _made_whole(loaded: Any) -> list[str]:
+    """Switch off what cuts, fills or varies the ids of a document; the names of what was on."""
+    found = []
+    if loaded.truncation is not None:
+        found.append(f"truncation to {loaded.truncation['max_length']} tokens")
+        loaded.no_truncation()
+    if loaded.padding is not None:
+        found.append(f"padding with {loaded.padding['pad_token']}")
+        loaded.no_padding()
+    if dropout := getattr(loaded.model, "dropout", None):
+        found.append(f"dropout of {dropout:g}")
+        loaded.model.dropout = None
+    return found
 
 
 def _from_factory(name: str) -> Tokenizer:
@@ -117,12 +143,47 @@ def _from_factory(name: str) -> Tokenizer:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        made = getattr(importlib.import_module(module_name), attribute)()
+        module = importlib.import_module(module_name)
+        made = getattr(module, attribute)()
     except Exception as error:  # whatever the user's code raises
         raise IndexedDataError(f"tokenizer {name}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(here)
-    encode, vocab_size = getattr(made, "encode", None), getattr(made, "vocab_size", None)
-    if not callable(encode) or not isinstance(vocab_size, int):
-        raise IndexedDataError(f"tokenizer {name} made a {type(made).__name__}; it needs encode(text) and vocab_size")
-    return Tokenizer(name, vocab_size, getattr(made, "eod", None), encode, getattr(made, "decode", None))
+    encode, eod = getattr(made, "encode", None), getattr(made, "eod", None)
+    try:
+        vocab_size = operator.index(getattr(made, "vocab_size", None))  # type: ignore[arg-type]
+        eod = None if eod is None else operator.index(eod)
+    except TypeError:
+        vocab_size = 0
+    if not callable(encode) or vocab_size < 1 or (eod is not None and not 0 <= eod < vocab_size):
+        raise IndexedDataError(
+            f"tokenizer {name} made a {type(made).__name__}; it needs encode(text), vocab_size >= 1, and an eod below "
+            "vocab_size if it has one"
+        )
+    return Tokenizer(name, vocab_size, eod, encode, getattr(made, "decode", None), files=_source_files(module))
+
+
+def _source_files(module: ModuleType) -> tuple[str, ...]:
+    """The file of ``module``, and of each module that it uses from its own package, or else from its own folder."""
+    top = sys.modules[module.__name__.partition(".")[0]]
+    package = hasattr(top, "__path__") and top.__file__ is not None
+    folder = os.path.dirname(os.path.abspath((top if package else module).__file__ or ""))
+    found: set[str] = set()
+    pending = [module]
+    while pending:
+        used = pending.pop()
+        path = os.path.abspath(getattr(used, "__file__", None) or os.devnull)
+        inside = path.startswith(folder + os.sep) if package else os.path.dirname(path) == folder
+        if inside and path not in found:
+            found.add(path)
+            names = {_module_of(value) for value in vars(used).values()}
+            pending += [sys.modules[name] for name in names & sys.modules.keys()]
+    return tuple(sorted(found))
+
+
+def _module_of(value: Any) -> str:
+    try:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    except Exception:  # most values have none, and an object of anybody's may raise anything
+        return ""
+    return name if isinstance(name, str) else ""

@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from functools import lru_cache
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.fingerprints import Fingerprint, differences, fingerprint
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.parts import Job, PartReport, build_part, read_report
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
@@ -67,13 +68,25 @@ def _run_side_by_side(
 
 
 def _make_in_worker(slices: tuple[Slice, ...], prefix: str, job: Job) -> PartReport:
-    return _make(slices, prefix, job, _loaded(job.tokenizer, job.eod_token))
+    return _make(slices, prefix, job, _loaded(job.tokenizer, job.eod_token, job.encoding))
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, eod_token: str | None) -> Tokenizer:
-    """Once per worker: it works for one build, and tokenizers do not travel between processes."""
-    return load_tokenizer(name, eod_token)
+def _loaded(name: str, eod_token: str | None, encoding: Fingerprint) -> Tokenizer:
+    """Once per worker: it works for one build, and tokenizers do not travel between processes.
+
+    Raises:
+        IndexedDataError: here it encodes otherwise than in the process of the build.
+    """
+    loaded = load_tokenizer(name, eod_token)
+    found = fingerprint(loaded)
+    if found != encoding:
+        raise IndexedDataError(
+            f"tokenizer {name} is another one in a worker process ({', '.join(differences(found, encoding))} differ): "
+            "it was edited after the build's process had loaded it, or depends on that process. Start the build in a "
+            "new process, or with workers=1"
+        )
+    return loaded
 
 
 def _make(slices: tuple[Slice, ...], prefix: str, job: Job, tokenizer: Tokenizer) -> PartReport:

@@ -27,8 +27,8 @@ class BadInput(IndexedDataError):
 
 
 @contextmanager
-def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[str]:
-    """The folder, locked, holding only the plan and its finished parts.
+def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[tuple[str, list[str]]]:
+    """The folder, locked, holding only the plan and its finished parts; and notes on parts that were dropped.
 
     Removed on success, after ``BadInput`` and when no part is finished; kept after every other error.
 
@@ -37,19 +37,21 @@ def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[str
             somebody else's.
     """
     folder = prefix + ".building"
-    resumed = _read_plan(folder) == plan
+    earlier = _read_plan(folder)
+    resumed = earlier == plan
     there = files_of(prefix)
     if there and not overwrite and not (resumed and len(there) == 1):  # one: a build was killed between two renames
         raise IndexedDataError(f"{there[0]} is there already; pass overwrite (--overwrite) to replace the pair")
     lock = _make_locked(folder)
     try:
         try:
+            dropped = [] if resumed else _dropped(folder, earlier, plan)
             _sweep(folder, resumed)
             _write_plan(folder, plan)
         except OSError as error:
             raise IndexedDataError(f"{error.filename or folder}: {error.strerror}; it is in a build's way") from error
         try:
-            yield folder
+            yield folder, dropped
         except BaseException as error:
             if isinstance(error, BadInput) or not _finished(folder):
                 _remove(folder)
@@ -92,6 +94,28 @@ def _finished(folder: str) -> set[str]:
     """Names (without extension) of the finished parts."""
     names = {name.removesuffix(".json") for name in os.listdir(folder) if name.startswith("part-")}
     return {name for name in names if read_report(os.path.join(folder, name)) is not None}
+
+
+def _dropped(folder: str, earlier: Any, plan: dict[str, Any]) -> list[str]:
+    """A note that finished parts of another plan are not used, and which parts of the plan differ."""
+    count = len(_finished(folder))
+    if not count:
+        return []
+    old = _flat(earlier if isinstance(earlier, dict) else {})
+    differing = [name for name, value in _flat(plan).items() if old.get(name) != value]
+    return [
+        f"{folder}: {count} finished parts were made with other {', '.join(differing)}; they are dropped, and the "
+        "build starts anew"
+    ]
+
+
+def _flat(plan: dict[str, Any]) -> dict[str, Any]:
+    """Nested names as ``encoding.files``."""
+    flat: dict[str, Any] = {}
+    for name, value in plan.items():
+        inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        flat.update(inner)
+    return flat
 
 
 def _sweep(folder: str, resumed: bool) -> None:

@@ -8,6 +8,7 @@ one, which has loaded nothing but numpy and the package, so that one kill takes 
 afterwards is worked out by hand, with struct.
 """
 
+import hashlib  # noqa: F401 - a build loads it, and would do so in each fork
 import json
 import os
 import random

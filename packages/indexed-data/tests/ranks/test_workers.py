@@ -41,7 +41,8 @@ if __name__ == "__main__":
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
-    while not os.path.exists("out.building/part-00001.json") and time.monotonic() < deadline:
+    parts = [f"out.building/part-0000{i}.json" for i in range(2)]  # either may be done first
+    while not all(map(os.path.exists, parts)) and time.monotonic() < deadline:
         time.sleep(0.005)
     if stop == signal.SIGINT:
         os.killpg(process.pid, stop)  # as a terminal does

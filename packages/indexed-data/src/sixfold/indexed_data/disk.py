@@ -78,7 +78,9 @@ def _make_locked(name: str) -> tuple[str, IO[bytes]] | None:
 
 def _remove_abandoned(name: str) -> None:
     """Remove the temporary file ``name`` if its writer is dead, as its lock tells."""
-    with suppress(OSError):  # there is none, or it is somebody else's
+    if not os.path.lexists(name):
+        return
+    with suppress(OSError):  # gone meanwhile, or somebody else's
         descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             ours = stat.S_ISREG(os.fstat(descriptor).st_mode)

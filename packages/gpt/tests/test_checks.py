@@ -21,12 +21,14 @@ from sixfold.gpt.errors import ConfigError
         ("pipeline.group=4", "pipeline.group = 0 works, or parallel.schedule = 'interleaved'"),
         ("pipeline.waves=1", "pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"),
         ("parallel.schedule=hanayo", "a wave is two stages on a rank: parallel.stages_per_rank = 2 works"),
+        ("schedule.shape=constant and schedule.min_lr_ratio=0.5", "which never falls"),
+        ("data.valid=['v'] and data.split=90,10,0", "with which nothing is split; give one of them"),
         ("schedule.decay_steps=10", "it is 0 unless the shape is 'wsd'"),
     ],
 )  # fmt: skip
 def test_tables_that_contradict_each_other_are_named_with_both_numbers(override, expected):
     with pytest.raises(ConfigError) as error:
-        config_with(override)
+        config_with(*override.split(" and "))
     assert expected in words_of(error)
 
 

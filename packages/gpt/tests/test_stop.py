@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 from gpt_helpers import tiny_config
 from run_helpers import lines, losses
 
-from sixfold.gpt import loop, train
+from sixfold.gpt import TrainError, loop, stop, train
 
 EVALUATED = ("train.steps=3", "eval.every=1", "eval.batches=3")
 
@@ -78,3 +80,39 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(config)
     assert [entry["step"] for entry in lines(config, "save")] == [1]
+
+
+def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "run.timeout_seconds=1")
+    free, reading = threading.Event(), loop.TokenStream.step
+    monkeypatch.setattr(loop, "CLOSE_S", 0.1)
+
+    def hanging(self, samples, *args):
+        if samples == 16:
+            free.wait()
+        return reading(self, samples, *args)
+
+    monkeypatch.setattr(loop.TokenStream, "step", hanging)
+    began = time.monotonic()
+    with pytest.raises(TrainError, match=r"step 2: rank 0 did not read its data within 1 s"):
+        train(config)
+    free.set()
+    assert time.monotonic() - began < 5
+    assert [entry["step"] for entry in lines(config, "step")] == [1, 2]
+
+
+def test_two_signals_of_one_moment_are_one_and_a_further_one_ends_at_once(monkeypatch):
+    killed = []
+    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append((pid, number)))
+    flag = stop.StopFlag()
+    flag.arm()
+    try:
+        flag._on_signal(signal.SIGTERM, None)
+        flag._on_signal(signal.SIGTERM, None)
+        assert flag.asked and not killed
+        monkeypatch.setattr(flag, "SAME_S", -1.0)
+        flag._on_signal(signal.SIGTERM, None)
+        assert killed == [(os.getpid(), signal.SIGTERM)]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the signal that it sends again must end it"
+    finally:
+        flag.disarm()

@@ -83,6 +83,18 @@ def check_config(config: "TrainConfig") -> None:
             raise ConfigError(f"{key} is {shown!r}; {what} is not supported: use {instead}")
 
 
+def refuse_path(name: str, value: str) -> None:
+    """Refuse what would become a strangely named folder of the working directory.
+
+    Raises:
+        ConfigError: ``~``, which shells replace and files do not know, or a URL.
+    """
+    if value == "~" or value.startswith("~/"):
+        raise ConfigError(f"{name} is {value!r}; ~ is not replaced here: write the folder's path out")
+    if "://" in value:
+        raise ConfigError(f"{name} is {value!r}; it is a folder of a mounted file system, not a URL: mount it")
+
+
 def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
     """The parallel table with ``dp`` filled in for ``world`` ranks.
 
@@ -225,6 +237,11 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
             f"schedule.decay_steps is {schedule.decay_steps} and schedule.shape {schedule.shape!r}; "
             f"it is 0 unless the shape is 'wsd'"
         )
+    if schedule.shape == "constant" and schedule.min_lr_ratio != type(schedule).min_lr_ratio:
+        raise ConfigError(
+            f"schedule.min_lr_ratio is {schedule.min_lr_ratio} and schedule.shape 'constant', which never falls; leave "
+            f"the key out"
+        )
     room = max(steps - schedule.warmup_steps, 0)
     if steps and schedule.decay_steps > room:
         raise ConfigError(
@@ -275,7 +292,7 @@ def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
     if config.data.order != "stateless":  # an index is built for the samples of the whole run
         values["train.steps"] = config.train.steps
     values["data.blend"] = list(config.data.dataset_names)
-    values["data.valid"] = [prefix.rpartition("/")[2] for prefix in config.data.valid]
+    values["data.valid"] = list(config.data.names_of(config.data.valid))
     del values["data.names"]  # told as data.blend
     return values
 

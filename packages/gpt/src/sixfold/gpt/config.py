@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-from sixfold.gpt.checks import check_config, check_world, resume_changes
+from sixfold.gpt.checks import check_config, check_world, refuse_path, resume_changes
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.tables import AtLeast, Count, Fraction, Positive, Rate, Size, Table, build
 from sixfold.gpt.toml import read_file, read_tables, write_tables
@@ -181,6 +181,12 @@ class DataConfig(Table):
             shares = []
         if len(shares) != 3 or min(shares) < 0 or not 0 < shares[0] < float("inf") or not sum(shares) < float("inf"):
             raise ConfigError(f"data.split is {self.split!r}; it is three numbers >= 0, the first > 0, as 98,2,0")
+        if self.valid and self.split != type(self).split:
+            raise ConfigError(
+                f"data.split is {self.split!r} and data.valid names {list(self.valid)}, with which nothing is split; "
+                f"give one of them"
+            )
+        refuse_path("data.cache_dir", self.cache_dir)
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
@@ -336,6 +342,9 @@ class CheckpointConfig(Table):
     init_from: str = ""
     resume: Literal["auto", "never", "must"] = "auto"
 
+    def check(self) -> None:
+        refuse_path("checkpoint.init_from", self.init_from)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Table):
@@ -368,6 +377,7 @@ class RunConfig(Table):
     def check(self) -> None:
         if not self.dir:
             raise ConfigError("run.dir is empty; it is the folder of the run")
+        refuse_path("run.dir", self.dir)
 
 
 @dataclass(frozen=True, kw_only=True)

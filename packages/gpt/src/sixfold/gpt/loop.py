@@ -13,7 +13,6 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch
 from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
+from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
@@ -40,6 +40,8 @@ from sixfold.gpt.stop import StopFlag
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.data import Datasets
+
+CLOSE_S = 5.0  # for the data thread to end with its run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +91,7 @@ class Run:
         self.loss: float | None = None
         self.versions = versions()
         self.root = Path(config.run.dir) / "checkpoints"
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sixfold-data")
-        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
 
     def note(self, kind: str, **fields: Any) -> None:
@@ -99,32 +100,43 @@ class Run:
             self.metrics.write(kind, **fields)
 
     def close(self) -> None:
-        """Let the data thread go."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Let the data thread end, which reads files that its user may close or delete next; one that hangs is left."""
+        if self._ahead is not None:
+            self._ahead[1].wait(CLOSE_S)
 
     def _fetch(self, step: int, samples: int) -> list[Microbatch]:
         mesh, size = self.rank.mesh, batch_size(self.config, step)
         micro = self.config.train.micro_batch_size
         return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank, self.rank.device)
 
+    def _valid_batch(self, number: int) -> Ahead[list[Microbatch]]:
+        assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
+        valid, mesh, train = self.valid, self.rank.mesh, self.config.train
+        size = train.global_batch_size
+        return Ahead(
+            lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
+        )
+
     def next_batch(self) -> list[Microbatch]:
         """This step's microbatches; the next step's are fetched on a thread while this one runs."""
         step, samples = self.progress.step, self.progress.samples
-        if self._ahead is not None and self._ahead[0] == step:
-            limit = self.config.run.timeout_seconds
-            try:
-                batch = self._ahead[1].result(timeout=limit)
-            except TimeoutError as error:
-                raise TrainError(
-                    f"step {step}: its data was not read within {limit:g} s; is the disk there?"
-                ) from error
-        else:
-            batch = self._fetch(step, samples)
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = (step, Ahead(lambda: self._fetch(step, samples)))
+        batch = self._await_data(f"step {step}", self._ahead[1])
         self._ahead = None
         if step + 1 < self.config.train.steps:
             after = samples + batch_size(self.config, step)
-            self._ahead = (step + 1, self._thread.submit(self._fetch, step + 1, after))
+            self._ahead = (step + 1, Ahead(lambda: self._fetch(step + 1, after)))
         return batch
+
+    def _await_data(self, what: str, ahead: Ahead[list[Microbatch]]) -> list[Microbatch]:
+        limit = self.config.run.timeout_seconds
+        try:
+            return ahead.result(limit)
+        except TimeoutError as error:
+            raise TrainError(
+                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there?"
+            ) from error
 
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
@@ -180,15 +192,10 @@ class Run:
         Returns:
             False if it was given up because a rank was asked to stop; then there is no line.
         """
-        assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
-        valid, mesh, train = self.valid, self.rank.mesh, self.config.train
-        size = train.global_batch_size
-        batches = (
-            valid.step(i * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
-            for i in range(self.config.eval.batches)
-        )
-        with wire_errors(f"evaluation after step {self.progress.step}"):
-            found = evaluate(self.rank, batches, lambda: any_of(mesh.control, flag.asked))
+        what = f"evaluation after step {self.progress.step}"
+        batches = (self._await_data(what, self._valid_batch(i)) for i in range(self.config.eval.batches))
+        with wire_errors(what):
+            found = evaluate(self.rank, batches, lambda: any_of(self.rank.mesh.control, flag.asked))
         if found is not None:
             self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
         return found is not None
@@ -318,7 +325,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     config = replace(config, parallel=check_world(config, world.size))
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
-    mesh = make_mesh(config.parallel, world, world.device)
+    mesh = make_mesh(config.parallel, world, world.device, config.run.timeout_seconds)
     together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
         together(mesh.control, mesh.size, lambda: check_compiler(world.device))

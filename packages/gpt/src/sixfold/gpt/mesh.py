@@ -10,12 +10,14 @@ control (errors, small objects, checkpoint plans) on ``control``, which is alway
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig
@@ -36,6 +38,7 @@ class RankMesh:
     data: dist.ProcessGroup | None = None  # dp x cp: the ranks that see different samples
     hybrid: DeviceMesh | None = None  # (replicate, shard) of ``data`` where dp_replicate > 1, else None
     control: dist.ProcessGroup | None = None  # every rank, on the CPU
+    timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of every collective of these groups
 
     @property
     def layout(self) -> dict[str, int]:
@@ -43,8 +46,12 @@ class RankMesh:
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": 1, "ep": 1}
 
 
-def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> RankMesh:
-    """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in config.py)."""
+def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, timeout_s: float) -> RankMesh:
+    """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in config.py).
+
+    Args:
+        timeout_s: longest wait in a collective of any of its groups.
+    """
     if world.size == 1:
         return RankMesh(rank=0, size=1, pp=1, pp_rank=0, dp=1, dp_rank=0)
     sizes = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
@@ -56,7 +63,13 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device) -> R
     hybrid = mesh["dp_replicate", "dp_shard"] if copies > 1 else None
     data = mesh["dp"] if hybrid is None else hybrid._flatten("dp")
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # [Note: deadlines of groups] torch gives the groups of a mesh its own default of 10 or 30 minutes, whatever the
+    # default group was made with.
+    for group in (*(mesh.get_group(axis) for axis in sizes), data.get_group(), control):
+        _set_pg_timeout(timeout, group)
     return RankMesh(
+        timeout=timeout,
         rank=world.rank,
         size=world.size,
         pp=parallel.pp,
@@ -79,5 +92,5 @@ def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | Non
     if mesh.pipeline is None or first == last or mesh.pp_rank not in (first, last):
         return None
     members = [dist.get_global_rank(mesh.pipeline, r) for r in (first, last)]
-    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True, timeout=mesh.timeout)
     return group

@@ -1,0 +1,62 @@
+"""Every wait of a run ends: groups have the run's deadline, and a stopped rank is named."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from gpt_helpers import tiny_config
+from run_helpers import world_of
+
+import ranktest
+from sixfold.gpt import cli
+from sixfold.gpt.config import ParallelConfig
+from sixfold.gpt.mesh import make_mesh, pair_group
+from sixfold.gpt.metrics import read_all
+
+
+def deadlines(rank, ranks, parallel):
+    """Seconds that each group of a rank's mesh waits."""
+    mesh = make_mesh(parallel, world_of(rank, ranks), torch.device("cpu"), 7.0)
+    groups = [mesh.pipeline, mesh.data, mesh.control, pair_group(mesh, 0, parallel.pp - 1)]
+    if mesh.hybrid is not None:
+        groups += [mesh.hybrid.get_group(axis) for axis in (0, 1)]
+    found = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+    return {backend.options._timeout.total_seconds() for backend in found}
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(pp=2, dp=2), ParallelConfig(dp=4, dp_replicate=2)], ids=["pp2dp2", "hsdp"]
+)
+def test_every_group_of_a_mesh_has_the_deadline_of_the_run(parallel):
+    assert ranktest.run_ranks(deadlines, 4, parallel) == [{7.0}] * 4
+
+
+def test_a_stopped_rank_ends_the_run_within_its_deadline_and_is_named(tmp_path, capsys):
+    path = tmp_path / "endless.toml"
+    path.write_text(tiny_config(tmp_path, "train.steps=100000", "run.timeout_seconds=4").to_toml())
+    stopped_at = []
+
+    def stop_rank_one():
+        deadline = time.monotonic() + 60
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while time.monotonic() < deadline:
+            records = read_all(metrics) if metrics.exists() else []
+            if sum(r["kind"] == "step" for r in records) >= 2:
+                pid = next(r for r in records if r["kind"] == "start")["ranks"][1]["pid"]
+                stopped_at.append(time.monotonic())
+                os.kill(pid, signal.SIGSTOP)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=stop_rank_one)
+    thread.start()
+    status = cli.main(["train", str(path), "parallel.pp=2"])
+    ended = time.monotonic()
+    thread.join()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 1, error
+    assert "rank 1 did not answer: a signal had stopped its process" in error
+    assert ended - stopped_at[0] < 4 + 15

@@ -1,0 +1,81 @@
+"""No key of the configuration is accepted without effect, and a path is what it says or is refused."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from config_helpers import config_with, words_of
+
+from sixfold.gpt import config as config_module
+from sixfold.gpt.config import TABLES
+from sixfold.gpt.errors import ConfigError
+
+# A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
+REFUSED = {
+    "parallel.tp": "2", "parallel.cp": "2", "parallel.ep": "2", "model.num_experts": "4",
+    "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "pipeline.steps": "3", "pipeline.waves": "2",
+    "train.offload_activations": "true", "train.cuda_graphs": "true", "log.tensorboard": "true",
+    "log.profile_steps": "[3]", "optimizer.name": "muon",
+}  # fmt: skip
+HELD = {"parallel.sequence": "sequence parallelism is a part of tensor parallelism, and tp is 1"}
+BY_NAME = {"fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS}}  # handed on as a mapping
+
+
+def attributes_read() -> set[tuple[str, str]]:
+    """(what stands before the dot, attribute) of every attribute read outside the files that check configurations."""
+    folder = Path(config_module.__file__).parent
+    found = set()
+    for path in folder.glob("*.py"):
+        if path.name in ("checks.py", "tables.py", "toml.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                found.add((getattr(owner, "attr", getattr(owner, "id", "")), node.attr))
+    return found
+
+
+# How the code calls a table when it reads one of its keys.
+OWNERS = {
+    "model": {"config", "model", "self"}, "data": {"data", "config", "self"}, "parallel": {"parallel", "p"},
+    "pipeline": {"pipeline"}, "fsdp": {"fsdp"}, "train": {"train"}, "optimizer": {"config", "optimizer"},
+    "schedule": {"schedule"}, "checkpoint": {"checkpoint", "keep"}, "eval": {"eval"}, "log": {"log"}, "run": {"run"},
+}  # fmt: skip
+
+
+def test_every_key_is_read_by_the_code_or_refused():
+    read = attributes_read()
+    idle = {
+        f"{name}.{field.name}"
+        for name, table in TABLES.items()
+        for field in fields(table)
+        if not any((owner, field.name) in read for owner in OWNERS[name]) and field.name not in BY_NAME.get(name, ())
+    }
+    assert idle - REFUSED.keys() - HELD.keys() == set()
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_key_that_nothing_reads_is_refused_when_it_is_changed(key):
+    with pytest.raises(ConfigError) as error:
+        config_with(f"{key}={REFUSED[key]}")
+    assert key in words_of(error)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir=~/runs/a", "run.dir=s3://bucket/run", "run.dir=file:///tmp/run", "checkpoint.init_from=~/a",
+        "checkpoint.init_from=gs://bucket/a", "data.cache_dir=~/cache", "data.cache_dir=s3://bucket/cache",
+    ],
+)  # fmt: skip
+def test_a_path_that_would_become_a_strange_folder_here_is_refused(override):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError) as error:
+        config_with(override)
+    assert words_of(error).startswith(f"{key} is {value!r}; ")
+
+
+@pytest.mark.parametrize("path", ["runs/a", "./runs/a", "/runs/a", "runs/a/", "../a", "runs/~a", "2026"])
+def test_every_other_path_is_taken_as_it_stands(path):
+    assert config_with(f"run.dir={path}").run.dir == path

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 from gpt_helpers import tiny_config
 from run_helpers import final_tensors, lines, run, train_rank
@@ -9,6 +12,7 @@ from run_helpers import final_tensors, lines, run, train_rank
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.dist_ckpt import retention
+from sixfold.gpt import checkpoint
 
 
 def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tuple[int, float | None, str]:
@@ -46,8 +50,6 @@ def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
 
 def hidden_rank(rank: int, ranks: int, text: str) -> None:
     """Train; rank 1 never sees what rank 0 chose."""
-    from sixfold.gpt import checkpoint
-
     checkpoint.SEEN_S = 0.2
     if rank == 1:
         checkpoint.dist_ckpt.check_is_distributed_checkpoint = lambda path: False
@@ -68,3 +70,27 @@ def test_ranks_with_different_configurations_are_refused_with_the_key(tmp_path):
     config = tiny_config(tmp_path, "train.steps=1")
     with pytest.raises(ranktest.RankFailed, match=r"optimizer\.lr is 0\.003 on rank 0 and 0\.004 on rank 1"):
         ranktest.run_ranks(odd_rank, 2, config.to_toml())
+
+
+def rank_on_a_full_disk(rank: int, ranks: int, text: str) -> None:
+    """Train; from the save of step 4 on rank 1 can write no file of more than 20 kB."""
+    save = checkpoint.save
+
+    def limited(model, folder, progress, *args, **options):
+        if rank == 1 and progress.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return save(model, folder, progress, *args, **options)
+
+    checkpoint.save = limited
+    train_rank(rank, ranks, text)
+
+
+def test_a_disk_that_is_full_on_one_rank_ends_the_run_and_leaves_the_older_checkpoint_whole(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=6", "checkpoint.every=2")
+    with pytest.raises(ranktest.RankFailed, match=r"File too large: this rank needs \d+ bytes.*run/checkpoints"):
+        ranktest.run_ranks(rank_on_a_full_disk, 2, config.to_toml())
+    assert [step for step, _ in retention.checkpoints(Path(config.run.dir) / "checkpoints")] == [2]
+    assert lines(config, "end")[-1]["reason"] == "error"
+    assert [entry["step"] for entry in lines(config, "save")] == [2]
+    assert run(config, 2)[0][0] == 6
+    assert [entry["step"] for entry in lines(config, "resume")] == [2]

@@ -215,7 +215,7 @@ def _end(ranks: list[_Rank]) -> None:
             rank.process.join(max(0.0, deadline - time.monotonic()))
         _signal(part, signal.SIGKILL)
     for rank in ranks:
-        rank.process.join()
+        rank.process.join(END_S)  # SIGKILL ends it, unless the kernel holds it in a file system that hangs
         rank.channel.close()
 
 

@@ -125,7 +125,7 @@ def sixfold_update(config: GPTConfig, b: int, sharding: str, tokens: Tensor) -> 
     text = CONFIG.format(c=config, b=b, sharding=sharding)
     world = World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cpu"))
     train_config = TrainConfig.from_text(text)
-    rank = build_rank(train_config, make_mesh(train_config.parallel, world, world.device), world)
+    rank = build_rank(train_config, make_mesh(train_config.parallel, world, world.device, 60.0), world)
     cu = torch.arange(0, b * SEQ + 1, SEQ, dtype=torch.int32)
     kwargs = {
         "labels": tokens.roll(-1, 1),

@@ -8,7 +8,7 @@ import pytest
 from config_helpers import config_with, words_of
 
 from sixfold.gpt import config as config_module
-from sixfold.gpt.config import TABLES
+from sixfold.gpt.config import TABLES, resume_changes
 from sixfold.gpt.errors import ConfigError
 
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
@@ -79,3 +79,10 @@ def test_a_path_that_would_become_a_strange_folder_here_is_refused(override):
 @pytest.mark.parametrize("path", ["runs/a", "./runs/a", "/runs/a", "runs/a/", "../a", "runs/~a", "2026"])
 def test_every_other_path_is_taken_as_it_stands(path):
     assert config_with(f"run.dir={path}").run.dir == path
+
+
+@pytest.mark.parametrize("wiki", ["wiki", "./data/wiki", "/abs/wiki", "x/../wiki", "data//wiki"])
+def test_every_way_to_write_a_prefix_names_one_dataset_and_may_be_resumed(wiki):
+    config = config_with(f"data.blend=['{wiki}', 'data/code']")
+    assert config.data.dataset_names == ("wiki", "code")
+    resume_changes(config_with(), config, step=3)

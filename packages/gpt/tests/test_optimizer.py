@@ -35,6 +35,6 @@ def test_a_stage_without_parameters_has_an_optimizer_that_steps():
     build_optimizer(OptimizerConfig(lr=0.5), []).step()
 
 
-def test_muon_comes_later():
-    with pytest.raises(ConfigError, match="Muon comes with a later release"):
+def test_muon_is_refused_with_what_to_use():
+    with pytest.raises(ConfigError, match="Muon is not supported: use adamw"):
         build_optimizer(OptimizerConfig(lr=0.5, name="muon"), [])

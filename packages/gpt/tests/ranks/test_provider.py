@@ -108,3 +108,38 @@ def test_evaluation_runs_a_provider_in_eval_mode_and_gives_each_module_its_own_m
         assert after == [False, True, *[True] * rank]
     assert len(lines(config, "eval")) == 2
     assert losses(config) == losses(plain), "evaluation took numbers from the generator of training"
+
+
+class Counting(Decoder):
+    """Keeps two buffers: how often it ran in training, and what it saw last; a third is no part of its state."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x, **kwargs):
+        self.runs += 1
+        self.seen += x.float().flatten()[:3].detach()
+        return super().forward(x, **kwargs)
+
+
+def buffers_after(rank: int, ranks: int, text: str) -> tuple[int, list[float]]:
+    torch.manual_seed(0)
+    made = []
+
+    def provider(pre_process, post_process, vp_stage=None):
+        made.append(Counting(pre_process, post_process, range(1), []))
+        return made[0].eval()
+
+    train_in(TrainConfig.from_text(text), world_of(rank, ranks), provider)
+    return int(made[0].runs), made[0].seen.tolist()
+
+
+def test_buffers_of_a_provider_are_saved_and_loaded(tmp_path):
+    whole, cut = (tiny_config(tmp_path, "train.steps=2", run=run) for run in ("whole", "cut"))
+    expected = buffers_after(0, 1, whole.to_toml())
+    buffers_after(0, 1, tiny_config(tmp_path, "train.steps=1", run="cut").to_toml())
+    assert buffers_after(0, 1, cut.to_toml()) == expected
+    assert expected[0] == 2 * 4

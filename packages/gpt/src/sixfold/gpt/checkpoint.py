@@ -56,6 +56,18 @@ def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, d
             flattened_range=slice(record.start, record.stop),
             replica_id=(0, tied, record.replica),
         )
+    return state | _buffers(rank)
+
+
+def _buffers(rank: RankModel) -> dict[str, dist_ckpt.ShardedTensor]:
+    """Persistent buffers of a model_provider's modules (GPTModel has none): those of dp rank 0 are saved."""
+    kept = rank.model.module.state_dict()
+    state = {}
+    for name, buffer in rank.model.module.named_buffers():
+        if name in kept:
+            key = f"model.{canonical(name)}"
+            alias = buffer.detach().view(1) if buffer.dim() == 0 else buffer.detach()
+            state[key] = dist_ckpt.ShardedTensor.from_rank_offsets(key, alias, replica_id=(0, 0, rank.mesh.dp_rank))
     return state
 
 

@@ -62,7 +62,7 @@ _FREE_KEYS = ("train.steps", "train.micro_batch_size", "train.recompute", "data.
 
 
 def check_config(config: "TrainConfig") -> None:
-    """Refuse a configuration that no world can run, or that this release cannot.
+    """Refuse a configuration that no world can run, or that asks for what is not supported.
 
     Raises:
         ConfigError: naming keys, both numbers and a nearest value that works.

@@ -84,11 +84,14 @@ def train_samples(config: TrainConfig, steps: int | None = None) -> int:
     )
 
 
-def dataset_builder(config: TrainConfig, group: dist.ProcessGroup | None = None) -> BlendedMegatronDatasetBuilder:
+def dataset_builder(
+    config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True
+) -> BlendedMegatronDatasetBuilder:
     """What `build_datasets` builds with; opens nothing.
 
     Args:
         group: all ranks, where ``data.order`` has an index: each builds a share of it.
+        tell: whether this rank tells of datasets that are read very often; one of them is enough.
     """
     from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.tokenizer import tokenizer_of
@@ -122,6 +125,7 @@ def dataset_builder(config: TrainConfig, group: dist.ProcessGroup | None = None)
         eod_mask_loss=data.eod_mask_loss,
         path_to_cache=data.cache_dir or None,
         create_cu_seqlens=True,
+        max_epochs=GPTDatasetConfig.max_epochs if tell else None,
         **parts,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, _sizes(config), lambda: True, options, group=group)

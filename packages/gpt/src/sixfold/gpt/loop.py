@@ -160,7 +160,7 @@ class Run:
         (step, blocked, handle), self._saved = self._saved, None
         if handle is not None:
             with wire_errors(f"save of step {step}"):
-                handle.wait()
+                handle.wait(self.config.run.timeout_seconds)
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
             retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
@@ -314,7 +314,7 @@ def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
 def _datasets(config: TrainConfig, mesh: RankMesh) -> Datasets:
     """Opened by every rank for itself; an index is built in shares, and blending raises an error of one on all."""
     group = None if config.data.order == "stateless" else mesh.control
-    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group))
+    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group, tell=mesh.rank == 0))
     if group is not None:
         return build_datasets(config, builder)
     return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
@@ -335,7 +335,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     source = None if newest is not None else initial_weights(config, mesh)
     fresh = newest is None and source is None
     rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
-    metrics = MetricsWriter(Path(config.run.dir) / "metrics.jsonl") if mesh.rank == 0 else None
+    path = Path(config.run.dir) / "metrics.jsonl"
+    metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
     data = _datasets(config, mesh)
     run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
     flag = StopFlag()

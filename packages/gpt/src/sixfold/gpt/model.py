@@ -129,7 +129,7 @@ class GPTModel(nn.Module):
 
     Args:
         config: shape of the whole model.
-        mesh: the run's device mesh; axis ``tp`` has size 1 in this release.
+        mesh: the run's device mesh; axis ``tp`` has size 1.
         pre_process: holds the embedding and takes tokens.
         post_process: holds the last norm and the head and gives logits or losses.
         vp_stage: number of this stage among those of its rank; kept as an attribute.

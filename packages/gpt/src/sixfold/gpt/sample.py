@@ -2,7 +2,7 @@
 
     prompt --> tokenizer --> model --> temperature, top k, one draw --> next token   (this file) --> text
 
-The model sees the last ``context`` tokens at each position; no cache in this release. Draws come from a generator of
+The model sees the last ``context`` tokens at each position; it keeps no cache. Draws come from a generator of
 their own on the CPU, so a seed gives the same text whatever ran before.
 """
 

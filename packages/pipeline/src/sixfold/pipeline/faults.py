@@ -4,7 +4,8 @@
 
 The store is touched only here, and only after a failure: a rank writes where it
 stands, then ends its edges, which wakes its neighbours; they write, end theirs,
-and so on, until every rank knows. A rank that stays silent is reported as such.
+and so on, until every rank knows. A rank that stays silent is reported as such,
+and so is a store that does not answer, whose host may be what stopped.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from sixfold.pipeline.watchdog import within
+
 __all__ = ["Record", "Records", "Store", "report"]
 
 _POLL_S = 0.02
+_ANSWER_S = 0.25  # of the store
 
 
 class Store(Protocol):
@@ -57,6 +61,7 @@ class Records:
 
     def __init__(self, store: Store | None, key: str, rank: int, ranks: int) -> None:
         self._store, self._key, self._rank, self._ranks = store, key, rank, ranks
+        self.deaf = False  # whether the store was asked and did not answer
 
     @property
     def has_store(self) -> bool:
@@ -65,37 +70,42 @@ class Records:
 
     def write(self, record: Record) -> None:
         """Tell the others where this rank stopped."""
-        if self._store is not None:
+        if (store := self._store) is not None:
             try:
-                self._store.set(f"{self._key}/{self._rank}", json.dumps(asdict(record)))
-            except RuntimeError:
-                pass  # the store's host may be what died; the report then says less
+                within(_ANSWER_S, lambda: store.set(f"{self._key}/{self._rank}", json.dumps(asdict(record))))
+            except (RuntimeError, TimeoutError):
+                self.deaf = True
 
     def others(self, wait_s: float) -> dict[int, Record]:
         """Records of the other ranks, after all have spoken, one has failed, or ``wait_s`` has passed."""
         found: dict[int, Record] = {}
-        if self._store is None:
+        if (store := self._store) is None or self.deaf:
             return found
         deadline = time.monotonic() + wait_s
         missing = [rank for rank in range(self._ranks) if rank != self._rank]
-        while missing:
+
+        def look() -> None:
             for rank in tuple(missing):
-                try:
-                    if self._store.check([f"{self._key}/{rank}"]):
-                        found[rank] = Record(**json.loads(self._store.get(f"{self._key}/{rank}")))
-                        missing.remove(rank)
-                except RuntimeError:
-                    return found
+                if store.check([f"{self._key}/{rank}"]):
+                    found[rank] = Record(**json.loads(store.get(f"{self._key}/{rank}")))
+                    missing.remove(rank)
+
+        while missing:
+            try:
+                within(_ANSWER_S, look)
+            except (RuntimeError, TimeoutError):
+                self.deaf = True
+                return dict(found)
             if time.monotonic() > deadline or any(record.error is not None for record in found.values()):
                 break
             time.sleep(_POLL_S)
         return found
 
 
-def report(rank: int, ranks: int, mine: Record, others: dict[int, Record], heard: bool) -> str:
-    """The line of a time-out: this rank, then what is known of the others."""
+def report(rank: int, ranks: int, mine: Record, others: dict[int, Record], heard: bool, deaf: bool = False) -> str:
+    """The line of a time-out: this rank, then what is known of the others, and whether the store did not answer."""
     parts = [f"rank {rank} waits at {mine.place}" + ("" if mine.peer is None else f" for rank {mine.peer}")]
     for other in range(ranks) if heard else ():
         if other != rank:
             parts.append(f"rank {other} at {others[other].place}" if other in others else f"rank {other} silent")
-    return "; ".join(parts)
+    return "; ".join((*parts, "the store does not answer") if deaf else parts)

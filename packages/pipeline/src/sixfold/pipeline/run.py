@@ -269,7 +269,7 @@ class PipelineRunner:
         device = step_device(self._stages, dist.get_backend(group))
         try:
             self._transport = Transport(group, device, timeout_s, edges)
-        except RuntimeError as error:  # torch's DistStoreError too: a peer did not come
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError too: a peer did not come
             message = f"rank {self._rank} waited {timeout_s:g} s for all {group.size()} ranks to make their runner"
             raise PipelineTimeout(message, rank=self._rank) from error
         members = "-".join(map(str, dist.get_process_group_ranks(group)))
@@ -334,7 +334,7 @@ class PipelineRunner:
                 self._broken = f"rank {rank} failed at {theirs.place}: {theirs.error}"
                 raise ScheduleError(self._broken, rank=rank) from error
         heard = self._records.has_store
-        line = report(self._rank, self._transport.ranks, mine, others, heard)
+        line = report(self._rank, self._transport.ranks, mine, others, heard, self._records.deaf)
         self._broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=error.action) from error
 

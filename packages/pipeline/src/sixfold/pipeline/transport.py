@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait
+from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
 
 __all__ = ["Control", "Incoming", "Outgoing", "Transport"]
 
@@ -183,15 +183,19 @@ class Transport:
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._factory = edges
-        store = group.get_group_store()
-        self.serial = int(store.add(f"sixfold.pipeline/{self.rank}", 1))
-        self._store = PrefixStore(f"sixfold.pipeline.{self.serial}", store)
         host = HostWait(timeout_s)
         self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
-        everyone = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
+        everyone = within(timeout_s, self._meet)
         self.control = Control(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
+
+    def _meet(self) -> Any:
+        """The communicator of all ranks; sets what tells this runner's keys in the group's store from others'."""
+        store = self._group.get_group_store()
+        self.serial = int(store.add(f"sixfold.pipeline/{self.rank}", 1))
+        self._store = PrefixStore(f"sixfold.pipeline.{self.serial}", store)
+        return dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
 
     def connect(self, pairs: set[tuple[int, int]]) -> None:
         """Make the communicators of those directed edges of this rank that are new.
@@ -209,7 +213,7 @@ class Transport:
                 elif destination == self.rank and source not in self._incoming:
                     group, peer = self._edge(source, destination, source)
                     self._incoming[source] = Incoming(group, peer, self._wait, self._device)
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
                 other = destination if source == self.rank else source
                 raise PeerLost(None, peer=other) from error
 
@@ -243,7 +247,8 @@ class Transport:
         store = PrefixStore(f"{source}>{destination}", self._store)
         mine = 0 if self.rank == source else 1
         if self._device.type == "cpu":
-            return dist.ProcessGroupGloo(store, mine, 2, self._timeout), 1 - mine
+            ours = within(self._timeout.total_seconds(), lambda: dist.ProcessGroupGloo(store, mine, 2, self._timeout))
+            return ours, 1 - mine
         if self._device.type != "cuda":
             raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
         options = dist.ProcessGroupNCCL.Options()

@@ -16,13 +16,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from sixfold.pipeline.action import Action
 
-__all__ = ["HostWait", "PeerLost", "StreamWait"]
+__all__ = ["HostWait", "PeerLost", "StreamWait", "within"]
 
 _POLL_S = 0.05
+
+Result = TypeVar("Result")
 
 
 class PeerLost(Exception):
@@ -37,6 +39,34 @@ class PeerLost(Exception):
         super().__init__(str(action))
         self.action = action
         self.peer = peer
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """``call()`` on a thread of its own, which is left behind when it has not ended after ``seconds``.
+
+    For calls that have no deadline of their own or do not keep it: a store whose host is stopped answers nothing, and
+    its client waits for ever (torch 2.13, whatever its timeout).
+
+    Raises:
+        TimeoutError: it has not ended; and whatever ``call`` raises.
+    """
+    ended = threading.Event()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="sixfold-pipeline-call", daemon=True).start()
+    if not ended.wait(seconds):
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class HostWait:

@@ -1,0 +1,169 @@
+"""Every wait for another rank ends at its deadline: rank 1 is stopped in each of them, and rank 0 says so in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pipeline_helpers import batch, layers, square_loss
+from torch import Tensor, nn
+
+from ranktest import run_ranks, store
+from sixfold.pipeline import PipelineRunner, PipelineTimeout, Stage, gpipe, one_f_one_b
+from sixfold.pipeline.tokens import TokenCount
+from sixfold.pipeline.transport import Control, Outgoing, Transport
+
+TIMEOUT_S = 0.5
+ALLOWED_S = TIMEOUT_S + 1.0
+
+
+def stop() -> None:
+    """Stop this process until the other kills it."""
+    store().set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Stops(nn.Module):
+    """Stops in its ``turn``-th forward, counted from 1."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__()
+        self.turn, self.layer = turn, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn -= 1
+        if self.turn == 0:
+            stop()
+        return self.layer(x)
+
+
+def stop_at(owner: Any, name: str) -> None:
+    """Stop this process when it first calls the method ``name`` of the class ``owner``."""
+
+    def stopping(*args: Any, **kwargs: Any) -> None:
+        stop()
+
+    setattr(owner, name, stopping)
+
+
+def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, float] | None:
+    """Rank 1 stops at ``where``; what rank 0 gets, and how long it took."""
+    module: nn.Module = layers(ranks)[rank]
+    scale, loss = "mean", square_loss
+    if where == "tokens":
+        scale, loss = "token", lambda o, t: (square_loss(o, t), o.numel())  # type: ignore[assignment]
+    if rank == 1:
+        if where == "making":
+            stop()
+        elif where in ("agreeing", "connecting"):
+            stop_at(*{"agreeing": (Control, "gather"), "connecting": (Transport, "connect")}[where])
+        elif where == "tokens":
+            stop_at(TokenCount, "divide")
+        elif where == "forward":
+            module = Stops(3)
+        elif where == "backlog":
+            module = Stops(1)
+        elif where == "sending":
+            stop_at(Outgoing, "send")
+    # A rank that runs ahead of a stopped one by more than the kernel buffers waits for its oldest SEND.
+    program, rows = (gpipe(ranks, 12), 240_000) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
+    begin = time.monotonic()
+    try:
+        runner = PipelineRunner(
+            program,
+            [Stage(module, rank)],
+            dist.group.WORLD,
+            loss,
+            timeout_s=TIMEOUT_S,
+            store=store(),
+            scale=scale,
+        )
+        begin = time.monotonic()
+        runner.step(*batch(rows))
+    except PipelineTimeout as error:
+        took = time.monotonic() - begin
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+        return type(error).__name__, str(error), took
+    return "none", "", 0.0
+
+
+@pytest.mark.parametrize("where", ["making", "agreeing", "connecting", "forward", "sending", "tokens", "backlog"])
+def test_a_stopped_rank_is_a_timeout_in_every_wait(where):
+    kind, text, took = run_ranks(beside_a_stopped_rank, 2, where, allow_exit=(1,))[0]
+    assert kind == "PipelineTimeout"
+    assert took < ALLOWED_S, f"{took:.2f} s: {text}"
+    assert "rank 0 wait" in text
+    if where != "making":
+        assert "rank 1 silent" in text
+    if where == "backlog":
+        assert "SEND_F" in text
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def beside_a_stopped_store(rank: int, ranks: int, port: int) -> tuple[str, float] | None:
+    """Rank 1 hosts the store of the report, and stops: the store does not answer either."""
+    hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
+    module = Stops(3) if rank == 1 else layers(ranks)[rank]
+    runner = PipelineRunner(
+        one_f_one_b(ranks, 4),
+        [Stage(module, rank)],
+        dist.group.WORLD,
+        square_loss,
+        timeout_s=TIMEOUT_S,
+        store=hosted,
+    )
+    begin = time.monotonic()
+    try:
+        runner.step(*batch(8))
+    except PipelineTimeout as error:
+        took = time.monotonic() - begin
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+        return str(error), took
+    return None
+
+
+def test_a_report_does_not_wait_for_a_store_whose_host_is_stopped():
+    text, took = run_ranks(beside_a_stopped_store, 2, free_port(), allow_exit=(1,))[0]
+    assert took < ALLOWED_S, f"{took:.2f} s: {text}"
+    assert "for rank 1" in text
+
+
+def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> tuple[str, float] | None:
+    """The group's own store is hosted by rank 1, which stops before rank 0 asks it."""
+    dist.destroy_process_group()
+    hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=hosted, rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank == 1:
+        stop()
+        return None
+    while not store().check(["stopped"]):
+        time.sleep(0.01)
+    time.sleep(0.05)
+    begin = time.monotonic()
+    try:
+        PipelineRunner(
+            one_f_one_b(ranks, 4), [Stage(layers(2)[0], 0)], dist.group.WORLD, square_loss, timeout_s=TIMEOUT_S
+        )
+    except PipelineTimeout as error:
+        took = time.monotonic() - begin
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+        return str(error), took
+    return None
+
+
+def test_a_runner_is_not_made_with_a_stopped_host_of_the_groups_store():
+    text, took = run_ranks(make_in_a_stopped_group, 2, free_port(), allow_exit=(1,))[0]
+    assert took < ALLOWED_S, f"{took:.2f} s: {text}"
+    assert "rank 0 waited 0.5 s for all 2 ranks to make their runner" in text

@@ -1,4 +1,4 @@
-"""Numbers as users give them: numpy's are taken and leave no trace; what is no number, or none that can be, is named."""
+"""Numbers as users give them: numpy is taken and leaves no trace; what is no number, or none that can be, is named."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_the_further_sizes_are_whole_numbers_too():
     refused("steps is True", lambda: optimizer_step(gpipe(2, 2), when="2bw", steps=True))
     refused("microbatches is 2.0; it is a whole number", lambda: Program.parse("0: 0F0 0B0 0F1 0B1", 2.0))
     refused("rank of stage 1 is 0.0; it is a whole number", lambda: Program(((),), 1, (0, 0.0)))
-    refused("microbatches is 2.5; it is a whole number, or which of them", lambda: recompute(gpipe(2, 4), microbatches=2.5))
+    refused(
+        "microbatches is 2.5; it is a whole number, or which of them", lambda: recompute(gpipe(2, 4), microbatches=2.5)
+    )
     refused("microbatches is True; it is a whole number, or which", lambda: recompute(gpipe(2, 4), microbatches=True))
     refused("recompute of microbatch 'a'", lambda: recompute(gpipe(2, 4), microbatches=["a"]))
     program = gpipe(2, 4)

@@ -129,5 +129,5 @@ def test_no_arrangement_that_fits_is_faster_and_of_equal_ones_the_shallowest_is_
 def test_a_batch_that_no_arrangement_divides_is_refused():
     with pytest.raises(ScheduleError, match="batch 3 on 4 devices with 5 layers"):
         plan_2bw({2: profile()}, layers=5, devices=4, batch=3, memory_cap=1e9)
-    with pytest.raises(ScheduleError, match=r"LayerProfile.hop_s is -1; it is finite and >= 0"):
+    with pytest.raises(ScheduleError, match=r"LayerProfile.hop_s is -1.0; it is finite and >= 0"):
         profile(hop_s=-1)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.memory import activation_share
 from sixfold.pipeline.program import Program
 
@@ -21,6 +21,8 @@ __all__ = ["Costs"]
 @dataclass(frozen=True)
 class Costs:
     """Times and sizes per stage of one microbatch; index s is stage s.
+
+    Any sequences of numbers are taken, numpy's too, and held as tuples of floats.
 
     Attributes:
         forward, backward_input, backward_weight: time of F, I and W; B takes I + W.
@@ -41,18 +43,23 @@ class Costs:
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
-        stages = len(self.forward)
         for name in ("forward", "backward_input", "backward_weight", "activation", "input"):
             values = getattr(self, name)
-            if values is None:
+            if values is None and name in ("activation", "input"):
                 continue
-            if len(values) != stages:
-                raise ScheduleError(f"Costs.{name} has {len(values)} values, forward has {stages}; one per stage")
-            for stage, value in enumerate(values):
-                if not (math.isfinite(value) and value >= 0):
-                    raise ScheduleError(f"Costs.{name} of stage {stage} is {value}; it is finite and >= 0")
-        if not (math.isfinite(self.hop) and self.hop >= 0):
-            raise ScheduleError(f"Costs.hop is {self.hop}; it is finite and >= 0")
+            if isinstance(values, str) or not hasattr(values, "__len__"):
+                raise ScheduleError(f"Costs.{name} is {values!r}; it has one value per stage")
+            row = tuple(_amount(f"Costs.{name} of stage {stage}", value) for stage, value in enumerate(values))
+            object.__setattr__(self, name, row)
+            if not row:
+                raise ScheduleError(f"Costs.{name} has no values; it has one per stage")
+            if len(row) != len(self.forward):
+                raise ScheduleError(
+                    f"Costs.{name} has {len(row)} values, forward has {len(self.forward)}; one per stage"
+                )
+        object.__setattr__(self, "hop", _amount("Costs.hop", self.hop))
+        for name in ("input_share", "overlap"):
+            object.__setattr__(self, name, number(f"Costs.{name}", getattr(self, name)))
         if not 0 <= self.input_share <= 1:
             raise ScheduleError(f"Costs.input_share is {self.input_share}; it is in 0..1")
         if not (math.isfinite(self.overlap) and self.overlap > 0):
@@ -69,6 +76,8 @@ class Costs:
     ) -> Costs:
         """Costs of a rank's whole share; each of its v stages gets 1/v, activations included."""
         share = activation_share(program)
+        forward, backward_input = _amount("forward", forward), _amount("backward_input", backward_input)
+        backward_weight = _amount("backward_weight", backward_weight)
         return cls(
             [forward * s for s in share],
             [backward_input * s for s in share],
@@ -76,3 +85,9 @@ class Costs:
             hop,
             activation=share,
         )
+
+
+def _amount(name: str, value: object) -> float:
+    if not (math.isfinite(amount := number(name, value)) and amount >= 0):
+        raise ScheduleError(f"{name} is {amount}; it is finite and >= 0")
+    return amount

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineTimeout", "ScheduleError", "number", "whole"]
 
+_TRUTH = ("bool", "bool_")  # Python's and numpy's
+
 
 class ScheduleError(ValueError):
     """A program, an argument or a stage broke a rule; the message says which and what to do.
@@ -55,7 +57,7 @@ def whole(name: str, value: object, *, least: int | None = None) -> int:
         ScheduleError: it is none, or below ``least``; ``name`` says what.
     """
     rule = "a whole number" if least is None else f"a whole number >= {least}"
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+    if type(value).__name__ in _TRUTH or not hasattr(type(value), "__index__"):
         raise ScheduleError(f"{name} is {value!r}; it is {rule}")
     number = index(value)  # type: ignore[arg-type]
     if least is not None and number < least:
@@ -69,7 +71,7 @@ def number(name: str, value: object) -> float:
     Raises:
         ScheduleError: it is none; ``name`` says what.
     """
-    if isinstance(value, bool | str | bytes) or type(value).__name__ == "bool_":
+    if type(value).__name__ in _TRUTH or isinstance(value, str | bytes):
         raise ScheduleError(f"{name} is {value!r}; it is a number")
     try:
         return float(value)  # type: ignore[arg-type]

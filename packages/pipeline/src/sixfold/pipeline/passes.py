@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.lowering import lower
 from sixfold.pipeline.placement import at_least_one
 from sixfold.pipeline.program import Program, Weights
@@ -186,8 +186,8 @@ def recompute(program: Program, *, microbatches: int | Iterable[int] | None = No
     """
     m = program.microbatches
     _refuse(program, (Kind.RECOMPUTE,), "recompute")
-    if microbatches is None or isinstance(microbatches, int):
-        count = m if microbatches is None else microbatches
+    if microbatches is None or not isinstance(microbatches, Iterable):
+        count = m if microbatches is None else _whole_or_which(microbatches)
         if not 0 <= count <= m:
             raise ScheduleError(f"recompute of {count} microbatches; the program has {m}")
 
@@ -195,7 +195,7 @@ def recompute(program: Program, *, microbatches: int | Iterable[int] | None = No
             return (k + 1) * count // m > k * count // m
 
     else:
-        which = set(microbatches)
+        which = {whole(f"recompute of microbatch {k!r}: it", k) for k in microbatches}
         if beyond := sorted(k for k in which if not 0 <= k < m):
             raise ScheduleError(f"recompute of microbatch {beyond[0]}; microbatches are 0..{m - 1}")
 
@@ -212,6 +212,13 @@ def recompute(program: Program, *, microbatches: int | Iterable[int] | None = No
         return row
 
     return _per_rank(program, with_recomputes)
+
+
+def _whole_or_which(microbatches: object) -> int:
+    try:
+        return whole("microbatches", microbatches)
+    except ScheduleError as error:
+        raise ScheduleError(f"{error}, or which of them") from None
 
 
 def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> Program:
@@ -231,6 +238,7 @@ def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> 
     if when not in ("flush", "post_validated", *_VERSIONS):
         raise ScheduleError(f"when is {when!r}; it is 'flush', 'post_validated', 'pipedream' or '2bw'")
     at_least_one(steps=steps)
+    steps = int(steps)
     if program.microbatches % steps:
         raise ScheduleError(f"steps is {steps}; it divides the program's {program.microbatches} microbatches")
     if steps > 1 and when not in _VERSIONS:

@@ -19,7 +19,7 @@ from operator import le, lt
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.counterexample import broken, check_size, deadlock, grid, missing
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
 from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.slots import check_gathers, check_one_reduction, check_reductions, check_steps
@@ -73,7 +73,7 @@ def verify(
     """
     if transport not in ("rendezvous", "buffered"):
         raise ScheduleError(f"transport is {transport!r}; it is 'rendezvous' or 'buffered'")
-    if memory_cap is not None and not memory_cap > 0:
+    if memory_cap is not None and not (memory_cap := number("memory_cap", memory_cap)) > 0:
         raise ScheduleError(f"memory_cap is {memory_cap}; it is > 0")
     if costs is not None and len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, number, whole
 
 __all__ = ["partition"]
 
@@ -36,6 +36,9 @@ def partition(
     Cost: O(stages * L * (layers that fit into the largest piece)).
     """
     layers = len(layer_costs)
+    stages = whole("stages", stages, least=1)
+    layer_costs = [number(f"layer_costs[{at}]", cost) for at, cost in enumerate(layer_costs)]
+    first, last = number("first", first), number("last", last)
     _check(layer_costs, stages, first, last, allow_empty)
     prefix = [0.0, *accumulate(layer_costs)]
     extra = [0.0] * stages
@@ -91,8 +94,6 @@ def _smallest_largest(prefix: list[float], extra: list[float], least: int) -> fl
 
 
 def _check(layer_costs: Sequence[float], stages: int, first: float, last: float, allow_empty: bool) -> None:
-    if stages < 1:
-        raise ScheduleError(f"stages is {stages}; it is >= 1")
     if len(layer_costs) < stages and not allow_empty:
         raise ScheduleError(
             f"{len(layer_costs)} layers for {stages} stages: each stage needs one; use fewer stages or allow_empty=True"

@@ -24,7 +24,7 @@ from sixfold.pipeline import placement as placements
 from sixfold.pipeline import schedules
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, number, whole
 from sixfold.pipeline.plan.bound import least_memory, lower_bound
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.overlap import overlapped
@@ -85,7 +85,6 @@ def plan(
         ScheduleError: stages that the ranks do not divide, or a cap that no schedule can keep; it says the least
             that one can.
     """
-    placements.at_least_one(ranks=ranks, microbatches=microbatches)
     return plan_over(
         [(microbatches, costs)], ranks=ranks, memory_cap=memory_cap, placement=placement, time_limit_s=time_limit_s
     )
@@ -110,9 +109,12 @@ def plan_over(
     """
     if not ways:
         raise ScheduleError("ways is empty; give the microbatches and costs of one at least")
+    ranks = whole("ranks", ranks, least=1)
+    ways = [(whole("microbatches", microbatches, least=1), costs) for microbatches, costs in ways]
+    time_limit_s = number("time_limit_s", time_limit_s)
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise ScheduleError(f"time_limit_s is {time_limit_s}; it is finite and > 0")
-    cap = math.inf if memory_cap is None else memory_cap
+    cap = math.inf if memory_cap is None else number("memory_cap", memory_cap)
     if math.isnan(cap):
         raise ScheduleError("memory_cap is nan; it is a number, or None for no cap")
     unit = _unit(ways)
@@ -173,7 +175,6 @@ def _shops(
     """Every way with every placement that fits the cap, the most promising first; times in units."""
     fitting, least = [], math.inf
     for microbatches, costs in ways:
-        placements.at_least_one(ranks=ranks, microbatches=microbatches)
         counted = _in_units(costs, unit)
         for place in _placements(len(costs.forward), ranks, placement):
             shop = Shop(counted, place, microbatches, cap)

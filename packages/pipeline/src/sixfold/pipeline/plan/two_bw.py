@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, number, whole
 
 __all__ = ["LayerProfile", "Plan2BW", "plan_2bw"]
 
@@ -39,7 +39,8 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
+            value = number(f"LayerProfile.{field.name}", getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
             if not (math.isfinite(value) and value >= 0):
                 raise ScheduleError(f"LayerProfile.{field.name} is {value}; it is finite and >= 0")
         if self.forward_s + self.backward_s <= 0:
@@ -79,14 +80,14 @@ def plan_2bw(
         ScheduleError: an argument below one, a batch that no depth and microbatch size divide, or nothing fits; it
             says the least memory that any arrangement needs.
     """
-    for name, value in (
-        ("layers", layers),
-        ("devices", devices),
-        ("batch", batch),
-        *(("microbatch", b) for b in profiles),
-    ):
-        if value < 1:
-            raise ScheduleError(f"{name} is {value}; it is >= 1")
+    counts = {"layers": layers, "devices": devices, "batch": batch}
+    layers, devices, batch = (whole(name, value, least=1) for name, value in counts.items())
+    profiles = {whole("microbatch", size, least=1): layer for size, layer in profiles.items()}
+    memory_cap = number("memory_cap", memory_cap)
+    if not profiles:
+        raise ScheduleError("profiles is empty; give one layer measured at one microbatch size at least")
+    if math.isnan(memory_cap):
+        raise ScheduleError("memory_cap is nan; it is a number of bytes")
     arrangements = list(_arrangements(profiles, layers, devices, batch))
     if not arrangements:
         raise ScheduleError(

@@ -31,7 +31,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
         ScheduleError: an argument is below one.
     """
     at_least_one(ranks=ranks, microbatches=microbatches)
-    p, m = ranks, max(microbatches, 2 * ranks)
+    p, m = int(ranks), max(microbatches, 2 * ranks)
     rows = []
     for r in range(p):
         up, paired = p - 1 - r, m - 2 * p + r + 1

@@ -40,6 +40,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
         ScheduleError: an argument is below one, or ``group`` is below ``ranks``.
     """
     at_least_one(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if group is not None:
+        at_least_one(group=group)
     if group is not None and group < ranks:
         raise ScheduleError(f"group is {group}; it is >= ranks ({ranks}), else the ranks wait for each other for ever")
     groups = _near_equal(microbatches, max(1, microbatches // (group or ranks)))

@@ -29,7 +29,7 @@ def zb_v(ranks: int, microbatches: int) -> Program:
         ScheduleError: an argument is below one.
     """
     at_least_one(ranks=ranks, microbatches=microbatches)
-    p, m = ranks, max(microbatches, 2 * ranks - 1)
+    p, m = int(ranks), max(microbatches, 2 * ranks - 1)
     rows = []
     for r in range(p):
         words = ["F0"] * (2 * (p - r) - 1) + ["F1", "F0"] * r + ["F1", "I1", "W1"] * (p - r)  # warm-up

@@ -7,7 +7,9 @@ and a tanh, four rows per microbatch, so that nearly all time is overhead. In ea
 round every contender runs ``steps`` steps in one pair of processes; figures are
 the median over rounds and the least. An action is an F or a B; from
 its cost the module work alone (the same forwards and backwards in a plain loop)
-is taken off. "process" is ``process_time``, gloo's threads included; "main" is
+is taken off. Equal work: both sides cut the batch, make the losses and give them back; "torch" is
+called as trainers call it (losses, no outputs), "torch, outputs" as its documentation does, which
+also joins the outputs on the last rank. "process" is ``process_time``, gloo's threads included; "main" is
 the thread that runs the schedule.
 """
 
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,15 +69,28 @@ def ours(rank: int) -> Callable[[], object]:
     return lambda: runner.step(x, y)
 
 
-def torchs(rank: int) -> Callable[[], object]:
-    """torch's 1F1B, as its documentation uses it."""
+def torchs(rank: int, outputs: bool = False) -> Callable[[], object]:
+    """torch's 1F1B: the losses of a step, and with ``outputs`` the joined outputs too."""
     stage = PipelineStage(module(), rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, M, loss)
     x, y = torch.randn(M * ROWS, WIDTH), torch.randn(M * ROWS, WIDTH)
-    return (lambda: schedule.step(x)) if rank == 0 else (lambda: schedule.step(target=y))
+    if rank == 0:
+        return lambda: schedule.step(x, return_outputs=outputs)
+
+    def step() -> list[Tensor]:
+        losses: list[Tensor] = []
+        schedule.step(target=y, losses=losses, return_outputs=outputs)
+        return losses
+
+    return step
 
 
-CONTENDERS = {"bare": bare_work, "sixfold": ours, "torch": torchs}
+CONTENDERS = {
+    "bare": bare_work,
+    "sixfold": ours,
+    "torch": torchs,
+    "torch, outputs": partial(torchs, outputs=True),
+}
 
 
 def work(rank: int, folder: str, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Every pipeline schedule as a value, and one executor for all of them.
+"""Every pipeline schedule as a value, and one executor for those of forwards and backwards.
 
     schedules --> Program --> passes, verify, simulate, draw --> PipelineRunner
 

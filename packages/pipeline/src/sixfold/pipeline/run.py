@@ -1,4 +1,4 @@
-"""The executor: runs any program, whoever made it.
+"""The executor: runs any program of forwards, backwards, messages and slots, whoever made it.
 
     Program, Stages, group --> compile --> calls, in order (this file) --> gradients, losses
 

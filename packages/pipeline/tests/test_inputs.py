@@ -11,7 +11,9 @@ import pytest
 from schedule_helpers import SCHEDULES
 
 from sixfold.pipeline import (
+    Action,
     Costs,
+    Kind,
     LayerProfile,
     Program,
     ScheduleError,
@@ -26,7 +28,7 @@ from sixfold.pipeline import (
     simulate,
     verify,
 )
-from sixfold.pipeline.passes import optimizer_step, recompute, unshard
+from sixfold.pipeline.passes import lower, optimizer_step, recompute, unshard
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -73,6 +75,17 @@ def test_the_further_sizes_are_whole_numbers_too():
     assert recompute(program, microbatches=np.int64(2)) == recompute(program, microbatches=2)
     assert recompute(program, microbatches=np.array([1, 3])) == recompute(program, microbatches=[1, 3])
     assert unshard(program, np.int64(2)) == unshard(program, 2)
+
+
+def test_an_action_of_a_kinds_spelling_is_that_action():
+    made, plain = Action(np.int64(3), "F", np.int32(0)), Action(3, Kind.F, 0)
+    assert made == plain and repr(made) == repr(plain) and made.kind is Kind.F and str(made) == "3F0"
+    program = Program(((Action(0, "F", 0), Action(0, "B", 0)),), 1, (0,))
+    assert verify(program) == verify(gpipe(1, 1)) and lower(program) == lower(gpipe(1, 1))
+    refused("kind is 'G'; it is one of F, B, I, W,", lambda: Action(0, "G", 0))
+    for value in (True, 1.0, "1"):
+        refused(f"stage is {value!r}", lambda value=value: Action(value, Kind.F, 0))
+        refused(f"microbatch is {value!r}", lambda value=value: Action(0, Kind.F, value))
 
 
 def test_a_program_of_lists_and_numpys_numbers_is_the_one_of_tuples_and_ints():

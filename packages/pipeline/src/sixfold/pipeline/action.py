@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, whole
 
 __all__ = ["BACKWARD_ENDS", "COMPUTE", "MESSAGES", "PER_STAGE", "WORK", "Action", "Kind"]
 
@@ -59,8 +59,12 @@ class Action:
     """``<stage><KIND><microbatch>``, for example ``3F0``, or ``(0F4;7B0)OVERLAP_F_B``.
 
     ``microbatch`` is None for UNSHARD, RESHARD and REDUCE_GRAD and is the optimizer
-    step for STEP. ``parts`` are the two or more actions of an overlap, in execution
-    order; its ``stage`` is then that of the first part.
+    step for STEP. ``parts`` are the actions of an overlap, in execution order; its
+    ``stage`` is then that of the first part. Numpy's integers and the spelling of a
+    kind are taken, and held as ints and a Kind.
+
+    Raises:
+        ScheduleError: ``stage`` or ``microbatch`` is no whole number, or there is no such kind.
     """
 
     stage: int
@@ -71,6 +75,12 @@ class Action:
     # Programs have hundreds of thousands of actions: the __init__ that dataclass writes for a frozen class takes twice
     # as long, since it looks up each field by name.
     def __init__(self, stage: int, kind: Kind, microbatch: int | None = None, parts: tuple[Action, ...] = ()) -> None:
+        if type(stage) is not int:
+            stage = whole("stage", stage)
+        if type(microbatch) is not int and microbatch is not None:
+            microbatch = whole("microbatch", microbatch)
+        if type(kind) is not Kind:
+            kind = _kind(kind)
         _set_stage(self, stage)
         _set_kind(self, kind)
         _set_microbatch(self, microbatch)
@@ -114,6 +124,13 @@ class Action:
     def peer_stage(self) -> int:
         """Stage at the other end of a message: of 1SEND_F3 it is 2, of 1RECV_F3 it is 0."""
         return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+
+
+def _kind(value: str) -> Kind:
+    try:
+        return Kind(value)
+    except ValueError:
+        raise ScheduleError(f"kind is {value!r}; it is one of {', '.join(Kind)}") from None
 
 
 _set_stage, _set_kind, _set_microbatch, _set_parts = (

@@ -155,7 +155,10 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
     ) -> StepResult:
-        """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``."""
+        """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``.
+
+        A tensor of any number of rows from m on is cut; the mean of losses of unequal microbatches is not that of rows.
+        """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale)
         with torch.no_grad():
             return self._run(program, "evaluate", goal, inputs, targets, kwargs)

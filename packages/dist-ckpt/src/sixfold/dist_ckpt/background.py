@@ -168,6 +168,7 @@ class AsyncSaver:
             self._check_is_usable()
             engine = _engine_for(request.path, sharded_strategy, common_strategy)
         self._let_go()
+        await_saves_to(paths.local(request.path, ""))
         worker = self._ready_worker()
         agreed = saving.agree_on(request, engine)
         sign: list[Alive] = []
@@ -309,6 +310,7 @@ class _Flight:
         self.error: CheckpointError | None = None
         self.told = False
         self._worker, self._job, self._sign = worker, job, sign
+        self.target = Path(job.ticket.target)
         self._gauge, self._still = worker.gauge, control.Stillness()
         self._gauge.reset()
         self._worker.channel.look_s = job.beat_s
@@ -442,6 +444,14 @@ def _engine_for(path: str | Path, sharded_strategy: Any, common_strategy: Any) -
             "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
         )
     return engine
+
+
+def await_saves_to(target: Path) -> None:
+    """Wait until no background save of this process to a folder is in flight; their handles tell how they end."""
+    for saver in list(_open_savers(os.getpid())):
+        flight = saver._flight
+        if flight is not None and flight.target == target.resolve():
+            flight.join()
 
 
 @cache

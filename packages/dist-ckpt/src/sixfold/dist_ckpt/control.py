@@ -40,7 +40,7 @@ from typing import Any
 from sixfold.dist_ckpt import integrity, saving, storage
 from sixfold.dist_ckpt.arena import Place
 from sixfold.dist_ckpt.channel import Gauge
-from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, StorageError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
 _BEAT_S = 1.0
@@ -258,7 +258,7 @@ def _gather(job: Job, folder: ControlFolder, gauge: Gauge) -> list[Any]:
     while True:
         names = folder.names()
         if names is None:
-            raise StorageError(f"{folder.path} is gone; another process has removed it")
+            raise storage.overtaken(Path(job.ticket.target))
         for rank in set(range(job.ranks)) - set(shares):
             if f"rank-{rank}" in names and (record := folder.get(f"rank-{rank}")) is not None:
                 if record.error is not None:

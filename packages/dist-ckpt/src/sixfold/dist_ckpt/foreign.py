@@ -59,13 +59,19 @@ def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: S
 
     def write() -> tuple[None, None]:
         mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
-        with storage.full_disk_told(staging, agreed.content.nbytes):
+        if exchange.rank:
+            storage.check_shared(staging)
+        with storage.full_disk_told(staging, agreed.content.nbytes), storage.overtaken_told(staging, target):
             strategy.save(mine, staging)
             if objects:
                 common_strategy.save_sharded_objects(objects, staging)
         return None, None
 
     def commit(_: list[None]) -> None:
+        with storage.overtaken_told(staging, target):
+            write_last()
+
+    def write_last() -> None:
         strategy.check_written(staging)
         common_strategy.save_common(agreed.content.common, staging)
         config = {

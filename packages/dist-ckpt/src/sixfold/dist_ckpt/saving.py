@@ -119,7 +119,7 @@ def save(request: SaveRequest, engine: SaveEngine) -> None:
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
         places, _ = exchange.together(
-            lambda: _sparing(write(content, ticket, exchange.rank, request.check_finite), ticket, kept),
+            lambda: _sparing(_write_shared(content, ticket, exchange.rank, request.check_finite), ticket, kept),
             lambda written: commit(written, content, ticket, kept),
         )
     except BaseException:
@@ -307,8 +307,7 @@ def write(
     ``moved``: told of each part that is written, by its bytes.
     """
     staging = Path(ticket.staging)
-    storage.check_shared(staging)
-    with storage.full_disk_told(staging, content.nbytes):
+    with storage.full_disk_told(staging, content.nbytes), storage.overtaken_told(staging, Path(ticket.target)):
         written = transfer.write(
             staging,
             rank,
@@ -323,6 +322,13 @@ def write(
     return written
 
 
+def _write_shared(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
+    """``write``, where it is not known yet whether this rank sees what the first one has made."""
+    if rank:
+        storage.check_shared(Path(ticket.staging))
+    return write(content, ticket, rank, check_finite)
+
+
 def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:
     """Write the small files, metadata.json last, and move the folder into place: what the first rank does.
 
@@ -332,11 +338,12 @@ def commit(written: list[transfer.Written], content: Content, ticket: Ticket, ke
     """
     staging, target = Path(ticket.staging), Path(ticket.target)
     small = {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
-    with storage.full_disk_told(staging, content.nbytes):
-        _write_index(staging, written, ticket.save_id, small, kept)
-    # Again: data took a while to write, and nothing foreign may go.
-    storage.check_target(target, ticket.if_exists, owns_file)
-    storage.commit(staging, target, ticket.save_id)
+    with storage.overtaken_told(staging, target):
+        with storage.full_disk_told(staging, content.nbytes):
+            _write_index(staging, written, ticket.save_id, small, kept)
+        # Again: data took a while to write, and nothing foreign may go.
+        storage.check_target(target, ticket.if_exists, owns_file)
+        storage.commit(staging, target, ticket.save_id)
 
 
 def _write_index(
@@ -385,7 +392,7 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
     request = SaveRequest(state=state, path=folder, group=exchange.group, timeout_s=exchange.timeout_s)
     (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
     exchange.together(
-        lambda: (None, write(content, ticket, exchange.rank, False)),
+        lambda: (None, _write_shared(content, ticket, exchange.rank, False)),
         lambda written: _write_index(folder, written, ticket.save_id, {}),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import foreign, loading, paths, remote, saving
+from sixfold.dist_ckpt import background, foreign, loading, paths, remote, saving
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.exchange import Group, told_to_all
 from sixfold.dist_ckpt.loading import LoadRequest
@@ -50,7 +50,8 @@ def save(
     """Save a state dict, every rank of ``group`` its shards, as one checkpoint folder.
 
     Collective over ``group``. The folder appears complete or not at all, and replaces an older
-    checkpoint in one step. The state dict is not changed.
+    checkpoint in one step; it keeps the mode, group and extended attributes of the folder that it replaces.
+    A background save of this process to the same folder is waited for. The state dict is not changed.
 
     Args:
         sharded_state_dict: nested dicts and lists of records; everything else is common data,
@@ -87,7 +88,9 @@ def save(
     )
     if isinstance(place, str):
         remote.save(request, place, engine)
-    elif engine is not None:
+        return
+    background.await_saves_to(place)
+    if engine is not None:
         saving.save(request, engine)
     else:
         sharded = base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))

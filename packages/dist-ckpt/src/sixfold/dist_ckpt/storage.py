@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 
+from sixfold.dist_ckpt.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.crc import Piece, crc32, join_pieces
 from sixfold.dist_ckpt.errors import StorageError, UnsafeError
 from sixfold.dist_ckpt.frame import Frame
@@ -221,6 +223,12 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] 
     """
     if target.exists() and not target.is_dir():
         raise StorageError(f"{target} is a file; a checkpoint is a folder", errno.ENOTDIR)
+    if target.exists() and is_mount_point(target):
+        raise StorageError(
+            f"{target} is a mount point, which no other folder can replace; nothing was written. Save into a folder "
+            f"in it, such as {target / 'checkpoint'}",
+            errno.EBUSY,
+        )
     names = sorted(_files(target)) if target.exists() else []
     if names and if_exists == "error":
         raise StorageError(f"{target} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
@@ -264,6 +272,29 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
         ) from error
 
 
+def overtaken(target: Path) -> StorageError:
+    """The error of a save whose files others have removed."""
+    return StorageError(
+        f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "
+        "meanwhile (or a prune took this one for dead). Two saves to one folder at a time are one too many; "
+        "this one is lost, the folder is whole",
+        errno.ESTALE,
+    )
+
+
+@contextmanager
+def overtaken_told(staging: Path, target: Path) -> Iterator[None]:
+    """An error that comes of another save's commit to the same target is told as such."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        if error.errno == errno.ENOENT and not staging.exists():
+            raise overtaken(target) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # of the last rename
+            raise overtaken(target) from error
+        raise
+
+
 def check_space(folder: Path, needed_bytes: int) -> None:
     """StorageError if the file system has less free than the plan needs."""
     free_bytes = shutil.disk_usage(folder).free
@@ -276,14 +307,18 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def stage(target: Path, save_id: str) -> Path:
-    """Make the empty staging folder of a save, beside the target."""
+    """Make the empty staging folder of a save, beside the target; what is written into it inherits as there."""
     staging = target.with_name(f".{target.name}.tmp-{save_id}")
     staging.mkdir(parents=True)
+    if target.exists():
+        copy_attributes(target, staging, writable=True)
     return staging
 
 
 def commit(staging: Path, target: Path, save_id: str) -> None:
     """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both]."""
+    if target.exists():
+        copy_attributes(target, staging)
     sync_folder(staging)
     old: Path | None = None
     if not target.exists() or not any(target.iterdir()):
@@ -301,10 +336,24 @@ def commit(staging: Path, target: Path, save_id: str) -> None:
             raise
     sync_folder(target.parent)
     if old is not None:
+        with suppress(OSError):
+            old.chmod(0o700)  # of a folder that is read-only nothing can be removed
         shutil.rmtree(old, ignore_errors=True)
-    jobs = [path for path in siblings(target, "job") if not path.name.endswith(save_id)]
+    jobs = [path for path in siblings(target, "job") if not (path.name.endswith(save_id) or _is_in_use(path))]
     for leftover in (*siblings(target, "tmp"), *siblings(target, "old"), *jobs):
         discard(leftover)
+
+
+def _is_in_use(job: Path) -> bool:
+    """Whether the first rank of a background save of others lives, which tells its ranks that it is overtaken."""
+    try:
+        with (job / "alive-0").open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def exchange(a: Path, b: Path) -> bool:

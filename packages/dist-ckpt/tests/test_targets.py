@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -338,3 +339,11 @@ def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_ma
     with pytest.raises(dist_ckpt.CheckpointError):
         folder.open_checkpoint(tmp_path / "c", verify="off")
     assert decoded[3:] == [False], "not trusted"
+
+
+def test_a_background_save_is_committed_without_any_further_call(shared_saver, tmp_path):
+    shared_saver.save(state(4), tmp_path / "c")
+    until = time.monotonic() + 60
+    while not (tmp_path / "c").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert value_of(tmp_path / "c") == 4

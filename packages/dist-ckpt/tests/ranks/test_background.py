@@ -224,8 +224,8 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
 
 def slow_saves(rank, ranks, folder):
     """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
-    script = str(Path(__file__).parents[1] / "slow_worker.py")
-    background._WORKER = (script, "0.4" if rank == 1 else "0.0")
+    script = str(Path(__file__).parents[1] / "odd_worker.py")
+    background._WORKER = (script, "slow:0.4" if rank == 1 else "slow:0")
     seen, saver = {}, background.AsyncSaver(timeout_s=60)
     one_thread = TorchDistSaveShardedStrategy(thread_count=1)
 
@@ -267,8 +267,8 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
-    script = str(Path(__file__).parents[1] / "slow_worker.py")
-    background._WORKER = (script, "0.4" if rank == 0 else "0.0")
+    script = str(Path(__file__).parents[1] / "odd_worker.py")
+    background._WORKER = (script, "slow:0.4" if rank == 0 else "slow:0")
     saver = background.AsyncSaver(timeout_s=60)
     saver.save(state(rank, ranks, 1), folder / "c").wait(60)
     saver._timeout_s = 1.6

@@ -16,7 +16,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject, background, channel
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
-SLOW_WORKER = Path(__file__).parents[1] / "slow_worker.py"
+ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"
 ONE_THREAD = TorchDistSaveShardedStrategy(thread_count=1)
 
 
@@ -106,7 +106,7 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
 
 
 def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_WORKER", (str(SLOW_WORKER), "0.5"))
+    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
     with background.AsyncSaver(group=None, timeout_s=30) as saver:
         saver.save({"it": 1}, tmp_path / "c").wait(60)  # the worker is up
         saver._timeout_s = 2.0

@@ -1,0 +1,33 @@
+"""A worker with something odd about it, for tests.
+
+python odd_worker.py slow:PAUSE_S <arguments of the worker>             each write of a file takes a while
+python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
+"""
+
+import importlib
+import os
+import signal
+import sys
+import time
+
+from sixfold.dist_ckpt import _worker
+
+kind, _, what = sys.argv.pop(1).partition(":")
+place, _, count = (what if kind == "dies" else f"storage._write_at:{what}").partition(":")
+module_name, name = place.split(".")
+module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")
+plain, calls = getattr(module, name), 0
+
+
+def odd(*arguments, **options):
+    global calls
+    calls += 1
+    if kind == "slow":
+        time.sleep(float(count))
+    elif calls == int(count):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(*arguments, **options)
+
+
+setattr(module, name, odd)
+_worker.main()

@@ -1,0 +1,209 @@
+"""Ctrl-C at each step of a save, a worker that dies at each step of its own, ranks that are stopped in a call."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from dist_ckpt_helpers import one
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import LostPeerError, ShardedTensor, background, control, saving, storage, transfer
+from sixfold.dist_ckpt.reader import Reader
+from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
+
+ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"
+
+
+def state(value):
+    return {"w": one("w", torch.full((1000,), float(value))), "it": value}
+
+
+def value_of(path):
+    loaded = dist_ckpt.load(state(0), path, group=None)
+    assert bool((loaded["w"] == loaded["it"]).all())
+    return loaded["it"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own answer to Ctrl-C, also where the shell that runs the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def saver():
+    with background.AsyncSaver(group=None, timeout_s=60) as made:
+        yield made
+
+
+def interrupt_at(patch, place, name, after):
+    """Ctrl-C when ``place.name`` is called the next time, before it does anything or when it has ended."""
+    plain, left = getattr(place, name), [1]
+
+    def call(*arguments, **options):
+        if left.pop() if left and not after else False:
+            signal.raise_signal(signal.SIGINT)
+        found = plain(*arguments, **options)
+        if left.pop() if left and after else False:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    patch.setattr(place, name, call)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (saving, "describe"),
+        (storage, "check_space"),
+        (transfer, "write"),
+        (saving, "_write_index"),
+        (storage, "sync_folder"),
+        (storage, "commit"),
+    ],
+)
+def test_ctrl_c_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path, monkeypatch, ctrl_c, place, name, after, exchange
+):
+    dist_ckpt.save(state(1), tmp_path / "c", group=None)
+    with monkeypatch.context() as patch:
+        if not exchange:
+            patch.setattr(storage, "exchange", lambda a, b: False)
+        interrupt_at(patch, place, name, after)
+        with pytest.raises(KeyboardInterrupt):
+            dist_ckpt.save(state(2), tmp_path / "c", group=None)
+    assert value_of(tmp_path / "c") == (2 if (name, after) == ("commit", True) else 1)
+    assert names(tmp_path) == ["c"]
+    dist_ckpt.save(state(3), tmp_path / "c", group=None)
+    assert value_of(tmp_path / "c") == 3
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("place", "name"), [(saving, "agree_on"), (background.AsyncSaver, "_copy"), (background, "_without_data")]
+)
+def test_ctrl_c_in_the_call_of_a_background_save_leaves_nothing_and_the_next_one_runs(
+    tmp_path, monkeypatch, ctrl_c, saver, place, name, after
+):
+    saver.save(state(1), tmp_path / "c").wait(60)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, place, name, after)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(state(2), tmp_path / "c")
+    assert value_of(tmp_path / "c") == 1
+    left = [name for name in names(tmp_path) if name != "c"]
+    assert left == [] or (name, after) == ("agree_on", True), "between two statements nobody owns the folder yet"
+    saver.save(state(3), tmp_path / "c").wait(60)
+    assert value_of(tmp_path / "c") == 3
+    assert names(tmp_path) == ["c"]
+
+
+def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, saver):
+    pid = saver.save(state(1), tmp_path / "c").worker_pid
+    saver._let_go()
+    os.kill(pid, signal.SIGSTOP)
+    handle = saver.save(state(2), tmp_path / "c")
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert time.monotonic() - start < 5
+    os.kill(pid, signal.SIGCONT)
+    handle.wait(60)
+    assert value_of(tmp_path / "c") == 2
+
+
+STAGES = [
+    ("transfer.write:1", "old"),
+    ("storage._write_at:1", "old"),
+    ("saving._write_index:1", "old"),
+    ("storage.write_file:4", "old"),
+    ("storage.commit:1", "old"),
+    ("storage.sync_folder:2", "new"),  # of the parent, after the move
+    ("storage.siblings:1", "new"),
+]
+
+
+def test_a_worker_that_dies_at_any_stage_leaves_the_old_checkpoint_or_the_new_one(tmp_path, monkeypatch):
+    dist_ckpt.save(state(0), tmp_path / "c", group=None)
+    with background.AsyncSaver(group=None, timeout_s=60) as saver:
+        for value, (stage, expected) in enumerate(STAGES, 1):
+            monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), f"dies:{stage}"))
+            before = value_of(tmp_path / "c")
+            handle = saver.save(state(value), tmp_path / "c")
+            if expected == "old":
+                with pytest.raises(LostPeerError, match=r"the worker of rank 0 died \(exit code -9\)"):
+                    handle.wait(60)
+                assert names(tmp_path) == ["c"], stage
+            else:
+                handle.wait(60)
+            assert value_of(tmp_path / "c") == (before if expected == "old" else value), stage
+            saver._worker.process.wait(10)
+        monkeypatch.undo()
+        saver.save(state(100), tmp_path / "c").wait(60)
+    assert value_of(tmp_path / "c") == 100
+    assert names(tmp_path) == ["c"]
+
+
+def stop_in_a_call(rank, ranks, folder, call):
+    """Rank 1 is stopped in the middle of a call and goes on after the deadline of the others."""
+    whole = {"w": ShardedTensor.from_rank_offsets("w", torch.full((1 << 19,), 1.0), replica_id=rank)}
+    dist_ckpt.save(whole | {"it": 1}, folder / "c")
+    if rank == 1:
+        place, name = (transfer, "write") if call == "save" else (Reader, "run")
+        plain = getattr(place, name)
+
+        def stop(*arguments, **options):
+            subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"], start_new_session=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return plain(*arguments, **options)
+
+        setattr(place, name, stop)
+    start = time.monotonic()
+    try:
+        if call == "save":
+            dist_ckpt.save(whole | {"it": 2}, folder / "c", timeout_s=0.8)
+        else:
+            loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()) if call == "relay" else None
+            dist_ckpt.load(whole, folder / "c", loader, timeout_s=0.8)
+    except LostPeerError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("call", ["save", "load", "relay"])
+def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, call):
+    results = run_ranks(stop_in_a_call, 2, tmp_path, call, timeout=30)
+    assert results[0][0].startswith("rank 1 of 2 is dead")
+    assert results[0][1] < 1.4
+    assert results[1][0].startswith("rank 0 of 2 is dead"), "it has lost the others too"
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp_path):
+    """The first rank's last wait, for the others to acknowledge the outcome."""
+    folder = control.ControlFolder(tmp_path / "c", "01", b"k" * 32)
+    folder.path.mkdir()
+    sign = control.Alive(folder, 1)
+    job = type("Job", (), {"ranks": 2, "locks_work": False, "stale_s": 60.0, "beat_s": 0.1})()
+    start = time.monotonic()
+    control.remove(job, folder)
+    assert 1 < time.monotonic() - start < control._ACKNOWLEDGED_S + 1
+    assert not folder.path.exists()
+    sign.close()

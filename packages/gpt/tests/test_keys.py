@@ -5,11 +5,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from config_helpers import config_with, words_of
+from config_helpers import MINIMAL, config_with, words_of
 
 from sixfold.gpt import config as config_module
+from sixfold.gpt import load
 from sixfold.gpt.config import TABLES, resume_changes
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.toml import read_tables, write_tables
 
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
 REFUSED = {
@@ -86,3 +88,26 @@ def test_every_way_to_write_a_prefix_names_one_dataset_and_may_be_resumed(wiki):
     config = config_with(f"data.blend=['{wiki}', 'data/code']")
     assert config.data.dataset_names == ("wiki", "code")
     resume_changes(config_with(), config, step=3)
+
+
+IDLE = (
+    ("data", 'data.split="90,10,0"', 'data.valid=["v"]'),
+    ("schedule", "schedule.min_lr_ratio=0.0", "schedule.shape=constant"),
+    ("pipeline", "pipeline.group=3", "pipeline.waves=2", "pipeline.steps=4"),
+    ("model", "model.experts_per_token=4", "model.router_aux_loss=0.5"), ("run", "run.dir=~/runs/a"),
+    ("checkpoint", "checkpoint.init_from=~/a"), ("data", "data.cache_dir=~/b"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", IDLE, ids=lambda one: one[1])
+def test_a_checkpoint_whose_configuration_has_what_release_0_1_0_took_is_read(overrides, monkeypatch):
+    with pytest.raises(ConfigError):
+        config_with(*overrides[1:])
+    tables = read_tables(MINIMAL, overrides[1:], TABLES, "a run of 0.1.0")
+    text = write_tables(tables)
+    monkeypatch.setattr(load.dist_ckpt, "load_common_state_dict", lambda folder: {"config": text})
+    config = load.saved_config(Path("step-00000001"))
+    assert config.model.num_layers == 4
+    resume_changes(config, config_with(*(one for one in overrides[1:] if "valid" in one or "shape" in one)))
+    if overrides[0] == "run":
+        assert config.run.dir == "./~/runs/a", "the folder that 0.1.0 made of it"

@@ -95,6 +95,27 @@ def refuse_path(name: str, value: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it is a folder of a mounted file system, not a URL: mount it")
 
 
+def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
+    """Take out of a saved configuration's tables what release 0.1.0 accepted without effect and a new run is refused.
+
+    A checkpoint must stay readable. A path that 0.1.0 took as it stood (``~``, a URL) is led by ``./``: that folder.
+    """
+    if values["data"].get("valid"):
+        values["data"].pop("split", None)
+    if values["schedule"].get("shape") == "constant":
+        values["schedule"].pop("min_lr_ratio", None)
+    if values["parallel"].get("schedule") != "interleaved":
+        values["pipeline"].pop("group", None)
+    if values["parallel"].get("schedule") != "hanayo":
+        values["pipeline"].pop("waves", None)
+    for table, key in (("pipeline", "steps"), ("model", "experts_per_token"), ("model", "router_aux_loss")):
+        values[table].pop(key, None)
+    for table, key in (("run", "dir"), ("checkpoint", "init_from"), ("data", "cache_dir")):
+        path = values[table].get(key, "")
+        if path.startswith("~") or "://" in path:
+            values[table][key] = "./" + path.replace("://", ":/")
+
+
 def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
     """The parallel table with ``dp`` filled in for ``world`` ranks.
 

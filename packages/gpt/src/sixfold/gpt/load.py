@@ -12,8 +12,11 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.gpt.checkpoint import find
-from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.checks import forget_idle_keys
+from sixfold.gpt.config import TABLES, TrainConfig
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.tables import build
+from sixfold.gpt.toml import read_tables
 
 if TYPE_CHECKING:
     from sixfold.gpt.model import GPTModel
@@ -28,7 +31,9 @@ def saved_config(folder: Path) -> TrainConfig:
     common = dist_ckpt.load_common_state_dict(folder)
     if "config" not in common:
         raise ConfigError(f"{folder} holds no config; only checkpoints of `sixfold train` can be loaded as a model")
-    return TrainConfig.from_text(common["config"], source=str(folder))
+    values = read_tables(common["config"], (), TABLES, str(folder))
+    forget_idle_keys(values)
+    return TrainConfig(**{name: build(table, values[name], name) for name, table in TABLES.items()})
 
 
 def load_model(

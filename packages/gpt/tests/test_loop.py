@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gpt_helpers import tiny_config
@@ -13,7 +14,7 @@ from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainError, train
 from sixfold.gpt.data import build_datasets
 from sixfold.gpt.metrics import describe
-from sixfold.indexed_data import IndexedDataset
+from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder
 
 
 def lines(config, kind):
@@ -113,3 +114,14 @@ def test_the_start_line_says_the_order_and_how_often_each_dataset_is_read(tmp_pa
             tokens = int(pair.sequence_lengths.sum())
         assert start["epochs"][name] == pytest.approx(int((dataset == number).sum()) * 32 / tokens, rel=0.02)
     assert "stateless order" in describe(start) and f"wiki {start['epochs']['wiki']:.3g}" in describe(start)
+
+
+def test_a_batch_without_any_target_is_told_as_such(tmp_path):
+    for name in ("wiki", "code"):
+        with IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=np.uint16) as builder:
+            for _ in range(300):
+                builder.add_document(np.full(3, 256, np.uint16))
+    config = tiny_config(tmp_path, "data.eod_mask_loss=true")
+    with pytest.raises(TrainError, match=r"step 0: no token of the global batch is a target; data\.eod_mask_loss"):
+        train(config)
+    assert not lines(config, "nonfinite")

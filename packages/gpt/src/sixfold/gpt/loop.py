@@ -242,10 +242,15 @@ class Run:
 
     def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
-        mine = (first_nonfinite(self.rank, batch), outcome.gradient)
+        mine = (first_nonfinite(self.rank, batch), outcome.gradient, sum(m.targets for m in batch))
         found = gather(self.rank.mesh.control, self.rank.mesh.size, mine)
-        outputs = [(place[0], rank, place[1]) for rank, (place, _) in enumerate(found) if place]
-        gradients = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(found) if place]
+        if not any(targets for _, _, targets in found):  # 0 / 0: nothing is wrong with the model
+            raise TrainError(
+                f"step {self.progress.step}: no token of the global batch is a target; data.eod_mask_loss is "
+                f"{self.config.data.eod_mask_loss}, and the loss mask leaves nothing: look at the data"
+            )
+        outputs = [(place[0], rank, place[1]) for rank, (place, _, _) in enumerate(found) if place]
+        gradients = [(place[0], rank, place[1]) for rank, (_, place, _) in enumerate(found) if place]
         if outputs:
             _, rank, where = min(outputs)  # forward runs through the stages upwards, backward downwards
             what = "output" if where else "loss"

@@ -87,12 +87,13 @@ class ParamRecord:
     """One parameter in its unit's buffers.
 
     ``main`` is what the optimizer updates (None where nothing of it lies here); ``filled`` says that ``local_grad``
-    holds a local sum; ``parameter.data`` is ``compute`` for ever. [Note: views made once]
+    holds a local sum; ``wanted`` is ``requires_grad`` as it was last set; ``parameter.data`` is ``compute`` for ever.
+    [Note: views made once]
     """
 
     __slots__ = (
         "buffer", "compute", "dtype", "filled", "gathered", "local_grad", "main", "main_grad", "name", "parameter",
-        "spec",
+        "spec", "wanted",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: nn.Parameter, spec: TensorSpec, dtype: torch.dtype, buffer: Any) -> None:
@@ -107,6 +108,13 @@ class ParamRecord:
         self.main_grad: Tensor | None = None
         self.local_grad: Tensor | None = None
         self.filled = False
+        self.wanted = parameter.requires_grad
+
+    @property
+    def whole_on_one_rank(self) -> bool:
+        """Its main parameter has the parameter's own shape, on the one rank that holds it. The same on all ranks."""
+        in_shape = self.spec.granularity == "tensor" or len(self.spec.shape) == 1
+        return in_shape and not self.buffer.layout.is_cut(self.name)
 
 
 class ParamAndGradBuffer:
@@ -312,11 +320,12 @@ class ParamAndGradBuffer:
     def take_local(self, fill_zeros: bool) -> tuple[Tensor, list[bool]]:
         """Hand the local sums to a reduction: (full_numel,) and which parameters had any.
 
-        ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank.
+        ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank; only those frozen
+        after wrapping (on all ranks alike) have none, as in plain training.
         """
         local = self.local
         assert local is not None, f"unit {self.unit!r} has no local gradients to reduce"
-        had = [record.filled for record in self.records]
+        had = [record.filled or (fill_zeros and record.wanted) for record in self.records]
         for record in self.records:
             if not record.filled and fill_zeros and record.local_grad is not None:
                 record.local_grad.zero_()
@@ -338,22 +347,22 @@ class ParamAndGradBuffer:
         alive = any(record.main is not None and record.main.grad is not None for record in self.records)
         return self._part_of(local) if alive else self._home
 
-    def add_result(self, result: Tensor, had: Sequence[bool] | None) -> None:
-        """Add a reduced and divided sum to main gradients; ``had`` (one process) leaves out parameters without any."""
+    def add_result(self, result: Tensor, had: Sequence[bool]) -> None:
+        """Add a reduced and divided sum to main gradients; ``had`` leaves out parameters without any."""
         home = self._home
         assert home is not None, f"unit {self.unit!r} has no place for main gradients"
         if self.records and self.records[0].main_grad is None and all(r.main_grad is None for r in self.records):
             for record, view in zip(self.records, self._home_views(), strict=True):
                 record.main_grad = view
         held = [(i, record) for i, record in enumerate(self.records) if record.main is not None]
-        if (had is None or all(had)) and all(r.main is not None and r.main.grad is r.main_grad for _, r in held):
+        if all(had) and all(r.main is not None and r.main.grad is r.main_grad for _, r in held):
             home.add_(result)
             return
         in_place = result.data_ptr() == home.data_ptr()
         incoming = None if in_place else self.view_of(result)
         for i, record in held:
             assert record.main is not None and record.main_grad is not None, f"{record.name} is not held here"
-            if had is not None and not had[i]:
+            if not had[i]:
                 continue
             if record.main.grad is None:
                 if incoming is not None:

@@ -15,16 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.buffer import Granularity, ParamAndGradBuffer, ParamRecord
 from sixfold.fsdp.comm import Ranks, comm_of, grad_sum_of
-from sixfold.fsdp.config import LATER, BufferConfig, MixedPrecision, ShardingStrategy, one_of
+from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
 from sixfold.fsdp.control import Control, GroupControl, NoControl
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
+from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.initial import InitFn, agree, set_start_values
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.streams import make_stream
@@ -69,10 +72,13 @@ class Options:
         return ShardingStrategy(self.strategy)
 
     def refuse_other_meshes(self, module: nn.Module, mesh_for: Callable[[str], DeviceMesh | None] | None) -> None:
-        """Parameters on a mesh of their own are not there yet."""
+        """Parameters on a mesh of their own are not supported."""
         for name, _ in module.named_parameters() if mesh_for is not None else ():
             if mesh_for is not None and mesh_for(name) is not None:
-                raise FsdpError(f"mesh_for gives {name} a mesh of its own: {LATER}; return None for it")
+                raise FsdpError(
+                    f"mesh_for gives {name} a mesh of its own, which is not supported; return None for it, or wrap the "
+                    "modules of each mesh in a FullyShardedDataParallel of their own"
+                )
 
     def settings(self) -> dict[str, object]:
         """What all ranks must have alike, by name: else their collectives differ."""
@@ -129,6 +135,7 @@ def build(
     set_start_values(
         module, records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial
     )
+    engine.draw_curtains()
     return Built(engine, slots, pool)
 
 
@@ -180,12 +187,37 @@ def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, lis
         if hasattr(part, "main_parameters"):
             return FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once"), []
     for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            return FsdpError(f"{name} is {parameter.dtype}; parameters are floating, others are buffers"), []
+        fault = _fault_of(parameter, options.precision.main_dtype)
+        if fault is not None:
+            return FsdpError(f"{name} {fault}"), []
     try:
         return None, find_units(module, options.fsdp_unit_modules)
     except FsdpError as error:
         return error, []
+
+
+def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
+    """What is wrong with a parameter, and what to do."""
+    if guard_of(parameter) is not None:
+        return (
+            "was wrapped before, and its weights lie in that wrapper's buffers; wrap the whole model once and name its "
+            "units in fsdp_unit_modules"
+        )
+    if is_lazy(parameter):
+        return "has no shape yet (a lazy module); run one forward before wrapping"
+    if is_traceable_wrapper_subclass(parameter):
+        return (
+            f"is a {type(parameter).__name__}; parameters are plain tensors. Give the local tensors of tensor-parallel "
+            "weights, and keep other axes outside the mesh given here"
+        )
+    if not parameter.is_floating_point():
+        return f"is {parameter.dtype}; parameters are floating, others are buffers"
+    if parameter.dtype.itemsize > main_dtype.itemsize:
+        return (
+            f"is {parameter.dtype} and main weights would be {main_dtype}, which rounds it; use "
+            f"MixedPrecision(main_dtype={parameter.dtype}) or convert the module before wrapping"
+        )
+    return None
 
 
 def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: torch.device) -> list[Unit]:
@@ -300,11 +332,19 @@ def _engine(
     return engine
 
 
+def close_process_hooks(handles: Sequence[Any]) -> None:
+    """A module that ``fully_shard`` wrapped is gone, and with it the hooks that it held itself."""
+    for handle in handles:
+        handle.remove()
+
+
 def close(engine: Engine, handles: Sequence[Any]) -> None:
     """The model is gone: its hooks and its watchdog go too."""
     for handle in handles:
         handle.remove()
     engine.faults.close()
+    for curtain in engine.curtains:
+        curtain.close()
 
 
 def report(
@@ -340,5 +380,5 @@ def report(
         "reductions": engine.reduction.reductions,
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.precision.grad_sum,
-        "user_buffers": f"off: registration with NCCL {LATER}",
+        "user_buffers": "off: registration with NCCL is not supported",
     }

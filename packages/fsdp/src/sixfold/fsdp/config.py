@@ -15,8 +15,6 @@ import torch
 
 from sixfold.fsdp.errors import FsdpError
 
-LATER = "comes with the fsdp issue"  # what the first version refuses says so in these words
-
 
 class ShardingStrategy(StrEnum):
     """What is split over the data-parallel group: ZeRO 0, 1, 2, 3 as one switch."""
@@ -59,9 +57,9 @@ class MixedPrecision:
         reduce_dtype: dtype that travels in a reduction; None means ``main_dtype``.
         main_dtype: dtype of main weights and of every local sum.
         grad_sum: ``"backend"`` or ``"rank_order"`` (sum over ranks 0, 1, 2 ... in main_dtype, reproducible).
-        grad_dtype: storage of main gradients; only None or ``main_dtype`` so far.
+        grad_dtype: storage of main gradients; None or ``main_dtype``.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
-        fp8: not yet available.
+        fp8: None; fp8 parameters are not supported.
     """
 
     param_dtype: torch.dtype | None = None
@@ -79,9 +77,14 @@ class MixedPrecision:
             if dtype is not None and not dtype.is_floating_point:
                 raise FsdpError(f"{field} is {dtype}; it is a floating dtype or None")
         if self.fp8 is not None:
-            raise FsdpError(f"fp8 is set: {LATER}; leave it None")
+            raise FsdpError(
+                "fp8 is set: fp8 parameters are not supported; leave it None and use param_dtype=torch.bfloat16"
+            )
         if self.grad_dtype not in (None, self.main_dtype):
-            raise FsdpError(f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}: another storage {LATER}")
+            raise FsdpError(
+                f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}: another storage of main gradients is "
+                "not supported; leave it None, and set reduce_dtype for what travels"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,8 @@ class BufferConfig:
         prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit.
         reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
-        user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not there yet, ``report()`` says so.
+        user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not supported, ``report()`` says so.
+        bucket_bytes, nccl_min_ctas, nccl_max_ctas, offload: not supported; left at their defaults.
     """
 
     gathered_bytes: int | str = "double"
@@ -116,12 +120,19 @@ class BufferConfig:
             raise FsdpError(f"align_bytes is {self.align_bytes}; it is a power of two >= 16")
         one_of("user_buffers", self.user_buffers, ("off", "auto", "require"))
         if self.user_buffers == "require":
-            raise FsdpError(f"user_buffers is 'require': registration with NCCL {LATER}; use 'auto'")
-        for field in ("bucket_bytes", "nccl_min_ctas", "nccl_max_ctas"):
+            raise FsdpError("user_buffers is 'require': registration with NCCL is not supported; use 'auto' or 'off'")
+        instead = {
+            "bucket_bytes": "choose smaller or larger units by fsdp_unit_modules",
+            "nccl_min_ctas": "set NCCL_MIN_CTAS, or NCCL's options on the group that you give",
+            "nccl_max_ctas": "set NCCL_MAX_CTAS, or NCCL's options on the group that you give",
+        }
+        for field, remedy in instead.items():
             if getattr(self, field) is not None:
-                raise FsdpError(f"{field} is {getattr(self, field)}: {LATER}; leave it None")
+                raise FsdpError(
+                    f"{field} is {getattr(self, field)}, which is not supported; leave it None and {remedy}"
+                )
         if self.offload:
-            raise FsdpError(f"offload is True: {LATER}; leave it False")
+            raise FsdpError("offload is True, which is not supported; leave it False, and shard over more ranks")
 
     def _check_gathered_bytes(self) -> None:
         value = self.gathered_bytes
@@ -130,4 +141,7 @@ class BufferConfig:
         elif value <= 0:
             raise FsdpError(f"gathered_bytes is {value}; it is 'double', 'all' or a number of bytes > 0")
         else:
-            raise FsdpError(f"gathered_bytes is {value}: a byte budget {LATER}; use 'double' or 'all'")
+            raise FsdpError(
+                f"gathered_bytes is {value}: a byte budget is not supported; use 'double' (least memory) or 'all' "
+                "(least traffic)"
+            )

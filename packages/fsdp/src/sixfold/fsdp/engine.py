@@ -12,13 +12,13 @@ stay open. What is left closes when backward ends, and ``finish_grad_sync`` reli
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffer import ParamRecord
+from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, in_backward, records_of
 from sixfold.fsdp.checks import OrderDigest, odd_ranks
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
@@ -26,45 +26,12 @@ from sixfold.fsdp.control import Control, Rows, exchange
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
+from sixfold.fsdp.guard import Curtain, Guard
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.units import Unit
 
 _OPS = ("gather", "reduce")
 _USE, _REDUCE = range(2)
-in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
-
-
-class Driven(Enum):
-    """How a driven program reduces. SPLIT_OR_FUSED until the first unit's backward ends; if gradients were missing
-    then, AWAITED until its micro-batch ends and tells whether ``accumulate`` brings them."""
-
-    SPLIT_OR_FUSED = "auto"
-    AWAITED = "awaited"
-    LAST = "last"
-    MICROBATCH = "microbatch"
-
-
-class CallContext:
-    """One root call: how many forward calls of each unit wait for their backward.
-
-    ``training`` is that of the root call: a reentrant checkpoint inside it runs its forward without grad.
-    """
-
-    __slots__ = ("outstanding", "training")
-
-    def __init__(self, units: int, training: bool) -> None:
-        self.outstanding = [0] * units
-        self.training = training
-
-
-class StageState:
-    """What the engine knows of a stage of a driven program."""
-
-    def __init__(self, name: str, units: Sequence[Unit]) -> None:
-        self.name = name
-        self.units = tuple(units)
-        self.last = False  # its last backward of this step runs
-        self.done = False  # its reduce_grad was called in this step
 
 
 class Engine:
@@ -92,8 +59,9 @@ class Engine:
         self.faults = faults
         self.control = control
         self.records: dict[nn.Parameter, ParamRecord] = {
-            record.parameter: record for unit in units for buffer in unit.buffers for record in buffer.records
+            record.parameter: record for unit in units for record in records_of(unit)
         }
+        self._trainable = [record for unit in units if unit.trainable is not None for record in unit.trainable.records]
         self._by_name = {unit.name: unit for unit in units}
         self._checks = checks if ranks.size > 1 else "off"
         self._grad_reduce = grad_reduce
@@ -111,8 +79,33 @@ class Engine:
         self._open: list[tuple[Unit, CallContext | None]] = []
         self._touched: set[int] = set()  # units with something to reduce
         self._callback = False
+        self._task = -1  # the backward that was last asked whether it accumulates
+        self._accumulates = True
+        self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
+        self._joint = True  # [Note: several calls, one backward]
+        self.weights = 0  # how often main weights changed
+        self.stepping = False  # inside optimizer.step(): a closure may run the model
+        self._mains_version = -1
+        self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
+        self.registered: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # where, name, parameter, version
+        self.curtains: list[Curtain] = []  # by unit, once its start values are there
         self._digest = OrderDigest()
         self._comparing: tuple[int, Callable[[], Rows]] | None = None
+
+    def draw_curtains(self) -> None:
+        """Start values are in: from now on parameters are read in calls of their units. [Note: classes say who may
+        read]"""
+        self.curtains = [
+            Curtain([Guard(record, self._reads(unit), self._owes_gradient) for record in records_of(unit)])
+            for unit in self.units
+        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            self.registered = [
+                (part._parameters, name, parameter, parameter._version)
+                for part in self.units[0].module.modules()
+                for name, parameter in part._parameters.items()
+                if parameter is not None
+            ]
 
     # ---- waiting and faults
 
@@ -179,9 +172,16 @@ class Engine:
 
     # ---- forward
 
+    @property
+    def in_call(self) -> bool:
+        """A root call runs."""
+        return bool(self._calls)
+
     def begin_call(self, stage: StageState | None) -> CallContext:
         """A root call, entry or stage call begins: the root unit is gathered, the step counted."""
         self.alive()
+        if self.stepping:
+            self._look_at_mains()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
             if self._stepped:
@@ -190,17 +190,28 @@ class Engine:
             self._callback = False  # also after a backward that raised
             self._open.clear()
             self._running.clear()
-        context = CallContext(len(self.units), training)
-        self._calls.append(context)
+        context = CallContext(len(self.units), training, self.weights)
         self._use(self.units[0], training)
+        self._calls.append(context)
+        self.curtains[0].reveal()
         return context
 
     def end_call(self) -> None:
         """The innermost root call is over, also by an exception."""
         self._calls.pop()
+        if not self._calls:
+            self.curtains[0].hide()
+
+    def _look_at_mains(self) -> None:
+        """Inside ``optimizer.step(closure)``: the step so far may have moved main weights (LBFGS calls it often)."""
+        version = sum(record.main._version for record in self._trainable if record.main is not None)
+        if version != self._mains_version:
+            self._mains_version = version
+            self.main_changed(frozen=False)
 
     def _next_step(self) -> None:
         self._stepped = False
+        self._outstanding = [0] * len(self.units)
         self.gathering.order.next_step()
         if self._checks == "order":
             self._compare_digests()
@@ -215,6 +226,7 @@ class Engine:
             return
         if in_backward() != -1:  # recompute: it finds its unit gathered, or gathers it
             self._use(unit, True)
+            self.curtains[unit.index].reveal()
             return
         self._running.append(unit)
         if not self._calls:
@@ -225,9 +237,11 @@ class Engine:
                 op="gather",
             )
         self._use(unit, self._calls[-1].training)
+        self.curtains[unit.index].reveal()
 
     def after_forward(self, unit: Unit) -> CallContext | None:
         """``unit``'s forward ended; returns the call to count its backward in (None in a recompute)."""
+        self.curtains[unit.index].hide()
         if in_backward() != -1:
             return None
         if self._running and self._running[-1] is unit:
@@ -247,29 +261,92 @@ class Engine:
             busy = [*busy, *(opened for opened, _ in self._open)]
         self.gathering.use(unit, busy, record=record)
 
+    def _reads(self, unit: Unit) -> Callable[[], bool]:
+        """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
+        always = all(buffer.main_in_gathered and buffer.parts == 1 for buffer in unit.buffers)
+
+        def readable() -> bool:
+            if always or self.state_dict_asked:
+                return True
+            if not self.gathering.ready(unit):
+                return False
+            # In a slot they stay for the unit's call, and in a backward for the nodes that follow its gather.
+            return unit.slot is None or unit in self._running or in_backward() != -1
+
+        return readable
+
+    def _owes_gradient(self, record: ParamRecord) -> bool:
+        if record.filled or self.reduction.pipeline.flying(record.buffer.unit):
+            return True
+        if record.main is not None:
+            return record.main.grad is not None
+        return any(one.main is not None and one.main.grad is not None for one in record.buffer.records)
+
     # ---- backward
 
-    def before_backward(self, unit: Unit, context: CallContext | None) -> None:
-        """The first gradient of an output of ``unit`` is here; ``context`` is the call to count down, if any."""
+    def count_call(self, unit: Unit, context: CallContext) -> None:
+        """Outputs of ``unit`` have a graph: a backward of ``context`` may come."""
+        context.outstanding[unit.index] += 1
+        self._outstanding[unit.index] += 1
+
+    def before_backward(self, unit: Unit, context: CallContext | None, weights: int) -> bool:
+        """The first gradient of an output of ``unit`` is here; ``context`` is the call to count down, if any.
+
+        Returns whether it was counted down: a backward that accumulates nothing (``autograd.grad`` of inputs) uses
+        weights and makes no gradient of them. ``weights`` is what ``self.weights`` was in the forward.
+        """
         if self.failed is not None:
-            return
-        if not self._callback:
-            self._callback = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            return False
+        self._refuse_graph(unit, weights)
+        task = in_backward()
+        if task != self._task:
+            self._task, self._accumulates = task, accumulates(self._trainable)
+        self._await_end()
+        self._use(unit, True)
+        if not self._accumulates:
+            return False
         if context is not None:
             context.outstanding[unit.index] -= 1
-        self._use(unit, True)
+            self._outstanding[unit.index] = max(self._outstanding[unit.index] - 1, 0)
         if unit.index:
             self._close_done(unit)
         if all(opened is not unit for opened, _ in self._open):
             self._open.append((unit, context))
             self._touched.add(unit.index)
+        return True
+
+    def _await_end(self) -> None:
+        if not self._callback:
+            self._callback = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _refuse_graph(self, unit: Unit, weights: int) -> None:
+        """Graphs whose saved weights are, or would be, others than their forward used."""
+        if weights != self.weights:
+            raise FsdpError(
+                "backward of a graph from before an optimizer step or refresh(): its saved weights have changed (plain "
+                "torch: 'modified by an inplace operation'). Run the forward again",
+                unit=unit.name,
+                step=self.step,
+                op="gather",
+            )
+        if torch.is_grad_enabled() and any(one.slot is not None for one in self.units):
+            raise FsdpError(
+                "create_graph=True: a second backward walks weights of several units at once, and two slots hold two "
+                'of them; use BufferConfig(gathered_bytes="all")',
+                unit=unit.name,
+                step=self.step,
+                op="gather",
+            )
 
     def _close_done(self, unit: Unit) -> None:
         """[Note: when a unit's backward is done]"""
         still: list[tuple[Unit, CallContext | None]] = []
         for opened, context in self._open:
-            waits = context is not None and context.outstanding[opened.index] > 0
+            waits = context is not None and (
+                context.outstanding[opened.index] > 0
+                or (self._joint and not self._driven and self._outstanding[opened.index] > 0)
+            )
             if waits or opened is unit or opened.index == 0 or opened in unit.around:
                 still.append((opened, context))
             else:
@@ -291,6 +368,7 @@ class Engine:
                 op="reduce",
             )
         if record.buffer.local is None:
+            self._await_end()
             self._touched.add(unit.index)
             self.reduction.acquire(record.buffer, unit.index != 0 and self._shards_grads and self._reduces(unit))
         self.reduction.accumulate(record, gradient)
@@ -320,9 +398,11 @@ class Engine:
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
         self._callback = False
+        self._task = -1
         if self.failed is not None:
             return
         opened, self._open = self._open, []
+        apart = any(self._outstanding[unit.index] for unit, _ in opened)
         for unit, _ in opened:
             if unit.index:
                 self._close(unit)
@@ -333,6 +413,20 @@ class Engine:
                 self._put_touched(self.units if len(self.stages) == 1 else self.units[1:])
         elif self._reduces(self.units[0]):
             self._put_touched(self.units)
+        if not self._driven and opened:
+            self._learn_calls(apart)
+            if self.last_microbatch and not self.no_sync_depth:
+                self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
+
+    def _learn_calls(self, apart: bool) -> None:
+        """[Note: several calls, one backward] A unit called by several root calls (loss1 + loss2) delivers all its
+        gradients in the backward of the first call, so closing it after that of the last would reduce zeros. With
+        micro-batches in flight each call has a backward of its own. Which of the two comes cannot be known before
+        the backward ends; the last one's answer is taken for the next. It decides traffic, never sums.
+        """
+        if self._joint and apart and self._shards_grads:
+            self.reduction.release_own_sums()  # units that stayed open took full-size sums of their own
+        self._joint = not apart
 
     # ---- when to reduce
 
@@ -429,11 +523,18 @@ class Engine:
         """An optimizer of this model is about to step."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
+        self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
-        self.gathering.invalidate(frozen=False)
+        self.stepping = False
+        self.main_changed(frozen=False)
         self._stepped = True
+
+    def main_changed(self, *, frozen: bool) -> None:
+        """Gathered copies are stale, and graphs that hold them are of no more use."""
+        self.gathering.invalidate(frozen=frozen)
+        self.weights += 1
 
     def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.

@@ -43,3 +43,7 @@ class FsdpError(RuntimeError):
         if self.ranks:
             where.append("rank " + ", ".join(map(str, self.ranks)))
         super().__init__(message + (f" [{'; '.join(where)}]" if where else ""))
+
+
+class MissingError(FsdpError, AttributeError):
+    """A member that a peer has and this package has not; an AttributeError, so that ``hasattr`` is False."""

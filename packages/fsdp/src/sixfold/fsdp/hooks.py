@@ -1,4 +1,4 @@
-"""Module and autograd hooks: the only file that knows them.
+"""Forward and autograd hooks: the only file that knows them (inner.py has those of state dicts and registration).
 
     nn.Module calls, autograd --> hooks (this file) --> engine.py
 
@@ -15,29 +15,48 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sixfold.fsdp.buffer import ParamRecord
-from sixfold.fsdp.engine import CallContext, Engine, StageState, in_backward
+from sixfold.fsdp.calls import CallContext, StageState, in_backward
+from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.guard import take_gradient
 from sixfold.fsdp.units import Unit
+
+COPY = (
+    "a wrapped module is not copied or pickled: it holds groups and this rank's shards. Save full_state_dict() and "
+    "load it into a new module before wrapping; average weights (EMA) over main_parameters(), element by element"
+)
+
+
+class Hook:
+    """What a module calls for an engine; neither copied nor pickled."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FsdpError(COPY)
 
 
 class _OutputHook:
     """On all outputs of one forward call: the first gradient of each backward opens the unit, once."""
 
-    __slots__ = ("_context", "_engine", "_task", "_unit")
+    __slots__ = ("_context", "_engine", "_task", "_unit", "_weights")
 
     def __init__(self, engine: Engine, unit: Unit, context: CallContext | None) -> None:
         self._engine = engine
         self._unit = unit
         self._context = context
         self._task = -1
+        self._weights = engine.weights
         if context is not None:
-            context.outstanding[unit.index] += 1
+            engine.count_call(unit, context)
 
     def __call__(self, gradient: Tensor) -> None:
         task = in_backward()
         if task != self._task:
             self._task = task
-            context, self._context = self._context, None  # a retained graph counts down once
-            self._engine.before_backward(self._unit, context)
+            if self._engine.before_backward(self._unit, self._context, self._weights):
+                self._context = None  # a retained graph counts down once
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -47,7 +66,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext | None) -> None:
+def watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext | None) -> None:
+    """The first gradient of ``output`` opens ``unit`` for its backward."""
     hook: _OutputHook | None = None
     for tensor in _tensors(output):
         if tensor.requires_grad:
@@ -61,9 +81,9 @@ def install(engine: Engine) -> list[Any]:
     handles: list[Any] = []
     for unit in engine.units:
         if unit.index and unit.buffers:
-            before, after = _forward_hooks(engine, unit)
-            handles.append(unit.module.register_forward_pre_hook(before))
-            handles.append(unit.module.register_forward_hook(after, always_call=True))
+            call = _UnitCall(engine, unit)
+            handles.append(unit.module.register_forward_pre_hook(call.before))
+            handles.append(unit.module.register_forward_hook(call.after, always_call=True))
         if unit.trainable is not None:
             for record in unit.trainable.records:
                 register: Any = record.parameter.register_post_accumulate_grad_hook
@@ -71,21 +91,27 @@ def install(engine: Engine) -> list[Any]:
     return handles
 
 
-def _forward_hooks(engine: Engine, unit: Unit) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before(module: nn.Module, args: Any) -> None:
-        engine.before_forward(unit)
+class _UnitCall(Hook):
+    """A forward call of a unit's module."""
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        context = engine.after_forward(unit)
-        if torch.is_grad_enabled() and engine.failed is None:
-            _watch_outputs(engine, unit, output, context)
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        super().__init__(engine)
+        self._unit = unit
 
-    return before, after
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Its weights are gathered."""
+        self.engine.before_forward(self._unit)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Its outputs are watched for their backward."""
+        context = self.engine.after_forward(self._unit)
+        if torch.is_grad_enabled() and self.engine.failed is None:
+            watch_outputs(self.engine, self._unit, output, context)
 
 
 def _grad_hook(engine: Engine, record: ParamRecord) -> Callable[[Tensor], None]:
     def delivered(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_gradient(parameter)
         if gradient is not None:
             engine.deliver(record, gradient)
 
@@ -104,16 +130,18 @@ def run_root(
     context = engine.begin_call(stage)
     try:
         if cast_to is not None:
-            args, kwargs = _cast(args, cast_to), _cast(kwargs, cast_to)
+            args, kwargs = cast_floating(args, cast_to), cast_floating(kwargs, cast_to)
         output = child(*args, **kwargs)
     finally:
         engine.end_call()
     if torch.is_grad_enabled():
-        _watch_outputs(engine, engine.units[0], output, context)
+        watch_outputs(engine, engine.units[0], output, context)
     return output
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in ``values`` as ``dtype``."""
+
     def one(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
             return value.to(dtype)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.checks import odd_ranks, tensor_digest
@@ -33,9 +34,7 @@ def agree(
         FsdpError: on all ranks: the first difference, both values, the ranks that differ from most.
     """
     lines = [f"error|{problem or 'none'}"]
-    lines += [
-        f"{name}|{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in module.named_parameters()
-    ]
+    lines += [f"{name}|{_looks(p)}" for name, p in module.named_parameters()]
     lines += [f"{name}|{value}" for name, value in settings.items()]
     text = "\n".join(lines)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
@@ -56,6 +55,11 @@ def agree(
         op="check",
         ranks=odd,
     )
+
+
+def _looks(parameter: nn.Parameter) -> str:
+    shape = "no shape" if is_lazy(parameter) else tuple(parameter.shape)
+    return f"{shape} {parameter.dtype} requires_grad={parameter.requires_grad}"
 
 
 def set_start_values(

@@ -122,6 +122,12 @@ class Layout:
                 found.append(Slice(spec.name, (first - offset) // size, (last - offset) // size, first - low))
         return tuple(found)
 
+    def is_cut(self, name: str) -> bool:
+        """``name`` lies in more than one shard."""
+        at = next(i for i, spec in enumerate(self.specs) if spec.name == name)
+        first, last = self.offsets_bytes[at], self.offsets_bytes[at] + max(self.specs[at].nbytes, 1) - 1
+        return first // self.shard_bytes != last // self.shard_bytes
+
     def __str__(self) -> str:
         order, starts = self._by_offset
         parts = [f"{self.specs[i].name} {o}..{o + self.specs[i].nbytes}" for i, o in zip(order, starts, strict=True)]

@@ -8,6 +8,9 @@ Only optimizer hooks and ``param_groups``: the optimizer stays the user's object
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.inner import refuse_changed_parameters
+
+# By class name, because most live in other distributions; all torch.optim classes not named here are elementwise.
+_WHOLE_TENSORS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS"})
+_ALL_AT_ONCE = frozenset({"LBFGS"})
+_SPARSE = frozenset({"SparseAdam"})
+_STAMP = "sixfold.fsdp"  # the key in an optimizer's state dict that says whose part of the state it is
+_DCP = "torch.distributed.checkpoint.state_dict"
 
 
 def shard_optimizer(
@@ -27,9 +38,10 @@ def shard_optimizer(
     """Put main parameters in ``optimizer``'s groups and tell the engine of its steps; ``marked`` holds ids of such.
 
     Raises:
-        FsdpError: the optimizer has state, or a parameter that is not of this model.
+        FsdpError: the optimizer has state, or a parameter that is not of this model, or needs more of a tensor than
+            lies here.
     """
-    if optimizer.state:
+    if optimizer.state and not _untouched(optimizer):
         raise FsdpError(
             f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters; fully_shard_optimizer takes "
             "a fresh one. Load state through state_records after it"
@@ -49,13 +61,141 @@ def shard_optimizer(
             if record.main is not None:
                 held.append(record.main)
         groups.append(held)
+    _refuse_unfit(optimizer, [records[parameter] for parameter in covered])
+    _move_first_state(optimizer, records)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = held
+        group["params"][:] = held  # in place: LBFGS keeps the list
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
-    optimizer.register_step_pre_hook(lambda *_: _unless_materializing(marked, optimizer, engine.before_step))
+    _stamp_state_dicts(optimizer, engine, records)
+    if any(record.buffer.parts > 1 for record in records.values()):
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then says that it is there
+    names = {id(record.main): record.name for record in records.values() if record.main is not None}
+    optimizer.register_step_pre_hook(
+        lambda *_: _unless_materializing(marked, optimizer, lambda: _before_step(optimizer, engine, names))
+    )
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
     return optimizer
+
+
+def _untouched(optimizer: torch.optim.Optimizer) -> bool:
+    """Its state was made by the constructor (Adagrad): no step was taken."""
+    return all("step" in state and float(state["step"]) == 0.0 for state in optimizer.state.values())
+
+
+def _move_first_state(optimizer: torch.optim.Optimizer, records: Mapping[nn.Parameter, ParamRecord]) -> None:
+    """State of a constructor: this rank's part of each tensor, under the main parameter."""
+    for parameter, state in list(optimizer.state.items()):
+        record = records.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        if record is None:
+            continue
+        del optimizer.state[parameter]
+        part = record.buffer.main.slice(record.name)
+        if record.main is not None and part is not None:
+            optimizer.state[record.main] = {
+                key: value.reshape(-1)[part.start : part.stop].clone().view(record.main.shape)
+                if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+                else value
+                for key, value in state.items()
+            }
+
+
+def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecord]) -> None:
+    """Optimizers whose update of one element needs others must have these here. The same answer on all ranks."""
+    names = {one.__name__ for one in type(optimizer).__mro__}
+    what = type(optimizer).__name__
+    if names & _SPARSE:
+        raise FsdpError(f"{what} steps on sparse gradients, and local sums are dense; use torch.optim.Adam or AdamW")
+    if names & _ALL_AT_ONCE and any(record.buffer.parts > 1 for record in records):
+        raise FsdpError(
+            f"{what} takes products over all parameters at once, and this rank holds a shard of them; use "
+            "strategy='no_shard', where every rank holds all"
+        )
+    if names & _WHOLE_TENSORS:
+        for record in records:
+            if not record.whole_on_one_rank:
+                raise FsdpError(
+                    f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and here it is "
+                    f"{'cut between ranks' if record.buffer.layout.is_cut(record.name) else 'flat'}; wrap with "
+                    "granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
+                    unit=record.buffer.unit,
+                )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
+    """Refuse what would train wrongly, then let the engine finish gradient sync."""
+    if getattr(optimizer, "found_inf", None) is not None and engine.strategy.shards_optimizer and engine.ranks.size > 1:
+        raise FsdpError(
+            "a GradScaler steps this optimizer: it looks for infinities in this rank's shard only, so ranks would skip "
+            "different steps; use bfloat16, which needs no scaler, or strategy='no_shard'"
+        )
+    for group in optimizer.param_groups:
+        for main in group["params"]:
+            if id(main) not in names:
+                raise FsdpError(
+                    f"the optimizer's parameter of shape {tuple(main.shape)} is not of this model (a group added after "
+                    "fully_shard_optimizer), and nothing sums its gradient over ranks; give it an optimizer of its own"
+                )
+    if not optimizer.state and _called_by_dcp():
+        raise FsdpError(_DCP_INSTEAD)
+    refuse_changed_parameters(engine)
+    engine.before_step()
+
+
+_DCP_INSTEAD = (
+    "torch.distributed.checkpoint.state_dict asks for the optimizer's state, and knows FSDP2's layout only; save "
+    "model.state_records(optimizer) (live aliases with their place in the whole tensor) and, for loading, call "
+    "model.materialize_state(optimizer) first"
+)
+
+
+def _called_by_dcp() -> bool:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == _DCP:
+            return True
+    return False
+
+
+def _stamp_state_dicts(
+    optimizer: torch.optim.Optimizer, engine: Engine, records: Mapping[nn.Parameter, ParamRecord]
+) -> None:
+    """``optimizer.state_dict()`` is this rank's part, and is loaded where it was saved or nowhere."""
+    of_main = {id(record.main): record for record in records.values() if record.main is not None}
+
+    def stamp(of: torch.optim.Optimizer) -> dict[str, Any]:
+        held = [of_main[id(main)] for group in of.param_groups for main in group["params"] if id(main) in of_main]
+        parts = [(record.name, record.buffer.main.slice(record.name)) for record in held]
+        text = "\n".join(f"{name} {part}" for name, part in parts)
+        return {
+            "rank": engine.ranks.rank, "ranks": engine.ranks.size, "parts": hashlib.sha256(text.encode()).hexdigest()
+        }  # fmt: skip
+
+    def saving(of: torch.optim.Optimizer) -> None:
+        if _called_by_dcp():
+            raise FsdpError(_DCP_INSTEAD)
+
+    def saved(of: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state[_STAMP] = stamp(of)
+
+    def loading(of: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        found, mine = state.get(_STAMP), stamp(of)
+        if found != mine:
+            was = "of an optimizer that was not sharded" if found is None else _where(found)
+            raise FsdpError(
+                f"load_state_dict: the state is {was}, and this is {_where(mine)}: its tensors are other parts of the "
+                "parameters. Load through model.materialize_state(optimizer) and model.state_records(optimizer)"
+            )
+        return {key: value for key, value in state.items() if key != _STAMP}
+
+    optimizer.register_state_dict_pre_hook(saving)
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(loading)
+
+
+def _where(stamp: Mapping[str, Any]) -> str:
+    return f"rank {stamp['rank']} of {stamp['ranks']} (parts {stamp['parts'][:8]})"
 
 
 def _discard_with_zero_grad(
@@ -106,9 +246,11 @@ def refuse_unsharded_steps(engine: Engine) -> Any:
 def materialize(
     optimizer: torch.optim.Optimizer, records: Mapping[nn.Parameter, ParamRecord], marked: set[int]
 ) -> None:
-    """Make the state that the first step would make, without a step: tensors zero, counters 0.
+    """Make the state that the first step would begin with, without a step.
 
-    The optimizer steps once on throw-away copies, one parameter at a time, with zero gradients.
+    torch's optimizers make it by themselves (``_init_group``); another one steps once on throw-away copies, one
+    parameter at a time, with zero gradients, and tensors and counters are set to 0. SGD with ``dampening`` begins
+    with no buffer at all and would dampen its first gradient: load its state before stepping.
 
     Raises:
         FsdpError: the optimizer still holds the module's own parameters, or steps only with a closure.
@@ -139,6 +281,13 @@ def _state_of_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any], main
     copy = nn.Parameter(main.detach().clone())
     copy.grad = torch.zeros_like(copy)
     group["params"] = [copy]
+    initial = getattr(optimizer, "_init_group", None)
+    if callable(initial):
+        lists = len(inspect.signature(initial).parameters) - 1
+        initial(group, *([] for _ in range(lists)))
+        made: dict[str, Any] = optimizer.state.pop(copy, {})
+        if made and all(value is not None for value in made.values()):
+            return made
     try:
         optimizer.step()
     except TypeError as error:

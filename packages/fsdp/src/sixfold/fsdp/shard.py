@@ -16,24 +16,60 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, norms, optim, state
+from sixfold.fsdp import build, hooks, inner, norms, optim, state
 from sixfold.fsdp.buffer import Granularity
-from sixfold.fsdp.config import LATER, BufferConfig, MixedPrecision, ShardingStrategy
-from sixfold.fsdp.engine import StageState
-from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.calls import StageState
+from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
+from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.initial import InitFn
 from sixfold.fsdp.stage import StageHandle
 from sixfold.fsdp.state import StateRecord
 from sixfold.fsdp.units import Selector
 
+_NO_SYNC = "use `with model.no_sync():` or `with model.microbatch(last=False):`"
+_BY_ORDER = "gathers follow the recorded order of uses, one unit ahead (BufferConfig.prefetch_bytes)"
+_STATE = "use state_records(optimizer) (live aliases) and full_state_dict()"
+_RESHARD = "choose by strategy ('optim_grads' keeps weights, 'optim_grads_params' frees them) or gathered_bytes"
+_DIVISOR = "give grad_divisor when wrapping, or call divide_gradients(n)"
+_ELSEWHERE = {  # members of torch's FSDP2 and FSDP1, and what does the same here
+    "set_requires_gradient_sync": _NO_SYNC,
+    "set_requires_all_reduce": _NO_SYNC,
+    "set_is_last_backward": "use `with model.microbatch(last=...):`",
+    "unshard": "weights are gathered by the calls that use them; for pipelines stage_handle(child).unshard() is a hint",
+    "reshard": "units are freed when their memory is needed; for pipelines stage_handle(child).reshard() is a hint",
+    "set_reshard_after_forward": _RESHARD,
+    "set_reshard_after_backward": _RESHARD,
+    "set_unshard_in_backward": _RESHARD,
+    "set_modules_to_forward_prefetch": _BY_ORDER,
+    "set_modules_to_backward_prefetch": _BY_ORDER,
+    "set_reduce_scatter_divide_factor": _DIVISOR,
+    "set_gradient_divide_factor": _DIVISOR,
+    "set_force_sum_reduction_for_comms": "sums are always plain sums, divided once afterwards",
+    "set_all_reduce_hook": "finish_grad_sync() returns when main_parameters() hold final gradients: work on those",
+    "set_custom_all_gather": "collectives are not replaceable; give another process_group",
+    "set_custom_reduce_scatter": "give MixedPrecision(grad_sum='rank_order') or another process_group",
+    "summon_full_params": "read weights with full_state_dict()",
+    "state_dict_type": _STATE,
+    "set_state_dict_type": _STATE,
+    "get_state_dict_type": _STATE,
+    "optim_state_dict": _STATE,
+    "optim_state_dict_to_load": _STATE,
+    "full_optim_state_dict": _STATE,
+    "sharded_optim_state_dict": _STATE,
+    "fsdp_modules": "unit names are model.units",
+}
+
 
 class FullyShardedDataParallel(nn.Module):
     """Data parallelism with main weights, gradients and parameters split by ``strategy``.
 
-    The wrapped module's ``Parameter`` objects keep identity and shape; what their memory holds between uses is
-    undefined, and their ``.grad`` is None after a backward. Weights are read by ``full_state_dict`` or
-    ``state_records``; gradients lie on ``main_parameters()``. Clip with ``clip_grad_norm_`` of this object:
-    ``torch.nn.utils.clip_grad_norm_(module.parameters())`` sees no gradient.
+    The wrapped module's ``Parameter`` objects keep identity and shape. Their values are there while their unit's call
+    runs; elsewhere reading, writing or copying them raises FsdpError, unless the values are there anyway. Weights are
+    read by ``full_state_dict`` or ``state_records``; gradients lie on ``main_parameters()`` and are final when
+    backward returns (under ``microbatch(last=False)`` and ``no_sync`` when ``finish_grad_sync`` does). Clip with
+    ``clip_grad_norm_`` of this object. ``requires_grad`` may change to False and back after wrapping, on all ranks
+    alike; a parameter that was frozen when it was wrapped stays so. Delete this object and the module is of no use;
+    ``fully_shard`` ties its life to the module's.
 
     Args:
         module: any module; parameters may be on the meta device.
@@ -97,8 +133,10 @@ class FullyShardedDataParallel(nn.Module):
         self._pool = made.pool
         self._materializing: set[int] = set()
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
-        handles = [*hooks.install(engine), optim.refuse_unsharded_steps(engine)]
-        weakref.finalize(self, build.close, engine, handles)
+        own, everywhere = inner.install(engine, module, self._cast_to)
+        own += hooks.install(engine)
+        self._everywhere = [*everywhere, optim.refuse_unsharded_steps(engine)]
+        self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
 
     # ---- running
 
@@ -134,8 +172,11 @@ class FullyShardedDataParallel(nn.Module):
         raise FsdpError(f"{type(child).__name__} is not inside the wrapped {type(self.module).__name__}")
 
     def use_plan(self, actions: Sequence[object]) -> None:
-        """Refused in this version: gather plans come with the fsdp issue."""
-        raise FsdpError(f"use_plan with {len(actions)} actions: {LATER}; 'double' and 'all' take no plan")
+        """Refused: gathers follow the recorded order of uses, under a pipeline program too."""
+        raise FsdpError(
+            f"use_plan with {len(actions)} actions: plans of gathers are not supported; gathered_bytes='double' and "
+            "'all' follow the recorded order of uses by themselves"
+        )
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -204,7 +245,7 @@ class FullyShardedDataParallel(nn.Module):
     def refresh(self) -> None:
         """Main weights were written from outside: gathered copies are stale."""
         self._engine.alive()
-        self._engine.gathering.invalidate(frozen=True)
+        self._engine.main_changed(frozen=True)
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's state tensors as its first step would (zero), without a step."""
@@ -217,7 +258,11 @@ class FullyShardedDataParallel(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Collective: main weights in full shapes, and buffers, under the module's own names, on every rank."""
         self._engine.alive()
-        return state.full_state_dict(self.module, self._engine.units, self._engine.ranks, self._engine.wait)
+        self._engine.state_dict_asked = "names"
+        try:
+            return state.full_state_dict(self.module, self._engine.units, self._engine.ranks, self._engine.wait)
+        finally:
+            self._engine.state_dict_asked = ""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """In one process ``full_state_dict()``; with more, an error: half a dict must not be taken for a whole one."""
@@ -240,6 +285,15 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise FsdpError("to(), cuda(), half() ... would move parameters out of their buffers; convert before wrapping")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FsdpError(hooks.COPY)
+
+    def __getattr__(self, name: str) -> Any:
+        instead = _ELSEWHERE.get(name)
+        if instead is not None:
+            raise MissingError(f"FullyShardedDataParallel has no {name}, which torch's has; {instead}")
+        return super().__getattr__(name)
+
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, slots, user buffers or why not."""
         return build.report(self._engine, self._options, self._slots, self._pool)
@@ -251,8 +305,15 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """``FullyShardedDataParallel(module, **options)``."""
-    return FullyShardedDataParallel(module, **options)
+    """``FullyShardedDataParallel(module, **options)``, for as long as ``module`` lives.
+
+    ``module(x)`` works like the returned object's call, and needs that object no longer. One call for the whole model:
+    units are named by ``fsdp_unit_modules``, where torch's function of this name is called once per unit.
+    """
+    model = FullyShardedDataParallel(module, **options)
+    model._end.detach()
+    weakref.finalize(module, build.close_process_hooks, model._everywhere)
+    return model
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedDataParallel) -> torch.optim.Optimizer:

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sixfold.fsdp.engine import Engine, StageState
+from sixfold.fsdp.calls import StageState
+from sixfold.fsdp.engine import Engine
 
 
 class StageHandle:

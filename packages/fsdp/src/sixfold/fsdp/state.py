@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.buffer import ParamAndGradBuffer, ParamRecord
 from sixfold.fsdp.comm import Ranks
+from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.units import Unit
 
 
@@ -24,7 +26,8 @@ class StateRecord:
     Attributes:
         name: the parameter's full name.
         key: ``"param"``, or the optimizer's name of the state (``"exp_avg"``).
-        global_shape: the parameter's shape.
+        global_shape: the parameter's shape. State of another shape (Adafactor's ``row_var``) has its own, and
+            ``[0, numel)`` of it lies here: such optimizers hold whole tensors.
         tensor: (stop - start,) an alias of the live value: copy into it, then ``model.refresh()``.
         replica: 0 is the copy to save.
     """
@@ -53,21 +56,46 @@ def state_records(units: Sequence[Unit], ranks: Ranks, optimizer: torch.optim.Op
                     continue
                 tensors = {"param": record.main.detach()}
                 if optimizer is not None and record.main in optimizer.state:
-                    tensors.update(_per_element(optimizer.state[record.main], record.main))
-                shape = tuple(record.spec.shape)
-                found += [
-                    StateRecord(record.name, key, shape, part.start, part.stop, tensor.view(-1), replica)
-                    for key, tensor in tensors.items()
-                ]
+                    tensors.update(_tensors(optimizer.state[record.main], record))
+                for key, tensor in tensors.items():
+                    if tensor.shape == record.main.shape:
+                        place = tuple(record.spec.shape), part.start, part.stop
+                    else:
+                        place = tuple(tensor.shape), 0, tensor.numel()
+                    found.append(StateRecord(record.name, key, *place, tensor.view(-1), replica))
     return found
 
 
-def _per_element(state: dict[str, Any], main: Tensor) -> dict[str, Tensor]:
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == main.shape
-    }
+def _tensors(state: dict[str, Any], record: ParamRecord) -> dict[str, Tensor]:
+    """State tensors that a record can hold; scalars stay in ``optimizer.state``.
+
+    Raises:
+        FsdpError: a state that is neither: left out in silence it would be missing from a checkpoint.
+    """
+    assert record.main is not None, f"{record.name} is not held here"
+    found = {}
+    for key, value in state.items():
+        inside = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] if value is not None else []
+        if not isinstance(value, Tensor):
+            if inside:
+                raise _unfit(record, key, f"a {type(value).__name__} of {len(inside)} tensors")
+        elif value.shape == record.main.shape or (value.numel() != 1 and record.whole_on_one_rank):
+            if not value.is_contiguous():
+                raise _unfit(record, key, f"not contiguous (strides {value.stride()})")
+            found[key] = value
+        elif value.numel() != 1:
+            raise _unfit(
+                record, key, f"of shape {tuple(value.shape)} beside a part of shape {tuple(record.main.shape)}"
+            )
+    return found
+
+
+def _unfit(record: ParamRecord, key: str, what: str) -> FsdpError:
+    return FsdpError(
+        f"optimizer state {key!r} of {record.name} is {what}: no record can say which part of a tensor it is. Wrap "
+        "with granularity 'tensor' for this parameter, or save optimizer.state_dict() on each rank",
+        unit=record.buffer.unit,
+    )
 
 
 def full_state_dict(

@@ -1,0 +1,75 @@
+"""What the engine knows of a call, of a stage, and of the backward that runs now.
+
+    CallContext, StageState, Driven, accumulates (this file) --> engine.py, hooks.py, stage.py
+
+Values and one question to autograd; no event is handled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from sixfold.fsdp.buffer import ParamRecord
+from sixfold.fsdp.units import Unit
+
+in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
+
+
+class Driven(Enum):
+    """How a driven program reduces. SPLIT_OR_FUSED until the first unit's backward ends; if gradients were missing
+    then, AWAITED until its micro-batch ends and tells whether ``accumulate`` brings them."""
+
+    SPLIT_OR_FUSED = "auto"
+    AWAITED = "awaited"
+    LAST = "last"
+    MICROBATCH = "microbatch"
+
+
+def records_of(unit: Unit) -> list[ParamRecord]:
+    """Trainable ones first."""
+    return [record for buffer in unit.buffers for record in buffer.records]
+
+
+def accumulates(records: Sequence[ParamRecord]) -> bool:
+    """The backward that runs now adds to ``.grad`` of any of these parameters (``autograd.grad`` adds to none)."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        for record in records:
+            view = record.parameter.expand_as(record.parameter)
+            if view.grad_fn is None:  # frozen after wrapping
+                continue
+            node: Any = view.grad_fn.next_functions[0][0]
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # it is what autograd.grad was asked for
+                return False
+    return False
+
+
+class CallContext:
+    """One root call: how many forward calls of each unit wait for their backward.
+
+    ``training`` is that of the root call: a reentrant checkpoint inside it runs its forward without grad.
+    ``weights`` counts the changes of main weights before it: its graph holds views of those weights.
+    """
+
+    __slots__ = ("outstanding", "training", "weights")
+
+    def __init__(self, units: int, training: bool, weights: int) -> None:
+        self.outstanding = [0] * units
+        self.training = training
+        self.weights = weights
+
+
+class StageState:
+    """What the engine knows of a stage of a driven program."""
+
+    def __init__(self, name: str, units: Sequence[Unit]) -> None:
+        self.name = name
+        self.units = tuple(units)
+        self.last = False  # its last backward of this step runs
+        self.done = False  # its reduce_grad was called in this step

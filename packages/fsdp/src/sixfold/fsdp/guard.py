@@ -1,0 +1,202 @@
+"""A parameter's values between its unit's calls: right, or refused at the moment of use.
+
+    engine.py reveals and hides --> GuardedParameter (this file) --> FsdpError in the user's line
+
+A parameter's memory is its unit's for the length of a call and may hold another unit's weights after it.
+[Note: classes say who may read] Between calls the Parameter objects carry a class whose ``__torch_function__`` asks
+first; while their unit runs they carry their own, so a layer pays nothing. Assigning ``__class__`` costs 50 ns, and
+torch itself does so for lazy parameters. Knows no collective and no hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sixfold.fsdp.buffer import ParamRecord
+from sixfold.fsdp.errors import FsdpError
+
+_MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
+
+# What tells of a tensor without reading an element, by name of the method, function or property.
+_READS_NOTHING = frozenset({
+    "shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_mps", "is_nested", "is_xla", "is_xpu",
+    "is_vulkan", "is_ipu", "is_maia", "is_mtia", "retains_grad", "output_nr", "_version", "itemsize", "nbytes",
+    "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_param", "is_shared", "is_pinned", "size", "dim",
+    "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_conj", "is_neg", "is_inference", "data_ptr", "storage_offset", "untyped_storage", "get_device",
+    "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "zeros_like", "ones_like", "empty_like",
+    "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full",
+    "new_tensor", "__len__", "__hash__", "__dir__", "result_type", "can_cast", "is_tensor", "is_storage",
+    "get_gradient_edge", "backward",
+})  # fmt: skip
+_SETS_ITEMS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+class Guard:
+    """Asks for one parameter: may this be done now?
+
+    Args:
+        record: the parameter's place in its unit.
+        readable: its values are here and stay here for what is about to use them.
+        owes_gradient: a gradient of it is summed or reduced, while ``.grad`` is None.
+    """
+
+    __slots__ = ("gone", "owes_gradient", "own_class", "readable", "record")
+
+    def __init__(
+        self, record: ParamRecord, readable: Callable[[], bool], owes_gradient: Callable[[ParamRecord], bool]
+    ) -> None:
+        self.record = record
+        self.readable = readable
+        self.owes_gradient = owes_gradient
+        self.own_class = type(record.parameter)
+        self.gone = False  # the model is no more
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error("it is copied or pickled", READ)
+
+    def error(self, what: str, remedy: str) -> FsdpError:
+        """``what`` was done to the parameter; ``remedy`` says what to do instead."""
+        if self.gone:
+            what, remedy = f"{what} after its FullyShardedDataParallel object was deleted", KEEP
+        return FsdpError(f"{self.record.name}: {what}; {remedy}", unit=self.record.buffer.unit, op="read")
+
+    def ask(self, name: str, sets: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raise unless function or property ``name`` may be used now; ``sets``: the property is assigned."""
+        parameter = self.record.parameter
+        if name == "requires_grad" or name == "requires_grad_":
+            wanted = bool(args[1]) if len(args) > 1 else bool(kwargs.get("requires_grad", True))
+            if sets or name == "requires_grad_":
+                self._set_wanted(wanted)
+        elif name == "grad":
+            self._ask_grad(sets, args, parameter)
+        elif name == "data":
+            raise self.error(f".data is {'assigned' if sets else 'taken'}", WRITE if sets else READ)
+        elif self.gone or not self.readable():
+            raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
+        elif _writes(name, parameter, args, kwargs):
+            raise self.error(f"{name}() writes to it, and the next gather would undo that", WRITE)
+
+    def _set_wanted(self, wanted: bool) -> None:
+        if wanted and not self.record.buffer.trainable:
+            raise self.error("requires_grad was False when it was wrapped and is set to True", UNFREEZE)
+        self.record.wanted = wanted
+
+    def _ask_grad(self, sets: bool, args: Sequence[Any], parameter: Tensor) -> None:
+        if sets:
+            if len(args) > 1 and args[1] is not None:
+                raise self.error(".grad is assigned, and no optimizer would see it", GRAD)
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            here = parameter.grad is not None
+        if not here and self.owes_gradient(self.record):
+            raise self.error(".grad is read: it is None here although there is a gradient", GRAD)
+
+
+READ = (
+    "read weights from model.full_state_dict() or model.state_records(). A module whose forward uses another module's "
+    "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit)"
+)
+WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
+GRAD = (
+    "gradients lie on model.main_parameters(). Clear them with optimizer.zero_grad() or model.zero_grad(), clip them "
+    "with model.clip_grad_norm_()"
+)
+UNFREEZE = "wrap it with requires_grad=True and freeze it afterwards: that is honoured, and can be undone"
+KEEP = "keep that object for as long as the module is used"
+
+
+def _writes(name: str, parameter: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if name in _SETS_ITEMS or (name.endswith("_") and not name.endswith("__")):
+        target = args[0] if args else next((kwargs[k] for k in ("tensor", "input", "self") if k in kwargs), None)
+        return any(one is parameter for one in (target if isinstance(target, (list, tuple)) else [target]))
+    return any(one is parameter for one in pytree.tree_leaves(kwargs.get("out")))
+
+
+def _named(func: Any) -> tuple[str, bool]:
+    """Name of a function, method or property, and whether the property is assigned."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__", "__delete__"):
+        return func.__self__.__name__, name != "__get__"
+    return name, False
+
+
+def _guards(values: Any) -> Iterator[Guard]:
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, GuardedParameter):
+            yield leaf.__dict__[_MARK]
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter between the calls of its unit. [Note: classes say who may read]"""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, sets = _named(func)
+        if (sets or name not in _READS_NOTHING) and func is not torch.autograd.grad:
+            for guard in _guards((args, kwargs)):
+                guard.ask(name, sets, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        record = self.__dict__[_MARK].record
+        return f"Parameter {record.name} {tuple(self.shape)} {self.dtype} of unit {record.buffer.unit or '(root)'}"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+@cache
+def _guarded_class(own: type) -> type:
+    return GuardedParameter if own is nn.Parameter else type(own.__name__, (GuardedParameter, own), {})
+
+
+class Curtain:
+    """The parameters of one unit, shown to its layers and hidden from everyone else."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self.guards = tuple(guards)
+        self._swaps = [(one.record.parameter, one.own_class, _guarded_class(one.own_class)) for one in guards]
+        for guard in guards:
+            guard.record.parameter.__dict__[_MARK] = guard
+        self.hide()
+
+    def reveal(self) -> None:
+        """The unit's call begins."""
+        for parameter, own, _ in self._swaps:
+            parameter.__class__ = own
+
+    def hide(self) -> None:
+        """The unit's call is over."""
+        for parameter, _, guarded in self._swaps:
+            parameter.__class__ = guarded
+
+    def close(self) -> None:
+        """The model is gone: its parameters hold nothing any more."""
+        for guard in self.guards:
+            guard.gone = True
+        self.hide()
+
+
+def take_gradient(parameter: Any) -> Tensor | None:
+    """``parameter.grad``, which is None afterwards; without asking."""
+    shown = parameter.__class__
+    parameter.__class__ = nn.Parameter if shown is GuardedParameter else parameter.__dict__[_MARK].own_class
+    gradient: Tensor | None = parameter.grad
+    parameter.grad = None
+    parameter.__class__ = shown
+    return gradient
+
+
+def guard_of(parameter: Tensor) -> Guard | None:
+    """The guard of a parameter that is wrapped (or was), else None."""
+    return parameter.__dict__.get(_MARK)

@@ -25,7 +25,7 @@ from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, 
 from sixfold.fsdp.control import Control, GroupControl, NoControl
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults import Faults
+from sixfold.fsdp.faults import Faults, PatientStore
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.initial import InitFn, agree, set_start_values
@@ -114,7 +114,7 @@ def build(
     real = [group for group in groups if group is not None]
     control: Control = GroupControl(real[::-1], options.timeout_s) if ranks.size > 1 else NoControl()
     device = _device(module, real)
-    store = _private_store(options.fault_store, real)
+    store = _private_store(options.fault_store, real, options.timeout_s)
     faults = Faults(
         ranks.rank, ranks.size, store, options.timeout_s, host_waits=device.type != "cuda", abort=_abort_of(real)
     )
@@ -161,13 +161,16 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def _private_store(store: Store | None, groups: Sequence[dist.ProcessGroup]) -> Store | None:
+def _private_store(store: Store | None, groups: Sequence[dist.ProcessGroup], timeout_s: float) -> Store | None:
     """A corner of ``store`` for this model: its ranks, and how many models these ranks had before."""
     if store is None or not groups:
         return None
     members = "x".join(",".join(map(str, dist.get_process_group_ranks(group))) for group in groups)
     me = dist.get_process_group_ranks(groups[-1])[dist.get_rank(groups[-1])]
-    ordinal = store.add(f"sixfold.fsdp/{members}/{me}", 1)
+    try:
+        ordinal = PatientStore(store, timeout_s).add(f"sixfold.fsdp/{members}/{me}", 1)
+    except RuntimeError as error:
+        raise FsdpError(f"fault_store does not answer ({error}); give one whose process runs, or None") from error
     return PrefixStore(f"sixfold.fsdp/{members}/model{ordinal}", store)
 
 

@@ -8,8 +8,12 @@ process. Sums start now and are finished later by the callable that they return.
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +73,60 @@ class LocalComm:
         """Nothing to send."""
 
 
+class _Waiter:
+    """One thread that waits for Works one after the other, in the order in which they are handed over."""
+
+    def __init__(self) -> None:
+        self._handed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._handed,), name="sixfold-fsdp-wait", daemon=True).start()
+        weakref.finalize(self, self._handed.put, None)
+
+    def hand(self, wait: Callable[[], None]) -> None:
+        """Wait for it after the ones before."""
+        self._handed.put(wait)
+
+
+def _serve(handed: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := handed.get()) is not None:
+        wait()
+
+
+class GlooSumWork:
+    """A reduce-scatter of gloo with a deadline.
+
+    torch's Work of it (2.13) waits for an all-reduce without any deadline, whatever it is told, and never says that it
+    is completed: a peer that is stopped held the survivors for as long as the group's own timeout, 30 minutes.
+    """
+
+    def __init__(self, work: Any, waiter: _Waiter) -> None:
+        self._work = work
+        self._waiter = waiter
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._handed = False
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except BaseException as error:  # raised in the thread that waits for it
+            self._error = error
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        """True from the end of the first wait on."""
+        return self._done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As Work's, in time."""
+        if not self._handed:
+            self._handed = True
+            self._waiter.hand(self._run)
+        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+
+
 class GroupComm:
     """Asynchronous collectives of torch.distributed on one given group."""
 
@@ -79,6 +137,7 @@ class GroupComm:
         # torch 2.13 renamed the flat collectives and deprecates the old names: choose once.
         self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         self._scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        self._waiter = _Waiter() if "cpu:gloo" in str(dist.get_backend_config(group)) else None
 
     def all_gather(self, full: Tensor, part: Tensor) -> Any:
         """One all-gather."""
@@ -86,7 +145,8 @@ class GroupComm:
 
     def reduce_scatter(self, part: Tensor, full: Tensor) -> Any:
         """One reduce-scatter (sum; the division is the engine's, a premultiplied sum exists on NCCL only)."""
-        return self._scatter(part, full, group=self.group, async_op=True)
+        work = self._scatter(part, full, group=self.group, async_op=True)
+        return work if self._waiter is None or full.is_cuda else GlooSumWork(work, self._waiter)
 
     def all_reduce(self, full: Tensor) -> Any:
         """One all-reduce."""

@@ -8,6 +8,7 @@ Ranks are positions in the main mesh.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,54 @@ from sixfold.fsdp.errors import FsdpError
 _SLICE = timedelta(seconds=1)  # between two looks into the store during a wait
 _GRACE_S = 10.0  # for signs, when more than one rank is missing; the others may still compute
 _AFTER_DEADLINE_S = 3.0  # the same once the deadline is over
+_STORE_S = 3.0  # for one answer of the store during a wait
+
+
+class PatientStore:
+    """A Store whose calls end: one that gets no answer in time is the last.
+
+    torch's TCPStore waits for its server without a deadline of its own, also in ``add`` and ``check``; a server that
+    is stopped (SIGSTOP, a hung node) would hold every survivor. Calls run in a daemon thread that may be left behind.
+    """
+
+    def __init__(self, store: Store, answer_s: float) -> None:
+        self._store = store
+        self._answer_s = answer_s
+        self._given_up = False
+
+    def add(self, key: str, amount: int) -> int:
+        """As Store's."""
+        value: int = self._ask("add", key, amount)
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        """As Store's."""
+        self._ask("set", key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """As Store's."""
+        return bool(self._ask("check", keys))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        if self._given_up:
+            raise RuntimeError("the store gave no answer before")
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((getattr(self._store, name)(*args), None))
+            except BaseException as error:  # raised in the thread that asked
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="sixfold-fsdp-store", daemon=True).start()
+        try:
+            value, error = answers.get(timeout=self._answer_s)
+        except queue.Empty:
+            self._given_up = True
+            raise RuntimeError(f"the store gave no answer within {self._answer_s:g} s") from None
+        if error is not None:
+            raise error
+        return value
 
 
 class Faults:
@@ -47,7 +96,7 @@ class Faults:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self._store = store
+        self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
         self._host_waits = host_waits
         self._watchdog = None if host_waits or abort is None else Watchdog(timeout_s, self._expire)
         self._abort = abort
@@ -104,10 +153,13 @@ class Faults:
             try:
                 missing = self._meet(self._store, deadline)
             except RuntimeError:
-                missing, nobody = (), "fault_store does not answer: the process that holds it is probably lost"
+                missing, nobody = (
+                    (),
+                    "fault_store does not answer: its process is probably lost or stopped",
+                )
         return ("no sign of life from rank " + ", ".join(map(str, missing)) if missing else nobody), missing
 
-    def _meet(self, store: Store, deadline: float) -> tuple[int, ...]:
+    def _meet(self, store: PatientStore, deadline: float) -> tuple[int, ...]:
         """Leave a sign and wait for those of others; returns the ranks that left none."""
         store.set(f"alive/{self.rank}", "1")
         store.add("faults", 1)

@@ -124,7 +124,9 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecor
 
 def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
     """Refuse what would train wrongly, then let the engine finish gradient sync."""
-    if getattr(optimizer, "found_inf", None) is not None and engine.strategy.shards_optimizer and engine.ranks.size > 1:
+    sharded = engine.strategy.shards_optimizer and engine.ranks.size > 1
+    if sharded and vars(optimizer).pop("found_inf", None) is not None:
+        vars(optimizer).pop("grad_scale", None)
         raise FsdpError(
             "a GradScaler steps this optimizer: it looks for infinities in this rank's shard only, so ranks would skip "
             "different steps; use bfloat16, which needs no scaler, or strategy='no_shard'"

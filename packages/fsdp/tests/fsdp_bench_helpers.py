@@ -49,29 +49,35 @@ class Net(nn.Module):
 Step = Callable[[], None]
 
 
-def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Tensor) -> Step:
+def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], Any], batch: Tensor) -> Step:
     def step() -> None:
         model(batch).sum().backward()
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            for parameter in model.parameters():
-                parameter.grad = None
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
 
-def make(kind: str, group: Any, width: int, layers: int, tokens: int, optimize: bool) -> Step:
-    """One step of ``kind``: "plain", "sixfold", "fsdp2" or "ddp"."""
+def _torch_step(model: nn.Module, batch: Tensor) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return _stepper(model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), batch)
+
+
+def make(kind: str, group: Any, width: int, layers: int, tokens: int) -> Step:
+    """One whole training step of ``kind`` ("plain", "sixfold", "fsdp2", "ddp"), by the calls that its users write.
+
+    Forward, backward, clip, AdamW step, zero_grad, in fp32, each wrapper at its own defaults (ZeRO-3; FSDP2 with
+    ``reshard_after_forward`` as ``fully_shard`` chooses it: True for blocks, False for the root; implicit prefetch).
+    """
     torch.manual_seed(0)
     net: nn.Module = Net(width, layers)
     batch = torch.randn(tokens, width)
     if kind == "plain":
-        return _stepper(net, torch.optim.AdamW(net.parameters()) if optimize else None, batch)
+        return _torch_step(net, batch)
     if kind == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
-        return _stepper(wrapped, torch.optim.AdamW(wrapped.parameters()) if optimize else None, batch)
+        return _torch_step(wrapped, batch)
     if kind == "fsdp2":
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -80,20 +86,10 @@ def make(kind: str, group: Any, width: int, layers: int, tokens: int, optimize: 
         for block in net.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
-        return _stepper(net, torch.optim.AdamW(net.parameters()) if optimize else None, batch)
+        return _torch_step(net, batch)
     model = FullyShardedDataParallel(net, process_group=group, fsdp_unit_modules=[Block], initial="trust")
-    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()), model) if optimize else None
-    if optimizer is None:
-        run = _stepper(model, None, batch)
-
-        def without_optimizer() -> None:
-            run()
-            model.finish_grad_sync()
-            model.zero_grad()
-            model.refresh()  # as a step would: every unit is gathered again
-
-        return without_optimizer
-    return _stepper(model, optimizer, batch)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()), model)
+    return _stepper(model, optimizer, lambda: model.clip_grad_norm_(1.0), batch)
 
 
 def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dict[str, float]:
@@ -103,7 +99,7 @@ def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dic
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     kinds = ("plain", "sixfold", "fsdp2")
-    steps = {kind: make(kind, dist.group.WORLD, width, layers, 4, optimize=False) for kind in kinds}
+    steps = {kind: make(kind, dist.group.WORLD, width, layers, 4) for kind in kinds}
     best = dict.fromkeys(kinds, float("inf"))
     for turn in range(turns + 3):
         for kind, step in steps.items():
@@ -117,7 +113,7 @@ def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dic
 def step_times(rank: int, ranks: int, width: int, layers: int, tokens: int, turns: int) -> dict[str, list[float]]:
     """Wall seconds of each step by kind; kinds take turns, all ranks start each step together."""
     kinds = ("sixfold", "fsdp2", "ddp")
-    steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens, optimize=True) for kind in kinds}
+    steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens) for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(turns + 2):
         for kind, step in steps.items():

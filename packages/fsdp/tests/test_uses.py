@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -180,6 +181,24 @@ def losses_with_a_backward_each(world):
         world.optimizer.zero_grad()
 
 
+def losses_with_a_backward_each_and_no_sync(world):
+    for step in range(2):
+        losses = [world.loss(step), world.loss(step + 5)]
+        with world.call.no_sync() if world.wrapped else nullcontext():
+            for loss in losses:
+                loss.backward()
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+
+
+def one_forward_of_many_is_dropped(world):
+    for step in range(2):
+        losses = [world.loss(step), world.loss(step + 3), world.loss(step + 5)]
+        (losses[0] + losses[2]).backward()
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+
+
 def gradient_of_an_input(world):
     """It leaves no gradient, so that weight decay moves nothing."""
     x = torch.ones(2, WIDTH, requires_grad=True)
@@ -268,6 +287,8 @@ RIGHT = [
     optimizer_state_saved_and_loaded,
     two_losses_one_backward,
     losses_with_a_backward_each,
+    losses_with_a_backward_each_and_no_sync,
+    one_forward_of_many_is_dropped,
     gradient_of_an_input,
     gradient_into_an_input_only,
     gradient_of_a_parameter,
@@ -338,6 +359,13 @@ def a_penalty_on_weights(world):
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_weights_that_are_kept_may_be_read_between_forward_and_step(strategy):
     compare(a_penalty_on_weights, {"fsdp_unit_modules": [Block], "strategy": strategy})
+
+
+def test_a_compiled_model_trains_as_the_plain_one():
+    plain, world = World(None), World(SETTINGS["zero-3"])
+    plain.train(2)
+    world.train(2, call=torch.compile(world.call, backend="eager"))
+    assert same(plain.weights(), world.weights()) == []
 
 
 # ---- refused

@@ -197,5 +197,5 @@ class Reduction:
         """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
         self.pipeline.finish()
         for unit in self._by_name.values():
-            if unit.index and unit.trainable is not None:
+            if unit.index and unit.trainable is not None and unit.trainable.local is None:
                 unit.trainable.release_own_local()

@@ -213,12 +213,13 @@ def short_read(path: str, offset: int, wanted: int, got: int) -> IndexedDataErro
 
 def _open(path: str) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
     except OSError as error:
         raise missing(path, error) from error
-    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise missing(path, IsADirectoryError(errno.EISDIR, "a folder"))
+        raise missing(path, OSError(errno.EINVAL, "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"))
     return descriptor
 
 

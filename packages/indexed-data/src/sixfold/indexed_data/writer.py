@@ -132,12 +132,18 @@ class IndexedDatasetBuilder:
             publish(self._temporary.name, self._final_bin, index.name, final_idx)
             self._state = "finalized"
             self._file.close()
+        except TimeoutError as error:  # of the folder's lock: nothing is wrong with what was written
+            again = "the builder stays as it is: finalize again when the folder is free"
+            raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; {again}") from error
         except OSError as error:
+            self.abort()
             raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no new pair is left") from error
+        except BaseException:
+            self.abort()
+            raise
         finally:
             if index is not None:
                 index.remove()
-            self.abort()
 
     def abort(self) -> None:
         """Give up: the temporary file is removed, an old pair stays. After ``finalize`` it does nothing."""

@@ -31,6 +31,7 @@ from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 PART_BYTES = 64 * 2**20
+TIMEOUT_S = 600.0
 Parts = list[tuple[Slice, ...]]
 
 
@@ -70,6 +71,7 @@ def build(
     on_error: str = "fail",
     overwrite: bool = False,
     part_bytes: int = PART_BYTES,
+    timeout_s: float = TIMEOUT_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> BuildReport:
     """Tokenize text files into the pair ``output``; documents in the order of the files and of their lines.
@@ -87,6 +89,7 @@ def build(
         on_error: a bad line ends the build (``fail``) or is counted (``skip``).
         overwrite: replace a pair that is there.
         part_bytes: text per part of the work.
+        timeout_s: how long all workers may use no processor time before the build ends with an error.
         progress: called with (parts done, parts in all).
     Raises:
         IndexedDataError: bad options, inputs or lines; a pair is there already; a worker died. No pair is left then.
@@ -107,8 +110,9 @@ def build(
     )
     if append_eod and loaded.eod is None:
         raise IndexedDataError(f"{tokenizer} has no EOD to append; name it with eod_token, or pass append_eod=False")
-    if workers < 1 or part_bytes < 1:
-        raise IndexedDataError(f"workers is {workers}, part_bytes {part_bytes}; both are >= 1")
+    if workers < 1 or part_bytes < 1 or not timeout_s > 0:
+        sizes = f"workers is {workers}, part_bytes {part_bytes}, timeout_s {timeout_s}"
+        raise IndexedDataError(f"{sizes}; the first two are >= 1, the last is > 0")
     if not names:
         raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
     sources = [Source.of(name) for name in names]
@@ -117,7 +121,7 @@ def build(
         notes = (*loaded.notes, *dropped)
         for note in notes:
             warnings.warn(note, BuildNote, stacklevel=2)
-        reports = _make_parts(run_parts(parts, folder, job, loaded, workers), parts, progress)
+        reports = _make_parts(run_parts(parts, folder, job, loaded, workers, timeout_s), parts, progress)
         _refuse_changed(sources)
         _join(folder, len(parts), job, prefix)
     return _summary(prefix, parts, reports, job, notes, time.perf_counter() - started)

@@ -99,7 +99,7 @@ def _from_file(path: str, eod_token: str | None) -> Tokenizer:
         raise IndexedDataError(
             f"tokenizer {path} needs the tokenizers package: pip install 'sixfold-indexed-data[tokenizers]'"
         ) from error
-    if not os.path.exists(path):
+    if not os.path.isfile(path):  # a pipe would wait for its writer
         raise IndexedDataError(f"{path}: no such tokenizer file")
     try:
         loaded = tokenizers.Tokenizer.from_file(path)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.fingerprints import Fingerprint, differences, fingerprint
@@ -18,13 +20,20 @@ from sixfold.indexed_data.text.parts import Job, PartReport, build_part, read_re
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workshop import part_prefix
 
+if TYPE_CHECKING:  # most builds are small, and no reader of pairs needs processes
+    from concurrent.futures import Future
+    from multiprocessing.process import BaseProcess
+
 Parts = Sequence[tuple[Slice, ...]]
+_GONE_S = 10.0  # for the kernel to take a killed process away
 
 
 def run_parts(
-    parts: Parts, folder: str, job: Job, tokenizer: Tokenizer, workers: int
+    parts: Parts, folder: str, job: Job, tokenizer: Tokenizer, workers: int, timeout_s: float
 ) -> Generator[PartReport, None, None]:
     """The reports of all parts in their order; finished ones are read, the others made.
+
+    ``timeout_s`` is how long all workers may do nothing at all.
 
     Raises:
         IndexedDataError: a part could not be made, or a worker died. The message names the part.
@@ -34,11 +43,11 @@ def run_parts(
         for number, slices in enumerate(parts):
             yield read_report(part_prefix(folder, number)) or _make(slices, part_prefix(folder, number), job, tokenizer)
     else:
-        yield from _run_side_by_side(parts, missing, folder, job, min(workers, len(missing)))
+        yield from _run_side_by_side(parts, missing, folder, job, min(workers, len(missing)), timeout_s)
 
 
 def _run_side_by_side(
-    parts: Parts, missing: list[int], folder: str, job: Job, workers: int
+    parts: Parts, missing: list[int], folder: str, job: Job, workers: int, timeout_s: float
 ) -> Generator[PartReport, None, None]:
     # Imported here: most builds are small, and no reader of pairs needs processes.
     import multiprocessing
@@ -47,6 +56,7 @@ def _run_side_by_side(
 
     # spawn: the caller may run threads (torch does), and a fork would copy their locks as they stand.
     context = multiprocessing.get_context("spawn")
+    crew = _Crew(multiprocessing.active_children, timeout_s)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker) as pool:
         futures = {n: pool.submit(_make_in_worker, parts[n], part_prefix(folder, n), job) for n in missing}
         try:
@@ -57,14 +67,85 @@ def _run_side_by_side(
                     yield report
                     continue
                 try:
-                    yield futures[number].result()
+                    yield crew.result(futures[number], part_name(slices))
                 except BrokenProcessPool as error:
                     raise IndexedDataError(
                         f"a worker died before {part_name(slices)} was done (out of memory, or killed); finished parts "
                         "are kept, the same command goes on from them"
                     ) from error
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            crew.leave()
+
+
+class _Crew:
+    """The worker processes of one build, and how long one waits for them.
+
+    [Note: a deadline on doing nothing] A part may take hours, so its time has no limit. What has one is the time in
+    which no worker uses the processor: they were stopped (SIGSTOP), or wait for a dead file server or each other.
+    """
+
+    def __init__(self, children: Callable[[], list[BaseProcess]], timeout_s: float) -> None:
+        self._children, self._timeout_s = children, timeout_s
+        self._others = set(children())  # the caller's own
+        self._poll_s = min(1.0, timeout_s / 4)
+        self._seen: list[tuple[str, ...]] = []
+        self._since = time.monotonic()
+
+    def result(self, future: Future[PartReport], part: str) -> PartReport:
+        """The report of a part; IndexedDataError at the deadline, and no worker is left then."""
+        self._since = time.monotonic()
+        while True:
+            try:
+                return future.result(self._poll_s)
+            except TimeoutError:
+                if not self._stalled():
+                    continue
+            pids = ", ".join(str(worker.pid) for worker in self._workers())
+            self._kill()
+            raise IndexedDataError(
+                f"no worker (processes {pids}) has done anything for {self._timeout_s:g} s, and {part} is not done: "
+                "they were stopped, or wait for a file system. They were ended; finished parts are kept, the same "
+                "command goes on from them"
+            )
+
+    def leave(self) -> None:
+        """Wait until the workers have ended their parts and themselves, or do nothing, and then end them."""
+        from multiprocessing.connection import wait
+
+        self._since = time.monotonic()
+        try:
+            while (workers := self._workers()) and not self._stalled():
+                wait([worker.sentinel for worker in workers], self._poll_s)
+        finally:  # also at a second Ctrl-C
+            self._kill()
+
+    def _workers(self) -> list[BaseProcess]:
+        return [child for child in self._children() if child not in self._others]
+
+    def _kill(self) -> None:
+        for worker in self._workers():
+            worker.kill()  # SIGKILL, which a stopped process gets too
+            worker.join(_GONE_S)
+
+    def _stalled(self) -> bool:
+        """Whether no worker has used, or waited for, a processor for ``timeout_s``."""
+        now = [_activity(worker.pid) for worker in self._workers()]
+        if now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        return time.monotonic() - self._since > self._timeout_s
+
+
+def _activity(pid: int | None) -> tuple[str, ...]:
+    """What changes while a process does something: the ticks that it has used, by /proc; nothing once it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state, *numbers = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ()
+    user, system = numbers[10:12]
+    waits_for_a_processor = state == "R"  # on a busy machine perhaps for long, which is no fault of its own
+    return (user, system, str(time.monotonic())) if waits_for_a_processor else (user, system)
 
 
 def _make_in_worker(slices: tuple[Slice, ...], prefix: str, job: Job) -> PartReport:

@@ -5,7 +5,8 @@
 CPU time of one thread (``time.process_time``), both sides in turn, the minimum of some repeats and behind it the
 median; what both write is compared byte for byte in the same run. Page cache warm, free memory touched before each
 round. ``--scale 0.01`` does all of it in a minute. Documents have 500 to 1,500 ids of uint16 where nothing else is
-said. Needs 5 GB of disk and 10 minutes.
+said. Rows of writing are whole programs (builder, documents, finalize) by the calls that each side's users write.
+Needs 5 GB of disk and 10 minutes; ``--only writing`` one minute.
 """
 
 import argparse
@@ -46,16 +47,16 @@ def row(what, ours, peer="", ratio=""):
     print(f"| {what} | {ours} | {peer} | {ratio} |", flush=True)
 
 
-def in_turn(sides, repeats, unit_s, setup=lambda: ()):
+def in_turn(sides, repeats, unit_s, setup=lambda: (), clock=time.process_time):
     """Seconds of CPU time per ``unit_s`` of each side: {side: (minimum, median)}. They take turns."""
     times = {side: [] for side in sides}
     for _ in range(repeats):
         for side, function in sides.items():
             arguments = setup(side) if setup.__code__.co_argcount else setup()
             touch_memory()
-            began = time.process_time()
+            began = clock()
             function(*arguments)
-            times[side].append((time.process_time() - began) / unit_s)
+            times[side].append((clock() - began) / unit_s)
     return {side: (min(each), statistics.median(each)) for side, each in times.items()}
 
 
@@ -77,34 +78,73 @@ def compare(what, times, unit="us", factor=1e6, rate=None):
 
 # ---- writing
 
-
-def add(builder, documents, peer):
-    for document in documents:
-        builder.add_document(document, [len(document)]) if peer else builder.add_document(document)
+WITHOUT = "sixfold, without lengths"
 
 
-def writing(folder, peer, scale):
+def write_pair(kind, prefix, documents, lengths, sync=False):
+    """The whole of a user's program: a new builder, every document, finalize. Both sides have flushed their files then;
+    ours has also waited for the disk, the peer does so with ``sync``."""
+    builder = kind(f"{prefix}.bin", np.uint16)
+    if lengths is None:
+        for document in documents:
+            builder.add_document(document)
+    else:
+        for document, each in zip(documents, lengths, strict=True):
+            builder.add_document(document, each)
+    builder.finalize(f"{prefix}.idx")
+    if sync:
+        for end in (".bin", ".idx"):
+            with open(prefix + end, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def as_kind(documents, kind):
+    import torch
+
+    if kind == "lists":
+        return [d.tolist() for d in documents]
+    if kind.startswith("torch "):
+        return [torch.from_numpy(d.astype(kind.split()[1])) for d in documents]
+    return [d.astype(kind.split()[0]) for d in documents]
+
+
+def writing(memory, folder, peer, scale):
+    """On a memory file system, so that no disk is measured; the last row is on the disk, by the clock."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 50_000, n).astype(np.uint16) for n in rng.integers(500, 1501, int(5000 * scale) + 50)]
-    kinds = {OURS: IndexedDatasetBuilder, PEER: peer.IndexedDatasetBuilder}
-    for kind in ("uint16", "int64", "list"):
-        given = [d.tolist() if kind == "list" else d.astype(kind) for d in documents]
-
-        def new_builder(side):
-            return (kinds[side](f"{folder}/{side}.bin", np.uint16),)
-
-        def add_all(side, given=given):
-            return lambda builder: add(builder, given, side == PEER)
-
-        times = in_turn({side: add_all(side) for side in kinds}, 9, len(documents), new_builder)
-        tokens = sum(map(len, documents)) / len(documents)
-        more = {"uint16": "", "int64": ", range-checked here, wrapped there", "list": ", range-checked"}[kind]
-        what = f"add {len(documents):,} documents given as {kind}{'' if kind == 'list' else ' arrays'}{more}"
-        compare(what, times, "us per document", rate=lambda s, tokens=tokens: f"{tokens / s / 1e6:.0f} M tokens/s")
-    for side, kind in kinds.items():
-        builder = kind(f"{folder}/{side}.bin", np.uint16)
-        add(builder, documents, side == PEER)
-        builder.finalize(f"{folder}/{side}.idx")
+    kinds = {OURS: IndexedDatasetBuilder, PEER: peer.IndexedDatasetBuilder, WITHOUT: IndexedDatasetBuilder}
+    tokens = sum(map(len, documents)) / len(documents)
+    rows = {
+        "uint16 arrays": "",
+        "int64 arrays": ", range-checked here, wrapped there",
+        "lists": ", range-checked",
+        "torch int64 tensors": ", range-checked here, wrapped there",
+    }
+    whole = [[len(d)] for d in documents]
+    for kind, more in rows.items():
+        given = as_kind(documents, kind)
+        sides = {
+            side: lambda each=each, side=side, given=given: write_pair(
+                each, f"{memory}/{side}", given, None if side == WITHOUT else whole
+            )
+            for side, each in kinds.items()
+        }
+        times = in_turn(sides, 9, len(documents))
+        same(memory)
+        what = f"write {len(documents):,} documents given as {kind}, `add_document(ids, [len(ids)])`{more}"
+        compare(what, times, "us per document", rate=lambda s: f"{tokens / s / 1e6:.0f} M tokens/s")
+        low, middle = (1e6 * value for value in times[WITHOUT])
+        row("the same with `add_document(ids)`, which the peer does not have", f"{low:.3g} us ({middle:.3g})")
+    sentences = [[50] * (len(d) // 50) + [len(d) % 50] for d in documents]
+    sides = {s: lambda s=s: write_pair(kinds[s], f"{memory}/{s}", documents, sentences) for s in (OURS, PEER)}
+    compare("documents of about 21 sequences each, uint16 arrays", in_turn(sides, 9, len(documents)), "us per document")
+    same(memory)
+    sides = {
+        OURS: lambda: write_pair(IndexedDatasetBuilder, f"{folder}/{OURS}", documents, whole),
+        PEER: lambda: write_pair(peer.IndexedDatasetBuilder, f"{folder}/{PEER}", documents, whole, sync=True),
+    }
+    times = in_turn(sides, 9, len(documents), clock=time.perf_counter)
+    compare("on the disk, by the clock, `fsync` on both sides", times, "us per document")
     same(folder)
     return len(documents)
 
@@ -135,7 +175,7 @@ def finalizing(folder, peer, scale):
         return lambda builder: builder.finalize(f"{folder}/{side}.idx")
 
     times = in_turn({side: finalize(side) for side in (OURS, PEER)}, 7, n, setup)
-    compare(f"`finalize` of {n:,} documents, fsync here, none there", times, "ns per document", 1e9)
+    compare(f"`finalize` of {n:,} documents, CPU time, fsync here and none there", times, "ns per document", 1e9)
     same(folder)
     index = Path(f"{folder}/{OURS}.idx").read_bytes()
 
@@ -380,6 +420,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--folder", help="for the files (default: the system's temporary folder)")
+    parser.add_argument("--memory", default="/dev/shm", help="folder of a memory file system (default: /dev/shm)")
+    parser.add_argument("--only", choices=("writing",), help="one part of the table")
     options = parser.parse_args()
     peer = load_peer()
     import torch
@@ -391,8 +433,11 @@ def main():
     row("what", "sixfold", "megatron-core 0.16.1", "ratio")
     row("---", "---", "---", "---")
     folder = tempfile.mkdtemp(prefix="indexed-data-", dir=options.folder)
+    memory = tempfile.mkdtemp(prefix="indexed-data-", dir=options.memory)
     try:
-        n = writing(folder, peer, options.scale)
+        n = writing(memory, folder, peer, options.scale)
+        if options.only:
+            return
         reading(folder, peer, n)
         n = finalizing(folder, peer, options.scale)
         opening(folder, peer, n)
@@ -404,6 +449,7 @@ def main():
         preprocessing(folder, options.scale)
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(memory)
     print(f"\nLoad {os.getloadavg()[0]:.1f} at the end.")
 
 

@@ -256,7 +256,9 @@ class IndexedDatasetBuilder:
         lengths_S = _view(self._lengths, np.int32)
         file.write(Header(self.dtype, len(self._lengths), len(self._documents)).pack())
         file.write(lengths_S)
-        starts = np.zeros(_INDEX_BLOCK + 1, np.int64)  # one for all blocks, small enough for the second cache
+        starts = np.zeros(
+            min(len(lengths_S), _INDEX_BLOCK) + 1, np.int64
+        )  # one for all blocks, small enough for the second cache
         for a, b in _blocks(0, len(lengths_S), _INDEX_BLOCK):
             np.multiply(lengths_S[a:b], self.dtype.itemsize, out=starts[1 : b - a + 1], dtype=np.int64)
             np.cumsum(starts[: b - a + 1], out=starts[: b - a + 1])

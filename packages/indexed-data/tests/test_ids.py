@@ -169,6 +169,20 @@ def test_verify_refuses_what_is_no_vocabulary(tmp_path, vocab_size):
         verify(tmp_path / "a", vocab_size=vocab_size)
 
 
+@pytest.mark.parametrize("stored", ["int16", "uint16", "int32"])
+def test_a_pair_with_ids_outside_the_vocabulary_cannot_be_added(tmp_path, stored):
+    write_pair(tmp_path / "good", stored, [[[0, 99]], [[5]]])
+    for i, bad in enumerate((100, BOUNDS[stored][1], -1 if stored != "uint16" else 2**15)):
+        write_pair(tmp_path / f"bad{i}", stored, [[[1]], [[0, 99, bad]]])
+    with IndexedDatasetBuilder(tmp_path / "a.bin", stored, vocab_size=100) as builder:
+        builder.add_document([1])
+        for i in range(3):
+            with pytest.raises(IndexedDataError, match="every id lies in the vocabulary"):
+                builder.add_index(tmp_path / f"bad{i}")
+        builder.add_index(tmp_path / "good")
+    assert [s.tolist() for s in IndexedDataset(tmp_path / "a")] == [[1], [0, 99], [5]]
+
+
 TEXTS = {
     "one text": "123",
     "bytes": b"123",

@@ -1,5 +1,6 @@
 """Reading: what comes back, who keeps the map alive, and what it costs."""
 
+import errno
 import gc
 import os
 import pickle
@@ -309,3 +310,19 @@ def test_import_loads_numpy_and_the_standard_library_only():
     assert loaded - {"numpy"} <= set(sys.stdlib_module_names)
     assert not loaded & {"argparse", "json", "multiprocessing", "gzip", "concurrent", "inspect", "subprocess"}
     assert len(done.stdout.split()) <= 20  # beside numpy's own; 14 on Python 3.11
+
+
+def test_a_disk_that_refuses_a_read_is_the_typed_error_and_the_next_read_goes_on(tmp_path, monkeypatch):
+    write_pair(tmp_path / "a", "uint16", DOCUMENTS)
+    dataset = IndexedDataset(tmp_path / "a", mmap=False)
+
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with (
+        monkeypatch.context() as broken,
+        pytest.raises(IndexedDataError, match=r"a\.bin: byte 6: .*Input/output error"),
+    ):
+        broken.setattr(os, "pread", refuse)
+        dataset[1]
+    assert dataset[1].tolist() == [4, 5]

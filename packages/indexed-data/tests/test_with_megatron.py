@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_data_helpers import CODES, load_peer, pair_bytes
 
+import sixfold.indexed_data
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, merge, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the peer's own
@@ -111,6 +112,44 @@ def test_any_order_of_builder_calls_gives_the_peers_bytes(peer, tmp_path, seed):
         builder.end_document()
         builder.finalize(str(tmp_path / ("ours.idx" if builder is ours else "theirs.idx")))
     assert pair_bytes(tmp_path / "ours") == pair_bytes(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("whose", ["ours", "peer"])
+def test_a_program_of_megatrons_users_runs_with_its_import_line_changed(peer, tmp_path, whose):
+    """Calls as tools/preprocess_data.py, merge_datasets.py and NeMo's scripts write them, by position and by name."""
+    torch = pytest.importorskip("torch", reason="megatron-core's builder takes torch tensors")
+    lib = sixfold.indexed_data if whose == "ours" else peer
+    prefix = str(tmp_path / "wiki_text_document")
+    builder = lib.IndexedDatasetBuilder(prefix + ".bin", dtype=lib.DType.optimal_dtype(50_257))
+    builder.add_item(torch.IntTensor([1, 2, 3]))
+    builder.add_item(torch.tensor([4], dtype=torch.int64), 0)
+    builder.end_document()
+    builder.add_document([5, 6, 7], [2, 1])
+    builder.add_document(torch.LongTensor([50_256]), [1])
+    builder.add_document(np.array([8, 9]), lengths=[2], modes=None)
+    builder.add_document([10, 11], np.array([1, 1]))
+    builder.finalize(prefix + ".idx")
+
+    joined = str(tmp_path / "joined")
+    builder = lib.IndexedDatasetBuilder(joined + ".bin", dtype=np.uint16, multimodal=False)
+    for each in (prefix, prefix):
+        builder.add_index(each)
+    builder.finalize(joined + ".idx")
+
+    sequences = [[1, 2, 3], [4], [5, 6], [7], [50_256], [8, 9], [10], [11]]
+    assert lib.IndexedDataset.exists(joined)
+    for mmap in (True, False):
+        dataset = lib.IndexedDataset(joined, mmap=mmap)
+        assert len(dataset) == dataset.sequence_lengths.shape[0] == 16
+        assert [dataset[i].tolist() for i in range(16)] == sequences * 2
+        assert [s.tolist() for s in dataset[2:5]] == sequences[2:5]
+        assert dataset.get(0, offset=1, length=2).tolist() == [2, 3]
+        assert dataset.get(np.int64(0), np.int32(1)).tolist() == [2, 3]
+        assert dataset.document_indices.tolist() == [0, 2, 4, 5, 6, 8, 10, 12, 13, 14, 16]
+        assert dataset.get_document_indices().dtype == np.int64
+    assert [lib.DType.size(code) for code in range(1, 9)] == [1, 1, 2, 4, 8, 8, 4, 2]
+    assert lib.DType.code_from_dtype(np.uint16) == 8
+    assert lib.DType.dtype_from_code(4) is np.int32
 
 
 @st.composite

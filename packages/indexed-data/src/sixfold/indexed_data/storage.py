@@ -165,7 +165,13 @@ class FileBytes:
         try:
             pieces, got = [], 0
             while got < nbytes:  # one pread gives at most 2 GiB
-                piece = os.pread(descriptor, nbytes - got, offset + got)
+                try:
+                    piece = os.pread(descriptor, nbytes - got, offset + got)
+                except OSError as error:
+                    problem = Problem(
+                        "a read is complete", f"{self.path}: byte {offset}", str(error), f"{nbytes} bytes"
+                    )
+                    raise IndexedDataError.broken(problem, "The disk or the file server refuses; read again") from error
                 if not piece:
                     raise short_read(self.path, offset, nbytes, got)
                 pieces.append(piece)

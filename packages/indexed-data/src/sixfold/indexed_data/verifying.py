@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.index import Index, all_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix
-from sixfold.indexed_data.storage import Bytes, map_file
+from sixfold.indexed_data.storage import map_file
 
 _CHUNK = 1 << 20  # ids per step when .bin is read
 
@@ -51,19 +53,18 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
         return VerifyReport(False, (problem,), (), 0, 0, 0)
     problems = list(all_problems(index))
     if vocab_size is not None and not problems:
-        problems += _ids_outside(index, data, vocab_size)
+        problems += ids_outside(index, data.view(index.header.dtype), vocab_size)
     tokens = data.size // index.itemsize
     return VerifyReport(
         not problems, tuple(problems), _notes(index), index.sequences, max(0, index.header.boundaries - 1), tokens
     )
 
 
-def _ids_outside(index: Index, data: Bytes, vocab_size: int) -> Iterator[Problem]:
-    """The first id that is not in 0..vocab_size-1."""
-    dtype = index.header.dtype
-    ids = data.view(dtype)
+def ids_outside(index: Index, ids: npt.NDArray[Any], vocab_size: int) -> Iterator[Problem]:
+    """The first of all ``ids`` of a pair that is not in 0..vocab_size-1."""
+    dtype = ids.dtype
     # One maximum for both ends, see the note in ids.py. No id of a signed dtype lies above its own largest.
-    unsigned = None if dtype.kind == "f" else data.view(f"u{dtype.itemsize}")
+    unsigned = None if dtype.kind == "f" else ids.view(f"u{dtype.itemsize}")
     limit = vocab_size if dtype.kind != "i" else min(vocab_size, int(np.iinfo(dtype).max) + 1)
     for begin in range(0, ids.size, _CHUNK):
         chunk = ids[begin : begin + _CHUNK]

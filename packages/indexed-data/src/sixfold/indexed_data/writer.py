@@ -25,6 +25,7 @@ from sixfold.indexed_data.ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.paths import AnyPath, anchored, output_file
 from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.verifying import ids_outside
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
 _INDEX_BLOCK = 1 << 16  # sequences per step of ``finalize``
@@ -92,7 +93,10 @@ class IndexedDatasetBuilder:
         self._documents.append(len(self._lengths))
 
     def add_index(self, path_prefix: AnyPath) -> None:
-        """Append all documents of another pair of the same dtype and kind; its index is checked in full first."""
+        """Append all documents of another pair of the same dtype and kind.
+
+        Its index is checked in full first, and with ``vocab_size`` each of its ids.
+        """
         self._check_open()
         self._check_documents_closed()
         with IndexedDataset(path_prefix, self.multimodal) as pair:
@@ -103,7 +107,11 @@ class IndexedDatasetBuilder:
                 )
             refuse_hidden_modes(pair)
             pair.check()
-            nbytes = 0 if pair.tokens is None else pair.tokens.nbytes
+            ids = np.empty(0, self.dtype) if pair.tokens is None else pair.tokens
+            if self._allowed.vocab_size is not None:
+                for problem in ids_outside(pair._opened()[0], ids, self._allowed.vocab_size):
+                    raise IndexedDataError.broken(problem, "Nothing of this pair was added")
+            nbytes = ids.nbytes
             self._append_file(pair.path_prefix + ".bin", nbytes)
             for a, b in _blocks(1, len(pair.document_indices), BLOCK):
                 self._documents.frombytes((pair.document_indices[a:b] + len(self._lengths)).tobytes())

@@ -54,6 +54,7 @@ def stop_at(owner: Any, name: str) -> None:
 
 def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, float] | None:
     """Rank 1 stops at ``where``; what rank 0 gets, and how long it took."""
+    dist.barrier()  # both are up: on a busy machine one may be late by more than the deadline
     module: nn.Module = layers(ranks)[rank]
     scale, loss = "mean", square_loss
     if where == "tokens":
@@ -114,6 +115,7 @@ def free_port() -> int:
 def beside_a_stopped_store(rank: int, ranks: int, port: int) -> tuple[str, float] | None:
     """Rank 1 hosts the store of the report, and stops: the store does not answer either."""
     hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
+    dist.barrier()
     module = Stops(3) if rank == 1 else layers(ranks)[rank]
     runner = PipelineRunner(
         one_f_one_b(ranks, 4),

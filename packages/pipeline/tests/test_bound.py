@@ -154,7 +154,7 @@ def fitting(ranks: int, m: int, chunks: int, cap: float, costs: Costs) -> list[P
     return [p for p in made if max(simulate(p, costs).peak_activations) <= cap + 1e-9]
 
 
-@pytest.mark.parametrize("overlap", [1.0, 0.8, 1.3])
+@pytest.mark.parametrize("overlap", [1.0, 0.8])
 @pytest.mark.parametrize(("ranks", "m", "chunks"), [(2, 3, 1), (4, 8, 2), (3, 7, 2), (2, 5, 4), (3, 5, 3), (4, 6, 1)])
 def test_a_plan_is_never_longer_than_the_best_shipped_schedule(ranks, m, chunks, overlap, monkeypatch):
     rng = random.Random(f"{ranks} {m} {chunks} {overlap}")
@@ -164,7 +164,7 @@ def test_a_plan_is_never_longer_than_the_best_shipped_schedule(ranks, m, chunks,
         costs = Costs(*times, hop=rng.choice((0.0, 0.2)), activation=[1.0 / chunks] * stages, overlap=overlap)
         ticks = itertools.count()  # orders are counted, not seconds
         monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda ticks=ticks: float(next(ticks))))
-        found = plan(costs, ranks=ranks, microbatches=m, memory_cap=cap, time_limit_s=120.0)
+        found = plan(costs, ranks=ranks, microbatches=m, memory_cap=cap, time_limit_s=60.0)
         shipped = fitting(ranks, m, chunks, cap, costs)
         best = min((simulate(p, costs).makespan for p in shipped), default=math.inf)
         assert found.timeline.makespan <= best + 1e-9

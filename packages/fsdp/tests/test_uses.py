@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -748,3 +749,51 @@ def test_a_parameter_that_is_no_plain_tensor_or_too_wide_is_refused_at_the_wrap(
         fully_shard(wide)
     with pytest.raises(FsdpError, match=r"weight has no shape yet.*one forward"):
         fully_shard(nn.LazyLinear(2))
+
+
+def test_what_fully_shard_keeps_goes_with_the_module():
+    gc.collect()  # models of earlier tests
+    process_wide = torch.nn.modules.module._global_parameter_registration_hooks
+    before = len(process_wide)
+    world = World(SETTINGS["zero-3"])
+    world.train(1)
+    net, engine = weakref.ref(world.net), weakref.ref(world.call._engine)
+    assert len(process_wide) == before + 1
+    del world
+    gc.collect()
+    assert net() is None and engine() is None and len(process_wide) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        lambda: nn.Sequential(nn.LSTM(4, 4), TakeFirst()),
+        lambda: nn.BatchNorm1d(3),
+    ],
+    ids=["weight_norm", "orthogonal", "encoder layer", "lstm", "batch norm"],
+)
+def test_modules_that_look_at_their_own_weights_in_special_ways_are_right(make):
+    torch.manual_seed(0)
+    plain = nn.Sequential(make(), nn.Linear(4, 4))
+    net = copy.deepcopy(plain)
+    model = fully_shard(net, fsdp_unit_modules=[net[0], net[1]])
+    optimizers = make_adamw(plain.parameters()), fully_shard_optimizer(make_adamw(net.parameters()), model)
+    x = torch.randn(2, 3, 4)
+    for _ in range(2):
+        for one, optimizer in zip((plain, net), optimizers, strict=True):
+            one(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(dict(plain.state_dict()), dict(model.full_state_dict())) == []
+    plain.eval()
+    net.eval()
+    with torch.inference_mode():
+        assert torch.equal(plain(x), net(x))
+
+
+class TakeFirst(nn.Module):
+    def forward(self, pair):
+        return pair[0]

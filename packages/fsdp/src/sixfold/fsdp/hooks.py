@@ -7,6 +7,7 @@ Each hook turns into one event of the engine; after a fault they are inert.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.calls import CallContext, StageState, in_backward
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
@@ -87,7 +87,7 @@ def install(engine: Engine) -> list[Any]:
         if unit.trainable is not None:
             for record in unit.trainable.records:
                 register: Any = record.parameter.register_post_accumulate_grad_hook
-                handles.append(register(_grad_hook(engine, record)))
+                handles.append(register(_grad_hook(engine)))
     return handles
 
 
@@ -109,11 +109,15 @@ class _UnitCall(Hook):
             watch_outputs(self.engine, self._unit, output, context)
 
 
-def _grad_hook(engine: Engine, record: ParamRecord) -> Callable[[Tensor], None]:
+def _grad_hook(engine: Engine) -> Callable[[Tensor], None]:
+    # Weakly: autograd keeps the hook where the garbage collector does not look, and a model must go with its module.
+    watched = weakref.ref(engine)
+
     def delivered(parameter: Tensor) -> None:
         gradient = take_gradient(parameter)
-        if gradient is not None:
-            engine.deliver(record, gradient)
+        alive = watched()
+        if gradient is not None and alive is not None:
+            alive.deliver(alive.records[parameter], gradient)  # type: ignore[index]
 
     return delivered
 

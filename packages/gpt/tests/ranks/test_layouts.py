@@ -81,7 +81,6 @@ INTERLEAVED = ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.stage
     ("ranks", "overrides"),
     [
         (1, ("train.precision=bf16",)),
-        (1, ("train.precision=fp32",)),
         (2, ("train.precision=bf16", "parallel.pp=2")),
         (2, ("train.precision=bf16", *INTERLEAVED)),
         (2, ("train.precision=bf16", "parallel.sharding=optim_grads_params")),

@@ -7,7 +7,7 @@ import torch
 from dist_ckpt_helpers import expected_values, flat_shards, one, random_cut
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, StorageError
+from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, StorageError, remote
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -134,6 +134,21 @@ def test_damage_in_a_store_is_named_with_its_url(memory):
     memory.pipe_file(path, bytes(data[:-1]))
     with pytest.raises(CorruptError, match=r"memory://run/c"):
         dist_ckpt.load(state(0.0), "memory://run/c")
+
+
+def test_a_save_that_another_one_to_the_same_url_overtakes_says_so(memory, monkeypatch):
+    plain, others = remote._upload, iter([lambda: dist_ckpt.save(state(2.0), "memory://run/c", group=None)])
+
+    def upload(*arguments):
+        written = plain(*arguments)
+        next(others, lambda: None)()
+        return written
+
+    monkeypatch.setattr(remote, "_upload", upload)
+    with pytest.raises(StorageError, match=r"memory://run/c were removed .* another save to the same folder has ended"):
+        dist_ckpt.save(state(3.0), "memory://run/c", group=None)
+    assert dist_ckpt.load_common_state_dict("memory://run/c") == {"step": 2.0}
+    assert len(names(memory)) == 5
 
 
 def test_what_a_url_refuses(memory):

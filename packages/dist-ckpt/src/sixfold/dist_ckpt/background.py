@@ -8,8 +8,9 @@ What is collective (agreeing on the plan, trying the shared folder) happens in t
 no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``control.py``.
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
-in flight, each at most its timeout_s: a last ``async_save`` without ``wait`` is a checkpoint. A killed trainer takes
-its worker with it within a second; the save is lost, its staging folder goes, the target stays.
+in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
+checkpoint. A killed trainer takes its worker with it within a second; the save is lost, its staging folder goes, the
+target stays.
 """
 
 from __future__ import annotations
@@ -75,14 +76,18 @@ class AsyncSave:
         return None if ended is None else ended - self._started
 
     def progress(self) -> float:
-        """Share of this rank's bytes that its worker has written, 0 to 1; 1 when the save has ended. Never blocks."""
+        """Share of this rank's bytes that its worker has written, 0 to 1. Never blocks, never goes back.
+
+        1.0 when the save has ended, well or not, and not before: at the end it waits for the disk and the other ranks.
+        """
         return 1.0 if self.done() else self._flight.written_share()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
 
         Raises:
-            LostPeerError: not committed ``timeout_s`` seconds from now; it goes on.
+            LostPeerError: not committed ``timeout_s`` seconds from now, and it goes on; or a rank or worker is dead or
+                has stood still for the ``timeout_s`` of the save.
             CheckpointError: what went wrong with the save, the same on every rank.
         """
         if self._pid != os.getpid():
@@ -103,7 +108,7 @@ class AsyncSaver:
 
     Args:
         group: as in ``save``; every rank of it makes a saver and calls it together.
-        timeout_s: longest wait for a peer or a worker, seconds.
+        timeout_s: longest wait, in a call, for a peer; after it, of a save that stands still. Seconds.
     """
 
     def __init__(self, group: Group = "world", *, timeout_s: float = 600.0) -> None:
@@ -415,7 +420,8 @@ def async_save(
     Waits for this process's previous background save to end. The arena of a rank stays allocated, as large as
     the largest share it has saved.
 
-    Args: as ``save``. timeout_s also bounds the time from the call to the commit.
+    Args: as ``save``. timeout_s is of standing still: a save ends as an error when nothing of it has moved for so
+        long, and goes on, however slowly, as long as it moves.
     Returns:
         The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.
     Raises:

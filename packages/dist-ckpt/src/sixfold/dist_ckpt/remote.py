@@ -142,6 +142,8 @@ def _commit(store: Store, written: list[Any], content: saving.Content, ticket: s
     before = store.files()
     files = {name: digest for part in written for name, digest in part.files.items()}
     lost = [name for name, digest in files.items() if before.get(name) != digest.size]
+    if lost and lost[0] not in before:
+        raise storage.overtaken(store.url)
     if lost:
         raise StorageError(f"{store.url}/{lost[0]} is not the file that its rank wrote", errno.EIO)
     small = {".metadata": saving.index_of(written, ticket.save_id, None), "common.pt": content.common_bytes}

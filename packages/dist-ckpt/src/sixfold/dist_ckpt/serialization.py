@@ -66,7 +66,7 @@ def save(
         group: a process group, None for this process alone, or "world".
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
         check_finite: NaN or infinity in a tensor is an error.
-        timeout_s: longest wait for one peer, seconds.
+        timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
     Raises:
         ShardingError: holes, overlaps, unlike shapes or dtypes, data that would not be read back.
         MismatchError: a tuple that no strategy is registered for.

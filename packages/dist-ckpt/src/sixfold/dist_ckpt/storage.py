@@ -272,7 +272,7 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def overtaken(target: Path) -> StorageError:
+def overtaken(target: Path | str) -> StorageError:
     """The error of a save whose files others have removed."""
     return StorageError(
         f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "

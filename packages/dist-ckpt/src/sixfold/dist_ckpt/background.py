@@ -44,6 +44,8 @@ from sixfold.dist_ckpt.mapping import ShardedTensor
 from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
 
+__all__ = ["AsyncSave", "AsyncSaver", "async_save"]
+
 _WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
 _CLOSE_S = 5.0
 _NEARLY = 0.99  # progress of what is written whole and not yet committed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,9 @@ def of_the_inner_module(rank, ranks):
         "dcp optimizer": refusal(lambda: get_optimizer_state_dict(model, optimizer)),
         "ddp": refusal(lambda: nn.parallel.DistributedDataParallel(net)),
     }
+    kept = net.state_dict(keep_vars=True)
+    assert kept.keys() == dict(net.named_parameters()).keys()
+    refusals["kept"] = refusal(lambda: torch.save(kept, io.BytesIO()))
     return refusals, model.full_state_dict()
 
 
@@ -73,6 +78,7 @@ def test_state_dicts_and_torchs_own_wrappers_are_refused_and_inner_calls_train_a
         for name in ("outer", "dcp model", "dcp optimizer", "load"):
             assert "state_records" in refusals[name], name
         assert "outside a call of its unit" in refusals["ddp"]
+        assert ".data is taken" in refusals["kept"]
         assert same(weights, results[0][1]) == []
 
 

@@ -59,12 +59,20 @@ class RootCall(Hook):
 
 
 class StateDict(Hook):
-    """``module.state_dict()`` of the wrapped module or a part of it: whole in one process, else refused."""
+    """``module.state_dict()`` of the wrapped module or a part of it: whole in one process, else refused.
+
+    With ``keep_vars=True`` it holds the Parameter objects themselves, which ask whoever reads them: names, and buffers.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._keeps = False
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Raise where half a dict could be taken for a whole one."""
         engine = self.engine
-        if engine.state_dict_asked == "names":
+        self._keeps = keep_vars
+        if keep_vars or engine.state_dict_asked == "names":
             return
         if engine.ranks.size > 1:
             raise FsdpError(
@@ -75,7 +83,7 @@ class StateDict(Hook):
 
     def after(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Main weights take the place of gathered ones."""
-        if self.engine.state_dict_asked == "names":
+        if self._keeps or self.engine.state_dict_asked == "names":
             return
         self.engine.state_dict_asked = ""
         for name, parameter in module._parameters.items():

@@ -61,7 +61,7 @@ def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, d
 
 def _buffers(rank: RankModel) -> dict[str, dist_ckpt.ShardedTensor]:
     """Persistent buffers of a model_provider's modules (GPTModel has none): those of dp rank 0 are saved."""
-    kept = rank.model.module.state_dict()
+    kept = rank.model.module.state_dict(keep_vars=True)  # for its names: no weight is read
     state = {}
     for name, buffer in rank.model.module.named_buffers():
         if name in kept:

@@ -157,7 +157,6 @@ def test_a_config_that_cannot_work_is_refused_when_it_is_made(fields, problem):
 @pytest.mark.parametrize(
     ("sizes", "fields", "problem"),
     [
-        ([10, 0, 0], {}, "neither blend nor blend_per_split"),
         ([None, 0, 0], {"blend": BLEND, "split": "1"}, "train has weights but no size"),
         ([None, 0, 0], {"blend": (["x"], None), "split": "1", "changes": [BlendChange(5, BLEND)]}, "train has changes"),
         ([10, 0], {"blend": BLEND, "split": "1"}, "it is three counts"),
@@ -188,6 +187,13 @@ def test_samples_of_a_part_without_tokens_are_refused(size):
         build([None, 0, 0], blend=(["data/c", "data/d"], None), split="1", sequence_length=500)
 
 
+def test_a_config_without_a_blend_is_refused_for_a_class_that_reads_prefixes():
+    with pytest.raises(BlendingError, match="neither blend nor blend_per_split, and GPTDataset reads prefixes"):
+        BlendedMegatronDatasetBuilder(GPTDataset, [10, 0, 0], lambda: True, config())
+    with pytest.raises(BlendingError, match=r"without a prefix ListDataset\.build_low_level_dataset fails: KeyError"):
+        build([10, 0, 0])
+
+
 def test_a_blend_by_hand_is_checked_too():
     made, kinds = config(), [("a", Split.train), ("b", Split.valid)]
     parts = [GPTDataset(ListSource([[1, 2, 3]]), name, range(1), 0, split, made) for name, split in kinds]
@@ -195,8 +201,8 @@ def test_a_blend_by_hand_is_checked_too():
         BlendedDataset(parts, [1, 1], 10, made)
     with pytest.raises(BlendingError, match="no datasets"):
         BlendedDataset([], None, 10, made)
-    with pytest.raises(BlendingError, match="weights are given without a size"):
-        BlendedDataset(parts[:1], [1], None, made)
+    with pytest.raises(BlendingError, match=r"weight 0 is 0\.5; without a size weights are whole numbers of samples"):
+        BlendedDataset(parts[:1], [0.5], None, made)
     with pytest.raises(BlendingError, match="2 weights for 1 datasets"):
         BlendedDataset(parts[:1], [1, 2], 10, made)
     same = [GPTDataset(ListSource([[1, 2, 3]]), name, range(1), 0, Split.train, made) for name in "aab"]

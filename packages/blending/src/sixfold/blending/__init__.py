@@ -13,6 +13,7 @@ from sixfold.blending.config import BlendChange, BlendedMegatronDatasetConfig, G
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.gpt import GPTDataset
+from sixfold.blending.mock import MockGPTDataset
 from sixfold.blending.prefetch import Prefetcher
 from sixfold.blending.source import DocumentSource
 from sixfold.blending.splits import Split
@@ -28,6 +29,7 @@ __all__ = [
     "GPTDataset",
     "GPTDatasetConfig",
     "MegatronDataset",
+    "MockGPTDataset",
     "Prefetcher",
     "Split",
     "TokenRange",

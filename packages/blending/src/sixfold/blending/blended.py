@@ -65,12 +65,13 @@ class BlendedDataset(Samples):
         Args:
             datasets: D datasets of one class and part; ``dataset_path`` is how changes name them.
             weights: of the first ``len(weights)`` datasets; the rest come in by changes. None: their tokens.
-            size: the length; None for one epoch of everything, then ``weights`` is None too.
+            size: the length; None for every sample once: one epoch of each dataset, or of dataset i the first
+                ``weights[i]`` samples, whole numbers (as megatron-core).
             shuffle: of ``size`` positions, already begun, for ``order="apportioned"``.
         Raises:
-            BlendingError: no dataset, unfit weights or another number of them, weights or changes
-                without a size, datasets of two classes or parts or of one name, or samples asked of a
-                dataset without tokens.
+            BlendingError: no dataset, unfit weights or another number of them, changes without a size, weights
+                without one that are no counts of samples there are, datasets of two classes or parts or of one name,
+                or samples asked of a dataset without tokens.
         """
         if not datasets:
             raise BlendingError("there are no datasets to blend; give at least one")
@@ -79,9 +80,10 @@ class BlendedDataset(Samples):
             raise BlendingError(f"the datasets are of several kinds, {sorted(kinds)}; a blend has one class and part")
         split = datasets[0].index_split
         changes = config.changes_of(split)
-        if size is None and (weights is not None or changes):
-            what = "weights are" if weights is not None else "changes are"
-            raise BlendingError(f"{what} given without a size; without a size a blend is one epoch of every dataset")
+        if size is None and changes:
+            raise BlendingError(
+                "changes are given without a size; without a size a blend is one epoch of every dataset"
+            )
         self.names = [dataset.name for dataset in datasets]
         twice = None if config.order == "megatron" else first_repeated(self.names)
         if twice is not None:  # each would give the samples of the other
@@ -91,6 +93,8 @@ class BlendedDataset(Samples):
             )
         if weights is not None:
             _refuse_another_number_of_weights(len(weights), datasets, config)
+            if size is None:
+                weights = _samples_of_each(weights, datasets)
         self.config = config
         self.size = None if size is None else whole_number("size", size, 0)
         self.weights = weights
@@ -136,7 +140,8 @@ class BlendedDataset(Samples):
         try:
             refuse_too_many_datasets(len(self.datasets))
             if self.size is None:
-                counts_D = np.array([len(dataset) for dataset in self.datasets], dtype=np.int64)
+                given = [len(dataset) for dataset in self.datasets] if self.weights is None else self.weights
+                counts_D = np.array(given, dtype=np.int64)
                 _refuse_no_samples(counts_D.tolist(), self.config)
             else:
                 given = [dataset.part.tokens for dataset in self.datasets] if self.weights is None else self.weights
@@ -285,6 +290,20 @@ def _refuse_another_number_of_weights(
         )
 
 
+def _samples_of_each(weights: Weights, datasets: Sequence[MegatronDataset]) -> list[int]:
+    """Weights without a size, which are numbers of samples."""
+    for number, (weight, dataset) in enumerate(zip(weights, datasets, strict=True)):
+        if not isinstance(weight, int | np.integer) or weight < 0:
+            rule = "without a size weights are whole numbers of samples"
+            raise BlendingError(f"weight {number} is {weight!r}; {rule}: give a size, or None for the weights")
+        has = len(dataset) if dataset.num_samples else dataset.samples_per_epoch
+        if weight > has:
+            raise BlendingError(
+                f"the blend needs {weight} samples of dataset {number} ({dataset.name}), which has {has} in an epoch"
+            )
+    return [int(weight) for weight in weights]
+
+
 def _schedule(
     datasets: Sequence[MegatronDataset],
     weights: Weights | None,
@@ -295,7 +314,7 @@ def _schedule(
     paths = [dataset.dataset_path or "" for dataset in datasets]
     try:
         if size is None:
-            counts = [dataset.samples_per_epoch for dataset in datasets]
+            counts = [dataset.samples_per_epoch for dataset in datasets] if weights is None else [*map(int, weights)]
             _refuse_no_samples(counts, config)
             return Schedule.one_epoch(counts, config.sequence_length)
         first = tokens if weights is None else weights

@@ -21,6 +21,7 @@ from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import record_name
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
+from sixfold.blending.mock import MockGPTDataset, refuse_a_blend
 from sixfold.blending.plan import build_cost, shares
 from sixfold.blending.prefixes import pair_of
 from sixfold.blending.shuffle import Shuffle
@@ -74,8 +75,13 @@ class BlendedMegatronDatasetBuilder:
         """
         if len(sizes) != len(Split):
             raise BlendingError(f"sizes is {list(sizes)}; it is three counts >= 0 or None: train, valid, test")
-        if config.blend is None and config.blend_per_split is None:
-            raise BlendingError("the config has neither blend nor blend_per_split; give one of them")
+        if config.mock and cls.build_low_level_dataset is MegatronDataset.build_low_level_dataset:
+            raise BlendingError(
+                f"the config has neither blend nor blend_per_split, and {cls.__name__} reads prefixes; give one of "
+                "them, or build a MockGPTDataset, which makes its data up"
+            )
+        if not config.mock and cls.build_low_level_dataset is MockGPTDataset.build_low_level_dataset:
+            refuse_a_blend(config)
         self.cls = cls
         self.sizes = [
             None if size is None else whole_number(f"sizes[{split.value}] ({split.name})", size, 0)
@@ -116,6 +122,8 @@ class BlendedMegatronDatasetBuilder:
             BlendingError, or the error of the source that does not open; with a group a
             BlendingError on every rank.
         """
+        if self.config.mock:
+            return self._mock_parts()
         if self.group is None:
             return self._parts()
         from sixfold.blending.ranks import gather_together, share_place, together
@@ -129,6 +137,31 @@ class BlendedMegatronDatasetBuilder:
             together(lambda: self._keep(found, place), self.group)
             together(lambda: self._build_blends(place, places), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
+
+    def _mock_parts(self) -> list[Built]:
+        """Parts of one source without a path, made up by every rank for itself."""
+
+        def make() -> list[Built]:
+            try:
+                source = self.cls.build_low_level_dataset(None, self.config)
+            except Exception as error:
+                raise BlendingError(
+                    "the config has neither blend nor blend_per_split, and without a prefix "
+                    f"{self.cls.__name__}.build_low_level_dataset fails: {type(error).__name__} {error}"
+                ) from error
+            numel, parts = self.cls.numel_low_level_dataset(source), list[Built]()
+            for split, size in zip(Split, self.sizes, strict=True):
+                bookends = self._bookends(split)
+                sequences = None if bookends is None else part_range(bookends, numel)
+                made = None if sequences is None else self.cls(source, None, sequences, size, split, self.config)
+                parts.append(made)
+            return parts
+
+        if self.group is None:
+            return make()
+        from sixfold.blending.ranks import together
+
+        return together(lambda: make() if self.is_built_on_rank() else [None] * len(Split), self.group)
 
     def _parts(self) -> list[Built]:
         self._start_shuffles()

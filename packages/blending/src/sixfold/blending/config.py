@@ -6,6 +6,7 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 ``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,11 @@ SHUFFLES = ("auto", "global", "block")
 ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 _TOLD = 8  # names that a message lists
+_WITHOUT_EFFECT = (
+    "fast_cache_load", "defer_npy_index_mmap", "object_storage_cache_path", "data_parallel_size",
+    "sequence_parallel_size", "sequences_per_dataset", "context_parallel_size",
+)  # fmt: skip
+_logger = logging.getLogger("sixfold.blending")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class BlendedMegatronDatasetConfig:
     max_epochs_error: bool = False  # it is a BlendingError then
     changes: Sequence[BlendChange] = ()
     dataset_names: Mapping[Prefix, str] | None = None  # prefix --> name in the keys; default: its base name
+    mock: bool = field(init=False, default=False)  # there is no blend: MockGPTDataset makes its data up
+    fast_cache_load: bool = False  # of the peer; a cache that is vouched for is mapped without being read anyway
+    defer_npy_index_mmap: bool = False  # of the peer; a map costs microseconds and no descriptor
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_folder", os.getcwd())  # relative prefixes keep their places in any process
@@ -92,6 +101,10 @@ class BlendedMegatronDatasetConfig:
             self._check_blend("blend", self.blend)
         if self.blend_per_split is not None:
             self._check_blend_per_split(self.blend_per_split)
+        if self.blend is None and not any(self.blend_per_split or ()):
+            object.__setattr__(self, "mock", True)
+            if self.split is None:
+                object.__setattr__(self, "split", "1,1,1")  # as the peer
         if self.split is not None:
             object.__setattr__(self, "split_matrix", split_matrix(parse_split(self.split)))
         object.__setattr__(self, "changes", tuple(self.changes))
@@ -257,15 +270,47 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     drop_last_partial_validation_sequence: bool = True  # of one epoch
     add_extra_token_to_sequence: bool = True  # the label of the last token is a token too
     token_dtype: npt.DTypeLike = np.int64
+    # Of the peer, without effect here: the .idx says what sequences_per_dataset does, and ranks are the loader's.
+    object_storage_cache_path: str | None = None
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False  # True is refused
+    sequences_per_dataset: Mapping[str, Any] | None = None
+    context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_fields_of_the_peer()
         try:
             signed = np.dtype(self.token_dtype).kind == "i"  # padding is -1 before it becomes 0
         except TypeError:
             signed = False
         if not signed:
             raise BlendingError(f"token_dtype is {self.token_dtype!r}; it is a signed integer type, such as np.int64")
+        self._check_eod()
+
+    def _take_fields_of_the_peer(self) -> None:
+        """Take what needs nothing here, with a line for who debugs; refuse what would make other samples.
+
+        Raises:
+            BlendingError: a size that is none, or hybrid_context_parallel.
+        """
+        whole_number("data_parallel_size", self.data_parallel_size, 1)
+        whole_number("sequence_parallel_size", self.sequence_parallel_size, 0)
+        if self.context_parallel_size is not None:
+            whole_number("context_parallel_size", self.context_parallel_size, 1)
+        if self.hybrid_context_parallel:
+            raise BlendingError(
+                "hybrid_context_parallel is True, and cuts samples of several lengths for groups of ranks; here all "
+                "samples of a batch have one sequence_length: leave it out, and cut a batch at its cu_seqlens "
+                "(create_cu_seqlens)"
+            )
+        for name in _WITHOUT_EFFECT:
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                _logger.debug("%s=%r is taken and has no effect here", name, value)
+
+    def _check_eod(self) -> None:
         for option in (
             "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_cu_seqlens", "create_document_ids",
         ):  # fmt: skip

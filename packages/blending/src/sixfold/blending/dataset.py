@@ -225,8 +225,13 @@ class MegatronDataset(Samples):
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> DocumentSource:
-        """Open a prefix; override it for data that ``sixfold.indexed_data`` does not read."""
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> DocumentSource:
+        """Open a prefix; override it for data that ``sixfold.indexed_data`` does not read, or that is made up.
+
+        Args:
+            dataset_path: None where the config has no blend.
+        """
+        assert dataset_path is not None, "the builder refuses a config without prefixes"
         return open_prefix(dataset_path, mmap=config.mmap_bin_files)
 
     @abstractmethod

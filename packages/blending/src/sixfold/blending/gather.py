@@ -158,6 +158,10 @@ def _refuse_ids_beyond(dtype: np.dtype[Any], ids: npt.NDArray[Any], label: str) 
     """BlendingError for ids that ``dtype`` does not hold: numpy would cut them without a word."""
     if np.can_cast(ids.dtype, dtype, "safe") or not ids.size:
         return
+    if ids.dtype.kind not in "iufb":
+        raise BlendingError(
+            f"{label}: its ids are text or objects ({ids.dtype}), such as {ids[0]!r}; tokenize them to whole numbers"
+        )
     limits = np.iinfo(dtype)
     whole = ids.dtype.kind in "iu"
     outside = np.flatnonzero((ids < limits.min) | (ids > limits.max)) if whole else np.array([0])

@@ -46,11 +46,17 @@ class ListSource:
 
     def __init__(self, sequences: Sequence[Sequence[int]], dtype: npt.DTypeLike = np.int64) -> None:
         self.dtype = np.dtype(dtype)
+        ids = np.array([token for sequence in sequences for token in sequence])
+        if ids.size and (ids.dtype.kind not in "iuf" or (ids.dtype.kind == "f" and self.dtype.kind in "iu")):
+            every = (token for sequence in sequences for token in sequence)
+            token = next(token for token in every if not isinstance(token, int | np.integer) or token >= 2**63)
+            what = "text" if isinstance(token, str | bytes) else "id"
+            raise BlendingError(f"a sequence has the {what} {token!r}; ids are whole numbers below 2^63")
         self.sequence_lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
         self.sequence_pointers = (np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths) * (
             self.dtype.itemsize
         )
-        self.tokens = np.array([token for sequence in sequences for token in sequence], dtype=self.dtype)
+        self.tokens = ids.astype(self.dtype)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         begin = int(self.sequence_pointers[idx]) // self.dtype.itemsize + offset

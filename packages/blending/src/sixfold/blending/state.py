@@ -39,7 +39,7 @@ def stream_state(
     position = whole_number("position", position, 0)
     segments = [segment for segment in schedule.segments if segment.begin < position]
     used = [any(segment.tree.quotas[number] for segment in segments) for number in range(len(datasets))]
-    part = config.split_matrix[split.value] if config.split_matrix else None
+    part = config.split_matrix[split.value] if config.split_matrix and not config.mock else None
     told = [
         {
             "begin": segment.begin,

@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 pytest packages/blending/benchmarks/bench_batches.py
 
 A pair of uint16 ids in the page cache, documents of 1,000 tokens on average, each position another place; megatron-core
-reads it by its own IndexedDataset. CPU time, both sides in turn, the least of the rounds. Its samples are left as its
-``__getitem__`` returns them, one by one (a loader would copy them once more into a batch), and in ``order="megatron"``
-ours are compared with them bit for bit.
+reads it by its own IndexedDataset. CPU time, both sides in turn, the least of the rounds. ``test_loaders_as_users_write_
+them`` is the equal work: both through a torch loader, to stacked tensors. Elsewhere the peer's samples are left as its
+``__getitem__`` returns them, one by one (less than a loader does), ours are whole batches, and in ``order="megatron"`` they
+are compared bit for bit.
 """
 
 import json
@@ -146,6 +147,32 @@ def test_batches_beside_megatron_core(benchmark, say, tmp_path, pair, documents,
         benchmark, lambda: read(data, out), lambda: [theirs[n] for n in range(8 * B)], B * BATCHES, 8 * B
     )  # fmt: skip
     say(told(f"{documents:,} documents, {way}", rates, "GPTDataset"))
+
+
+@pytest.mark.parametrize("shuffle", ["global", "block"])
+@pytest.mark.parametrize("documents", DOCUMENTS, indirect=True)
+def test_loaders_as_users_write_them(benchmark, say, tmp_path, pair, documents, shuffle):
+    """Equal work: both sides end with stacked tensors from a torch loader without workers.
+
+    Theirs is ``DataLoader(dataset, batch_size=B)``, which collates; ours reads whole batches of a PositionSampler.
+    """
+    torch = pytest.importorskip("torch", reason="loaders are torch's")
+    from sixfold.blending.torch import PositionSampler
+
+    theirs = peer_dataset(pair(documents), tmp_path / "peer", mask=False)
+    data = dataset(opened(pair(documents)), document_shuffle=shuffle)
+    end = B * BATCHES
+
+    def ours():
+        loader = torch.utils.data.DataLoader(data, sampler=PositionSampler(0, B, end=end), batch_size=None)
+        assert [tuple(batch["tokens"].shape) for batch in loader] == [(B, S)] * BATCHES
+
+    def peers():
+        loader = torch.utils.data.DataLoader(theirs, batch_size=B, sampler=range(min(end, len(theirs)) // B * B))
+        assert {tuple(batch["tokens"].shape) for batch in loader} == {(B, S)}
+
+    rates = in_turn(benchmark, ours, peers, end, min(end, len(theirs)) // B * B, rounds=3)
+    say(told(f"{documents:,} documents, {shuffle}, both through a DataLoader", rates, "GPTDataset"))
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS[:2], indirect=True)

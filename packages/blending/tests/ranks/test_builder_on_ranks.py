@@ -1,5 +1,8 @@
 """Every rank builds alone and alike; an error of one is raised on all."""
 
+import os
+import signal
+
 import pytest
 from blending_helpers import ListDataset, blend, config, numbered
 
@@ -37,6 +40,33 @@ def test_an_error_on_one_rank_is_raised_on_every_rank():
     errors = ranktest.run_ranks(build, 3, 2)
     assert len(set(errors)) == 1
     assert errors[0].startswith("rank 2: the train part of 'b' has 1 sequences and no tokens")
+
+
+def build_beside_a_stopped_rank(rank: int, ranks: int):
+    import datetime
+
+    import torch.distributed as dist
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    store = ranktest.store()
+    if rank == 1:
+        store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    stopped = int(store.get("stopped"))
+    ListDataset.pairs = {"a": ListSource(numbered([30] * 9))}
+    made = config(blend=(["a"], None), split="1")
+    try:
+        BlendedMegatronDatasetBuilder(ListDataset, [40, 0, 0], lambda: True, made, group=group).build()
+    except BlendingError as error:
+        return str(error)
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+    return None
+
+
+def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_group():
+    first, _ = ranktest.run_ranks(build_beside_a_stopped_rank, 2, allow_exit=[1])
+    assert first.startswith("rank 0 of 2 waited for the others, after a step of the build, and one did not come")
 
 
 def read_by_sampler(rank: int, ranks: int, steps: int):

@@ -7,7 +7,6 @@ kept in files are built once: each rank builds a share of them, then all load th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from os import fspath
 from typing import TYPE_CHECKING, TypeVar
@@ -27,6 +26,7 @@ from sixfold.blending.prefixes import pair_of
 from sixfold.blending.shuffle import Shuffle
 from sixfold.blending.source import DocumentSource, Part
 from sixfold.blending.splits import Bookends, Split, part_range
+from sixfold.blending.threads import on_threads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +37,7 @@ _WHOLE = (0.0, 1.0)
 # Positions up to which the table of a shuffle is begun in advance: 64 MiB. A position of any blend is computed in less
 # time than it is read from a table that large; beyond, the table is made when someone asks for it.
 _TABLE_AHEAD = 2**24
+_DEADLINE_S = 3600.0  # in which builder threads end at least one item
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -181,11 +182,7 @@ class BlendedMegatronDatasetBuilder:
         threads = self.config.num_dataset_builder_threads
         if threads == 1:
             return [function(item) for item in items]
-        with ThreadPoolExecutor(threads, "sixfold-builder") as pool:
-            try:
-                return list(pool.map(function, items))
-            finally:
-                pool.shutdown(cancel_futures=True)
+        return on_threads(function, items, threads, _DEADLINE_S)
 
     def _open(self) -> None:
         """Open every prefix of every part, once."""

@@ -11,6 +11,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def _gathered(mine: object, group: "ProcessGroup", what: str) -> list[Any]:
+    """``mine`` of every rank, by rank.
+
+    Raises:
+        BlendingError: a rank did not come within the group's own timeout, or is gone.
+    """
+    from torch.distributed import all_gather_object, get_rank, get_world_size
+
+    every: list[Any] = [None] * get_world_size(group)
+    try:
+        all_gather_object(every, mine, group=group)
+    except RuntimeError as error:  # torch's DistError is one
+        raise BlendingError(
+            f"rank {get_rank(group)} of {len(every)} waited for the others, {what}, and one did not come: {error}"
+        ) from error
+    return every
+
+
 def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
     """Every rank of ``group`` calls this with its error or None; all go on, or all raise.
 
@@ -19,10 +37,7 @@ def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
     Raises:
         BlendingError: a rank had an error: "rank R: ..." of the lowest such R.
     """
-    from torch.distributed import all_gather_object, get_world_size
-
-    texts: list[str | None] = [None] * get_world_size(group)
-    all_gather_object(texts, None if error is None else _text(error), group=group)
+    texts = _gathered(None if error is None else _text(error), group, "after a step of the build")
     for rank, text in enumerate(texts):
         if text is not None:
             raise BlendingError(f"rank {rank}: {text}") from error
@@ -48,17 +63,12 @@ def together(step: Callable[[], T], group: "ProcessGroup") -> T:
 
 def gather_together(step: Callable[[], T], group: "ProcessGroup") -> list[T]:
     """What ``step`` returns on every rank of ``group``, by rank; an error of one is raised on all."""
-    from torch.distributed import all_gather_object, get_world_size
-
-    taken: list[Any] = [None] * get_world_size(group)
-    all_gather_object(taken, together(step, group), group=group)
-    return taken
+    return _gathered(together(step, group), group, "for notes of the files built")
 
 
 def share_place(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
     """(number of this rank among those that take part, how many do); a rank that does not is behind the last."""
-    from torch.distributed import all_gather_object, get_rank, get_world_size
+    from torch.distributed import get_rank
 
-    flags: list[Any] = [None] * get_world_size(group)
-    all_gather_object(flags, takes_part, group=group)
+    flags = _gathered(takes_part, group, "to share the building")
     return (sum(flags[: get_rank(group)]) if takes_part else sum(flags)), sum(flags)

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 pytest packages/blending/benchmarks/bench_batches.py
 
 A pair of uint16 ids in the page cache, documents of 1,000 tokens on average, each position another place; megatron-core
-reads it by its own IndexedDataset. CPU time, both sides in turn, the least of the rounds. ``test_loaders_as_users_write_
-them`` is the equal work: both through a torch loader, to stacked tensors. Elsewhere the peer's samples are left as its
-``__getitem__`` returns them, one by one (less than a loader does), ours are whole batches, and in ``order="megatron"`` they
-are compared bit for bit.
+reads it by its own IndexedDataset. CPU time, both sides in turn, the least of the rounds. Equal work is
+``test_loaders_as_users_write_them``: both through a torch loader, to stacked tensors. Elsewhere the peer's samples are
+left as its ``__getitem__`` returns them, one by one (less than a loader does), ours are whole batches, and in
+``order="megatron"`` they are compared bit for bit.
 """
 
 import json

@@ -150,3 +150,32 @@ def test_state_may_have_another_dtype_and_a_flattened_parameter():
 
 def test_megatrons_module_name_holds_the_same_functions():
     assert optimizer.optim_state_to_sharding_state is optim_state_to_sharding_state
+
+
+def test_counters_none_and_nested_state_belong_to_their_parameter_at_any_layout(tmp_path):
+    def described(ranks, fill):
+        parts = []
+        for model in job(ranks, 0)[0]:
+            state = {
+                number: {
+                    "count": 7 if fill else 0,
+                    "last": None if fill else 1,
+                    "inner": {"buffers": [p.detach() * 2 if fill else torch.zeros_like(p)], "kind": "nag" * fill},
+                }
+                for number, p in enumerate(model.parameters())
+            }
+            optim_state = {"state": state, "param_groups": [{"lr": 0.1, "betas": None, "params": [0, 1, 2]}]}
+            model_state = model.sharded_state_dict()
+            id_map = get_param_id_to_sharded_param_map(model_state, model.parameters())
+            optim_state_to_sharding_state(optim_state, id_map)
+            parts.append(optim_state)
+        return {"ranks": parts}
+
+    dist_ckpt.save(described(2, True), tmp_path / "c")
+    loaded = dist_ckpt.load(described(4, False), tmp_path / "c")["ranks"]
+    whole = whole_weights()
+    for rank, part in enumerate(loaded):
+        for states in part["state"].values():
+            assert (states["count"], states["last"], states["inner"]["kind"]) == (7, None, "nag")
+        assert torch.equal(part["state"][0]["inner"]["buffers"][0], 2 * whole["up"].chunk(4, 0)[rank])
+        assert torch.equal(part["state"][2]["inner"]["buffers"][0], 2 * whole["bias"])

@@ -57,7 +57,7 @@ def expand(node: Any, path: tree.Path = ()) -> tuple[Any, list[Merge]]:
 
 def _of_dtensor(dtensor: Any, path: tree.Path) -> tuple[Any, list[Merge]]:
     """The records of a DTensor; a load gives the DTensor back, with the same memory."""
-    records = ShardedTensor.all_of_dtensor(".".join(map(str, path)), dtensor)
+    records = ShardedTensor.all_of_dtensor(tree.key_text(path), dtensor)
     whole = dtensor.detach()
     if not records:  # a rank outside the mesh: there is nothing here
         return LocalNonpersistentObject(whole), []

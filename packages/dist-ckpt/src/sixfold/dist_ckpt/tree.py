@@ -82,6 +82,11 @@ def path_text(path: Path) -> str:
     return text.removeprefix(".") or "the state dict"
 
 
+def key_text(path: Path) -> str:
+    """``optimizer.param_groups.0.lr``: the name that torch's own distributed checkpoints give to a leaf."""
+    return ".".join(map(str, path))
+
+
 def split(tree: Mapping[Any, Any]) -> Split:
     """Take a state dict apart into records, local objects and common data."""
     records: list[tuple[Path, ShardedBase]] = []

@@ -1,0 +1,78 @@
+"""FSDP2's model and optimizer, saved at one number of ranks and loaded at others: every element of every state."""
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt.optimizers import get_param_id_to_sharded_param_map, optim_state_to_sharding_state
+
+
+def trained(ranks, seed, steps):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))  # 7 and 3: uneven
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 5)).sum().backward()
+        adam.step()
+        adam.zero_grad()
+    return model, adam
+
+
+def described(model, adam, leaves):
+    """As records made by hand, or DTensors as they are."""
+    state = model.state_dict(keep_vars=True)
+    if not leaves:
+        state = {key: dist_ckpt.ShardedTensor.from_dtensor(key, value) for key, value in state.items()}
+    optim_state = adam.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        id_map = get_param_id_to_sharded_param_map(state, model.parameters())
+    assert len(id_map) == 4
+    steps = {number: float(parts["step"]) for number, parts in optim_state["state"].items()}
+    optim_state_to_sharding_state(optim_state, id_map, exclude_keys=("step",))
+    return {"model": state, "optimizer": optim_state, "steps": steps}
+
+
+def whole_of(model, adam):
+    states = {key: value.full_tensor() for key, value in model.state_dict().items()}
+    for number, parts in adam.state_dict()["state"].items():
+        states |= {f"{number}.{name}": parts[name].full_tensor() for name in ("exp_avg", "exp_avg_sq")}
+    return {key: value.tolist() for key, value in states.items()}
+
+
+def save(rank, ranks, folder, leaves):
+    model, adam = trained(ranks, 0, 2)
+    dist_ckpt.save({"all": described(model, adam, leaves)} if leaves else described(model, adam, leaves), folder)
+    return whole_of(model, adam)
+
+
+def load(rank, ranks, folder, leaves):
+    model, adam = trained(ranks, 1, 1)
+    state = described(model, adam, leaves)
+    loaded = dist_ckpt.load({"all": state}, folder)["all"] if leaves else dist_ckpt.load(state, folder)
+    for number, parts in loaded["optimizer"]["state"].items():
+        assert all(isinstance(part, DTensor) for part in parts.values())
+        parts["step"] = torch.tensor(loaded["steps"][number])
+    if leaves:
+        model.load_state_dict(loaded["model"])
+    adam.load_state_dict(loaded["optimizer"])
+    found = whole_of(model, adam)
+    model(torch.ones(2, 5)).sum().backward()
+    adam.step()  # it goes on: the state is of the parameters' own kind
+    return found
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_fsdp2s_adamw_saved_at_two_ranks_loads_at_one_and_at_four(tmp_path, leaves):
+    expected = run_ranks(save, 2, tmp_path / "c", leaves)[0]
+    for ranks in (1, 4):
+        assert run_ranks(load, ranks, tmp_path / "c", leaves) == [expected] * ranks

@@ -278,6 +278,11 @@ def test_a_view_writes_its_own_elements_and_not_the_storage_behind_it(tmp_path, 
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 20_000
 
 
+def test_a_tensor_of_zeros_without_memory_is_refused(tmp_path):
+    with pytest.raises(ShardingError, match="w: data is a tensor of zeros without memory"):
+        dist_ckpt.save({"w": one("w", torch._efficientzerotensor(3))}, tmp_path / "c")
+
+
 def test_ordered_dicts_keep_their_kind_and_attributes_where_records_stand_in_them(tmp_path):
     state = torch.nn.Linear(2, 2).state_dict()  # an OrderedDict with _metadata
     for name in list(state):

@@ -11,6 +11,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardingError
+from sixfold.dist_ckpt.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 
 def whole(shape):
@@ -43,9 +48,23 @@ def state_of(fill):
 
 
 def save_and_load(rank, ranks, folder):
+    parallel = (
+        FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
+        FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()),
+    )
     dist_ckpt.save(state_of(fill=True), folder / "c")
+    dist_ckpt.async_save(state_of(fill=True), folder / "async").wait()
+    dist_ckpt.save(state_of(fill=True), folder / "parallel", parallel[0])
+    return [
+        load_and_compare(folder / name, parallel[1] if name == "parallel" else None)
+        for name in ("c", "async", "parallel")
+    ]
+
+
+def load_and_compare(path, strategy):
+    """The layouts that came back wrong, and the common data."""
     asked = state_of(fill=False)
-    loaded = dist_ckpt.load(asked, folder / "c")
+    loaded = dist_ckpt.load(asked, path, strategy)
     found = {"even": loaded["model"]["layers"][0]["w"], **loaded["model"]["layers"][1]}
     wrong, layers = [], asked["model"]["layers"]
     for name, (_, shape, placements) in LAYOUTS.items():
@@ -59,7 +78,7 @@ def save_and_load(rank, ranks, folder):
 
 
 def test_dtensors_of_all_placements_come_back_on_every_rank(tmp_path):
-    assert run_ranks(save_and_load, 4, tmp_path) == [([], 0.5, 3)] * 4
+    assert run_ranks(save_and_load, 4, tmp_path) == [[([], 0.5, 3)] * 3] * 4
     plain = dist_ckpt.load_plain_tensors(tmp_path / "c")
     for name, (_, shape, _) in LAYOUTS.items():
         key = "model.layers.0.w" if name == "even" else f"model.layers.1.{name}"

@@ -29,8 +29,9 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
             f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
             "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
         )
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-        form = f"quantised {tensor.dtype}" if tensor.is_quantized else tensor.layout
+    if tensor.is_meta or tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized:
+        form = "a tensor of zeros without memory" if tensor._is_zerotensor() else tensor.layout
+        form = f"quantised {tensor.dtype}" if tensor.is_quantized else form
         raise ShardingError(
             f"{name}: data is {form} on {tensor.device}; it is dense and holds values. Save its dense parts instead"
         )

@@ -235,7 +235,7 @@ def _fallback(folder: Path) -> Path:
         for sibling in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             if is_complete(sibling):
                 return sibling
-    raise MismatchError(f"{folder} does not exist")
+    raise MismatchError(f"Checkpoint directory {folder} does not exist")
 
 
 def _open_integrity(folder: Path) -> Integrity | None:

@@ -201,7 +201,7 @@ def _want(
     dtype_policy: str,
 ) -> tuple[_Wanted, _Asked]:
     if not folder.is_dir():
-        raise MismatchError(f"{folder} does not exist")
+        raise MismatchError(f"Checkpoint directory {folder} does not exist")
     config = read_config(folder)
     if config is not None:
         for kind, (backend, version) in zip((strategy, common_strategy), config, strict=True):

@@ -6,6 +6,7 @@ state dicts + folder --> request --> agree --> verify and read --> assemble (thi
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import warnings
@@ -33,6 +34,7 @@ from sixfold.dist_ckpt.strategies.base import LoadEngine
 from sixfold.dist_ckpt.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.validation import StrictHandling
 
+_log = logging.getLogger("sixfold.dist_ckpt")
 _DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
 _RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
 
@@ -309,10 +311,11 @@ def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]
 
 
 def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
-    """One warning for each kind of keys."""
-    for keys, text in ((unexpected, "asked for, not in the checkpoint"), (missing, "in the checkpoint, not asked for")):
-        if keys:
-            warnings.warn(f"{len(keys)} keys are {text}: {', '.join(sorted(keys))}", stacklevel=3)
+    """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
+    if unexpected:
+        _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
+    if missing:
+        _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
 
 
 def _common(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:

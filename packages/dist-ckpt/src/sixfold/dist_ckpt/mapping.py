@@ -17,12 +17,17 @@ import torch
 
 from sixfold.dist_ckpt.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.dense import check_readable
+from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.dtensor import Layout, layout_of, local_of
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.integers import ReplicaId, int_slice, int_tuple, integer, replica
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+#: What tells a shard from others on any rank: key, global offset, and the flattened range if there is one.
+ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
 
 
 class Piece(NamedTuple):
@@ -276,6 +281,12 @@ class ShardedTensor(ShardedBase):
         return cls(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id, **fields)
 
     @property
+    def shard_id(self) -> ShardId:
+        """Equal for replicas on different ranks, unlike for different shards of a layout."""
+        flat = self.flattened_range
+        return self.key, self.global_offset, None if flat is None else (flat.start, flat.stop)
+
+    @property
     def has_regular_grid(self) -> bool:
         """Whether the shard is one of equal parts per axis."""
         return self.axis_fragmentations is not None
@@ -466,6 +477,33 @@ class ShardedTensorFactory(ShardedBase):
     def build(self) -> Any:
         """The sub state dict."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
+    """Replace each factory by what it builds, in place; ``save`` and ``load`` do so by themselves, on copies."""
+    dict_list_map_inplace(
+        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+    )
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """``x1`` with the parts that the factories in ``x2`` have built merged again, in place.
+
+    Args:
+        x1: loaded values. x2: factories in the same structure; lists may be {position: value}.
+    Raises:
+        ShardingError: ``x2`` has a factory where ``x1`` has nothing.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    if not isinstance(x2, dict | list):
+        raise ShardingError(f"factories are a {type(x2).__name__} at {key}; dicts and lists of factories are merged")
+    for name, child in x2.items() if isinstance(x2, dict) else enumerate(x2):
+        try:
+            x1[name] = apply_factory_merges(x1[name], child, (*key, name))
+        except (KeyError, IndexError, TypeError):
+            raise ShardingError(f"there is a factory at {(*key, name)} and no loaded value") from None
+    return x1
 
 
 def _check_key(key: object) -> None:

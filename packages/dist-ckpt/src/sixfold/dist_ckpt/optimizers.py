@@ -156,7 +156,7 @@ def _described(record: ModelRecord, value: Any, prefix: str) -> Any:
 
 
 def _place(record: ModelRecord) -> tuple[int, ...]:
-    """All zeros where the written copy of the parameter's first element is: the replica id of what belongs to it all."""
+    """All zeros where the written copy of the parameter's first element is: a replica id for all of it."""
     if isinstance(record, ShardedTensorFactory):
         expanded, _ = factory.expand({"": record})
         own = [leaf for _, leaf in tree.leaves(expanded) if isinstance(leaf, ShardedTensor)]

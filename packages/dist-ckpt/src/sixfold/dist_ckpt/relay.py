@@ -23,7 +23,7 @@ from sixfold.dist_ckpt.balance import Shared, share_out
 from sixfold.dist_ckpt.box import Box
 from sixfold.dist_ckpt.errors import LostPeerError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange
-from sixfold.dist_ckpt.mapping import ShardedTensor
+from sixfold.dist_ckpt.mapping import ShardedTensor, ShardId
 
 EXCHANGE_ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 _FIRST_TAG = 0x5D000000  # keeps parts apart from each other and from a trainer's own messages
@@ -68,6 +68,7 @@ def part_of(record: ShardedTensor, start: int, stop: int) -> ShardedTensor:
 class _Wish(NamedTuple):
     """What other ranks must know of a record to be loaded."""
 
+    shard: ShardId
     identity: Identity
     relaxed: bool
     device: str
@@ -89,6 +90,7 @@ class Passage(NamedTuple):
     stop: int
     dtype: torch.dtype
     device: str
+    shard: ShardId
 
 
 def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
@@ -116,14 +118,11 @@ def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
             others = tuple(rank for rank in sorted(wanted[key]) if rank != part.rank)
             records = tuple(wanted[key][rank] for rank in (part.rank, *others))
             kind = wishes[key]
-            passages.append(
-                Passage(
-                    len(passages), part.rank, others, records, part.start, part.stop, kind.identity.dtype, kind.device
-                )
-            )
+            what = part.start, part.stop, kind.identity.dtype, kind.device, kind.shard
+            passages.append(Passage(len(passages), part.rank, others, records, *what))
     for rank, index, wish in alone:
-        span = (0, wish.identity.elements)
-        passages.append(Passage(len(passages), rank, (), (index,), *span, wish.identity.dtype, wish.device))
+        what = 0, wish.identity.elements, wish.identity.dtype, wish.device, wish.shard
+        passages.append(Passage(len(passages), rank, (), (index,), *what))
     return passages
 
 
@@ -173,7 +172,7 @@ def _wish(record: ShardedTensor, place: Place, whole_shards: bool) -> _Wish:
     assert record.data is not None, f"{record} has no data"
     same = identity(record)
     unit = max(1, same.elements) if whole_shards else cut_unit(record)
-    return _Wish(same, record.allow_shape_mismatch, record.data.device.type, unit, place)
+    return _Wish(record.shard_id, same, record.allow_shape_mismatch, record.data.device.type, unit, place)
 
 
 class Relay:

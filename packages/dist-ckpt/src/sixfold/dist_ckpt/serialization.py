@@ -19,6 +19,7 @@ from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.saving import SaveRequest
 from sixfold.dist_ckpt.strategies import base
+from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
@@ -42,11 +43,12 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
     *,
+    async_sharded_save: bool = False,
     group: Group = "world",
     if_exists: str = "replace",
     check_finite: bool = False,
     timeout_s: float = 600.0,
-) -> None:
+) -> AsyncRequest | None:
     """Save a state dict, every rank of ``group`` its shards, as one checkpoint folder.
 
     Collective over ``group``. The folder appears complete or not at all, and replaces an older
@@ -63,16 +65,35 @@ def save(
         preprocess_common_before_consistancy_check: applied to the common data before it is
             compared between ranks.
         content_metadata: saved with the common data under ``content_metadata``.
+        async_sharded_save: begin a background save and return a request, for
+            ``strategies.async_utils.AsyncCallsQueue``; ``async_save`` gives the handle itself.
         group: a process group, None for this process alone, or "world".
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
         check_finite: NaN or infinity in a tensor is an error.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
+    Returns:
+        None, or with ``async_sharded_save`` the request.
     Raises:
         ShardingError: holes, overlaps, unlike shapes or dtypes, data that would not be read back.
         MismatchError: a tuple that no strategy is registered for.
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
+    if async_sharded_save:
+        handle = background.async_save(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            common_strategy,
+            validate_access_integrity,
+            preprocess_common_before_consistancy_check,
+            content_metadata,
+            group=group,
+            if_exists=if_exists,
+            check_finite=check_finite,
+            timeout_s=timeout_s,
+        )
+        return AsyncRequest(None, (), [], handle=handle)
     with told_to_all(group, timeout_s):
         place = paths.located(checkpoint_dir)
         engine = base.save_engine(sharded_strategy, common_strategy)
@@ -95,6 +116,7 @@ def save(
     else:
         sharded = base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
         foreign.save(request, sharded, base.find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1)))
+    return None
 
 
 def load(

@@ -79,9 +79,11 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
     if strict is StrictHandling.RAISE_ALL:
         lines += [f"{key}: in the checkpoint, asked for by no rank" for key in stored]
     if lines:
+        kinds = ["Unexpected keys (not found in the checkpoint)"] * bool(wrong)
+        kinds += ["Missing keys (asked for by no rank)"] * (len(lines) > len(wrong))
         what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
         remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
-        raise MismatchError(_listed(f"{what} (strict={strict.value!r}); {remedy}", lines))
+        raise MismatchError(_listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
 
 
 def _like(key: str, stored: Sequence[str]) -> str:

@@ -66,7 +66,6 @@ class LoadEngine:
     Attributes:
         parallel: ranges are read by one rank of ``group`` each and sent on to the others that want them.
         group: that group; None for all ranks that load.
-        exchange_algo: how they are sent on.
         memory: what is kept between two loads of one strategy object; None: nothing.
         with_common: read the common data too.
         before_read: called with the frames and the blocks that this rank is about to read.
@@ -74,7 +73,6 @@ class LoadEngine:
 
     parallel: bool = False
     group: Group = None
-    exchange_algo: str = "broadcast"
     memory: dict[str, Any] | None = field(default=None)
     with_common: bool = True
     before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
@@ -246,6 +244,24 @@ def get(action: StrategyAction | str, backend: str, version: int) -> Any:
         raise MismatchError(
             f"unknown strategy {(backend, version)} for {kind.value}; there are {known}, strategies.register adds more"
         ) from None
+
+
+def get_default_strategy(action: StrategyAction | str, backend: str, version: int) -> Any:
+    """``get`` under megatron-core's name.
+
+    Raises:
+        MismatchError: there is none; the text lists what there is.
+    """
+    try:
+        return get(action, backend, version)
+    except MismatchError as error:
+        what = (_action(action).value, backend, version)
+        raise MismatchError(f"Cannot find a default strategy for: {what}: {error}") from None
+
+
+def register_default_strategy(action: StrategyAction | str, backend: str, version: int, strategy: Strategy) -> None:
+    """``register`` under megatron-core's name."""
+    register(action, backend, version, strategy)
 
 
 def find(action: StrategyAction, strategy: Any, default: tuple[str, int]) -> Any:

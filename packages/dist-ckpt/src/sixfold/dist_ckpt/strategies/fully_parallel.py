@@ -7,7 +7,8 @@ records of a group --> balance.py --> FullyParallelLoadStrategyWrapper (this fil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ from sixfold.dist_ckpt import tree
 from sixfold.dist_ckpt.balance import Part, Shared, share_out
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange
-from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.relay import EXCHANGE_ALGORITHMS, Identity, cut_unit, identity, part_of, relay_through
+from sixfold.dist_ckpt.exchange_utils import ShardDistribution
+from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardId, is_main_replica
+from sixfold.dist_ckpt.relay import EXCHANGE_ALGORITHMS, Identity, Passage, cut_unit, identity, part_of, relay_through
 from sixfold.dist_ckpt.strategies.base import LoadEngine, LoadShardedStrategy, Records, SaveEngine, SaveShardedStrategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
@@ -30,6 +32,7 @@ _REPLICA = 1  # any replica id but the main one
 class _Held(NamedTuple):
     """What other ranks must know of a shard that may be written elsewhere."""
 
+    shard: ShardId
     identity: Identity
     itemsize: int
     unit: int
@@ -52,6 +55,8 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
             hold the replicas, such as a data-parallel group.
         do_cache_distribution: keep the first distribution and exchange nothing later; for state dicts whose
             structure never changes. ShardingError if it does.
+    Attributes:
+        cached_distribution: who writes which shard; None until the first save, and without do_cache_distribution.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
+        self.cached_distribution: ShardDistribution | None = None
         self._cached: tuple[list[_Held], Shares] | None = None
 
     @property
@@ -108,9 +114,10 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
                     "make a new strategy for it"
                 )
         else:
-            records, shares = within.together(lambda: _make_and_tell(make, whole), _distribute)
+            records, (shares, names) = within.together(lambda: _make_and_tell(make, whole), _distribute)
             if self.do_cache_distribution:
                 self._cached = [_held(record, whole) for record in _tensors(records)], shares
+                self.cached_distribution = _as_distribution(shares, names, _tensors(records))
         return _apply(records, shares, within.rank)
 
 
@@ -121,7 +128,9 @@ def _tensors(records: Records) -> list[ShardedTensor]:
 def _held(record: ShardedTensor, whole: bool) -> _Held:
     same = identity(record)
     unit = max(1, same.elements) if whole else cut_unit(record)
-    return _Held(same, record.dtype.itemsize, unit, is_main_replica(record.replica_id), record.data is not None)
+    return _Held(
+        record.shard_id, same, record.dtype.itemsize, unit, is_main_replica(record.replica_id), record.data is not None
+    )
 
 
 def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, list[_Held]]:
@@ -129,8 +138,8 @@ def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, l
     return records, [_held(record, whole) for record in _tensors(records)]
 
 
-def _distribute(by_rank: list[list[_Held]]) -> Shares:
-    """Who writes what, for shards with one main replica in the group; others stay as they are."""
+def _distribute(by_rank: list[list[_Held]]) -> tuple[Shares, dict[ShardId, tuple[Identity, tuple[int, ...]]]]:
+    """Who writes what, for shards with one main replica in the group; others stay as they are. And who holds it."""
     found: dict[Identity, list[tuple[int, _Held]]] = {}
     for rank, held in enumerate(by_rank):
         for shard in held:
@@ -142,7 +151,28 @@ def _distribute(by_rank: list[list[_Held]]) -> Shares:
             if ranks:
                 unit = max(shard.unit for _, shard in holders)
                 shared[key] = Shared(key.elements, holders[0][1].itemsize, ranks, unit)
-    return dict(zip(shared, share_out(list(shared.values()), len(by_rank)), strict=True))
+    names = {holders[0][1].shard: (key, shared[key].holders) for key, holders in found.items() if key in shared}
+    return dict(zip(shared, share_out(list(shared.values()), len(by_rank)), strict=True)), names
+
+
+def _as_distribution(
+    shares: Shares, names: dict[ShardId, tuple[Identity, tuple[int, ...]]], mine: Sequence[ShardedTensor]
+) -> ShardDistribution:
+    """The same for looking at: a rank for each shard, the one with most of its elements."""
+    return ShardDistribution(
+        {shard: _most([(p.rank, p.stop - p.start) for p in shares[key]]) for shard, (key, _) in names.items()},
+        set(names),
+        {record.shard_id: record.without_data() for record in mine if record.shard_id in names},
+        {shard: list(ranks) for shard, (_, ranks) in names.items()},
+    )
+
+
+def _most(parts: Sequence[tuple[int, int]]) -> int:
+    """The rank with most elements, the lower one in a tie."""
+    total = Counter[int]()
+    for rank, elements in parts:
+        total[rank] += elements
+    return min(total, key=lambda rank: (-total[rank], rank))
 
 
 def _apply(records: Records, shares: Shares, rank: int) -> list[Records]:
@@ -174,8 +204,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         parallelization_group: the ranks that read for each other; None for all ranks of the load.
         do_cache_distribution: keep the first distribution and exchange none later; for state dicts and
             checkpoints whose structure never changes. ShardingError if it does.
-        exchange_algo: "broadcast", "gather_rounds" or "gather_object", megatron-core's names. All do the same
+        exchange_algo: "broadcast", "gather_rounds" or "gather_object", megatron-core's names. It chooses nothing
             here: CPU tensors go point to point to those that want them, others by broadcasts over the group.
+    Attributes:
+        cached_distribution: who reads which shard; None until the first load, and without do_cache_distribution.
     """
 
     def __init__(
@@ -192,6 +224,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.do_cache_distribution = do_cache_distribution
         self.exchange_algo = exchange_algo
         self._memory: dict[str, Any] | None = {} if do_cache_distribution else None
+
+    @property
+    def cached_distribution(self) -> ShardDistribution | None:
+        return _reading(self._memory["passages"]) if self._memory else None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -240,3 +276,14 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
+
+
+def _reading(passages: Sequence[Passage]) -> ShardDistribution:
+    """Who reads what and who wants it, of the passages of a load."""
+    parts: dict[ShardId, list[tuple[int, int]]] = {}
+    wanted: dict[ShardId, set[int]] = {}
+    for passage in passages:
+        parts.setdefault(passage.shard, []).append((passage.sender, passage.stop - passage.start))
+        wanted.setdefault(passage.shard, set()).update((passage.sender, *passage.receivers))
+    main = {shard: _most(found) for shard, found in parts.items()}
+    return ShardDistribution(main, set(parts), {}, {shard: sorted(ranks) for shard, ranks in wanted.items()})

@@ -1,0 +1,181 @@
+"""Background saves in megatron-core's words: a request that is scheduled, and finalised on all ranks.
+
+    save(..., async_sharded_save=True) --> AsyncRequest (this file) --> AsyncCallsQueue (this file) --> finalize_fns
+
+The save itself runs already when the request is returned, with the values of that moment, in this package's worker
+(``background.py``); the request is its handle, and scheduling it puts it in the queue. A request with a function of the
+caller's own runs it in a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
+from sixfold.dist_ckpt.exchange import Exchange, Group
+
+__all__ = ["AsyncCallsQueue", "AsyncRequest"]
+
+
+class Running(Protocol):
+    """Something that runs: a background save, or a function in a thread."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> None: ...
+
+
+class AsyncRequest(NamedTuple):
+    """Work that goes on, and what to do when it has ended on all ranks.
+
+    Attributes:
+        async_fn, async_fn_args, async_fn_kwargs: what is run when it is scheduled; None: nothing.
+        finalize_fns: called in order on each rank after the work has ended well on all.
+        preload_fn: called when it is scheduled; its result is the second argument of ``async_fn``.
+        is_frozen: no function may be added any more.
+        call_idx: its number in a queue.
+        handle: a background save that runs already.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[[], Any]]
+    async_fn_kwargs: dict[str, Any] = {}  # noqa: RUF012
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+    handle: Running | None = None
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """One more function to call at the end.
+
+        Raises:
+            CheckpointError: the request is scheduled already.
+        """
+        if self.is_frozen:
+            raise CheckpointError("the request is scheduled; add finalize functions before that")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self, group: Group = "world", timeout_s: float = 600.0) -> None:
+        """Run it to its end, on all ranks of ``group``. Collective."""
+        running = self.start()
+        _wait_together(running, group, timeout_s)
+        for fn in self.finalize_fns:
+            fn()
+
+    def freeze(self) -> AsyncRequest:
+        """The same, to which no function can be added."""
+        return self._replace(is_frozen=True)
+
+    def start(self) -> Running:
+        """Begin, unless it runs already."""
+        if self.handle is not None:
+            return self.handle
+        arguments = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            arguments[1:2] = [self.preload_fn()]
+        fn, options = self.async_fn, self.async_fn_kwargs
+        return _InThread((lambda: None) if fn is None else (lambda: fn(*arguments, **options)))
+
+
+class _InThread:
+    """A function in a thread."""
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn = fn
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="sixfold-async-call", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._fn()
+        except BaseException as error:  # told by wait
+            self._error = error
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise LostPeerError(f"the function of a request has not ended within timeout_s={timeout_s}; it goes on")
+        if self._error is not None:
+            raise CheckpointError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+
+def _wait_together(running: Running, group: Group, timeout_s: float) -> None:
+    """Wait for it on every rank; an error of one is raised on all."""
+
+    def wait() -> tuple[None, None]:
+        running.wait(timeout_s)
+        return None, None
+
+    Exchange(group, 2 * timeout_s).together(wait, lambda _: None)  # a peer may wait all of timeout_s for its own
+
+
+class _Call(NamedTuple):
+    request: AsyncRequest
+    running: Running
+
+
+class AsyncCallsQueue:
+    """Requests in flight, finalised in the order in which they were scheduled, each on all ranks or on none.
+
+    Args:
+        persistent: accepted for the peer's sake; one worker process is kept in any case.
+        group: the ranks that schedule and finalise together.
+        timeout_s: longest wait for one request, and for one peer.
+    """
+
+    def __init__(self, persistent: bool = False, *, group: Group = "world", timeout_s: float = 600.0) -> None:
+        self.persistent, self._group, self._timeout_s = persistent, group, timeout_s
+        self._calls: deque[_Call] = deque()
+        self._last = -1
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Start it and put it in the queue; returns its number. Called on all ranks."""
+        self._last += 1
+        frozen = async_request.freeze()._replace(call_idx=self._last)
+        self._calls.append(_Call(frozen, frozen.start()))
+        return self._last
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalise what has ended on all ranks; returns the numbers of those requests. Called on all ranks.
+
+        Args:
+            blocking: wait for all of them.
+            no_dist: ask this rank only.
+        Raises:
+            CheckpointError: a request failed, on any rank; it leaves the queue, and its functions are not called.
+        """
+        ended: list[int] = []
+        while self._calls and (blocking or self._ended(self._calls[0].running, no_dist)):
+            request, running = self._calls.popleft()
+            if no_dist:
+                running.wait(self._timeout_s)
+            else:
+                _wait_together(running, self._group, self._timeout_s)
+            for fn in request.finalize_fns:
+                fn()
+            ended.append(request.call_idx)
+        return ended
+
+    def _ended(self, running: Running, no_dist: bool) -> bool:
+        if no_dist:
+            return running.done()
+        return bool(Exchange(self._group, self._timeout_s).together(lambda: (None, running.done()), all)[1])
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are in the queue."""
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalise all that is in the queue, or drop it: saves in flight end by themselves, without their functions."""
+        if abort:
+            self._calls.clear()
+        else:
+            self.maybe_finalize_async_calls(blocking=True)

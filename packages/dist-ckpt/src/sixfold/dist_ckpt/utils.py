@@ -1,0 +1,173 @@
+"""Sharded state dicts by kinds of leaves and by prefixes of keys.
+
+    sharded state dict --> this file --> parts of it, or the same with other keys
+
+Names and meanings are megatron-core's (``dist_checkpointing/utils.py``), for code that is written for it. Functions
+whose name says so change records in place. No files, no ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from time import monotonic
+from typing import Any
+
+from sixfold.dist_ckpt.dict_utils import DictError, extract_matching_values, nested_values
+from sixfold.dist_ckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+__all__ = [
+    "add_prefix_for_sharding",
+    "apply_prefix_mapping",
+    "debug_msg",
+    "debug_time",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "force_all_tensors_to_non_fp8",
+    "logger_stack",
+    "replace_prefix_for_sharding",
+    "zip_strict",
+]
+
+Parts = tuple[Any, Any]
+_names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
+_loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("loggers", default=())
+
+
+def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """``zip`` of equally long iterables; DictError that names the lengths if they are not."""
+    lists = [list(arg) for arg in args]
+    if len({len(found) for found in lists}) > 1:
+        raise DictError(f"iterables of unequal lengths {[len(found) for found in lists]} are zipped; all are as long")
+    return zip(*lists, strict=True)
+
+
+def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> tuple[Any, ...]:
+    return sharded_tensor.shard_id
+
+
+def _sharded_object_id(sharded_object: ShardedObject) -> tuple[Any, ...]:
+    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
+
+
+def _by_kind(state: dict[Any, Any], *kinds: type) -> Parts:
+    return extract_matching_values(state, lambda value: isinstance(value, kinds))
+
+
+def extract_sharded_tensors(sharded_state_dict: dict[Any, Any]) -> Parts:
+    """ShardedTensors, and everything else, each in the structure of the state dict."""
+    return _by_kind(sharded_state_dict, ShardedTensor)
+
+
+def extract_sharded_tensors_and_factories(sharded_state_dict: dict[Any, Any]) -> Parts:
+    """ShardedTensors and factories, and everything else."""
+    return _by_kind(sharded_state_dict, ShardedTensor, ShardedTensorFactory)
+
+
+def extract_sharded_tensors_or_nonpersistent(sharded_state_dict: dict[Any, Any]) -> Parts:
+    """ShardedTensors, factories and LocalNonpersistentObjects, and everything else."""
+    return _by_kind(sharded_state_dict, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+
+
+def extract_sharded_base(sharded_state_dict: dict[Any, Any]) -> Parts:
+    """Records of all kinds, and everything else."""
+    return _by_kind(sharded_state_dict, ShardedBase)
+
+
+def extract_nonpersistent(sharded_state_dict: dict[Any, Any]) -> Parts:
+    """LocalNonpersistentObjects, and everything else."""
+    return _by_kind(sharded_state_dict, LocalNonpersistentObject)
+
+
+def _rename(state: dict[Any, Any], new_key: Callable[[str], str]) -> None:
+    """Give each record its new key, in place; nothing is changed if one of them raises."""
+    records = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
+    # One record may stand at several places.
+    for record, key in [(record, new_key(record.key)) for record in {id(r): r for r in records}.values()]:
+        record.key = key
+
+
+def add_prefix_for_sharding(sharded_state_dict: dict[Any, Any], prefix: str) -> None:
+    """Put ``prefix`` before the key of every record, in place."""
+    _rename(sharded_state_dict, lambda key: prefix + key)
+
+
+def replace_prefix_for_sharding(sharded_state_dict: dict[Any, Any], old_prefix: str, new_prefix: str) -> None:
+    """Replace ``old_prefix`` of every key, in place.
+
+    Raises:
+        DictError: a key does not begin with it; then nothing is changed.
+    """
+
+    def renamed(key: str) -> str:
+        if not key.startswith(old_prefix):
+            raise DictError(f"{key} does not begin with the prefix {old_prefix!r} that shall be replaced")
+        return new_prefix + key[len(old_prefix) :]
+
+    _rename(sharded_state_dict, renamed)
+
+
+def apply_prefix_mapping(sharded_state_dict: dict[Any, Any], prefix_map: Mapping[str, str]) -> None:
+    """Replace in each key the first prefix of the map that it begins with, in place; other keys stay."""
+
+    def renamed(key: str) -> str:
+        old = next((prefix for prefix in prefix_map if key.startswith(prefix)), None)
+        return key if old is None else prefix_map[old] + key[len(old) :]
+
+    _rename(sharded_state_dict, renamed)
+
+
+def force_all_tensors_to_non_fp8(sharded_state_dict: dict[Any, Any]) -> None:
+    """Replace TransformerEngine's quantised tensors in records by what they stand for, in place."""
+    for value in nested_values(sharded_state_dict):
+        data: Any = getattr(value, "data", None)
+        if type(data).__module__.startswith("transformer_engine") and hasattr(data, "dequantize"):
+            value.data = data.dequantize()
+
+
+@contextmanager
+def logger_stack(
+    name: str | None = None, current_logger: logging.Logger | None = None
+) -> Iterator[tuple[str, logging.Logger]]:
+    """Within the block, messages of ``debug_time`` and ``debug_msg`` go to this logger, under one more name."""
+    loggers = (*_loggers.get(), *([current_logger] if current_logger else []))
+    names = (*_names.get(), *([name] if name else []))
+    tokens = _names.set(names), _loggers.set(loggers)
+    try:
+        yield ".".join(names), loggers[-1] if loggers else logging.getLogger(__name__)
+    finally:
+        _names.reset(tokens[0])
+        _loggers.reset(tokens[1])
+
+
+@contextmanager
+def debug_time(
+    name: str, logger: logging.Logger | None = None, threshold: float = float("-inf"), level: int | None = None
+) -> Iterator[None]:
+    """Log how long the block took, in seconds, if that is at least ``threshold``; then at level WARNING, else DEBUG."""
+    with logger_stack(name, logger) as (path, found):
+        start = monotonic()
+        try:
+            yield
+        finally:
+            seconds = monotonic() - start
+            usual = logging.DEBUG if threshold == float("-inf") else logging.WARNING
+            if seconds >= threshold:
+                found.log(usual if level is None else level, f"{path} took {seconds:.4f}s")
+
+
+def debug_msg(msg: str) -> None:
+    """Log a message under the names of the blocks that it is in."""
+    with logger_stack() as (path, found):
+        found.debug(f"{path} {msg}")

@@ -109,7 +109,7 @@ def save(
     )
     if isinstance(place, str):
         remote.save(request, place, engine)
-        return
+        return None
     background.await_saves_to(place)
     if engine is not None:
         saving.save(request, engine)

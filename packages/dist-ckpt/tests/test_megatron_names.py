@@ -4,6 +4,7 @@ import copy
 import inspect
 import logging
 import random
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sixfold.dist_ckpt import (
     mapping,
     utils,
 )
+from sixfold.dist_ckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, get_default_strategy, register_default_strategy
 
 peer = pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is the oracle of these tests")
@@ -269,3 +271,13 @@ def test_what_does_not_persist_is_dropped_at_save_and_unwrapped_at_load(tmp_path
     dist_ckpt.save(state, tmp_path / "c")
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"a": {"kept": 2}}
     assert dist_ckpt.load(state, tmp_path / "c") == {"a": {"local": [1], "kept": 2}}
+
+
+def test_a_request_that_hangs_ends_the_wait_at_the_deadline():
+    release = threading.Event()
+    queue = AsyncCallsQueue(group=None, timeout_s=0.2)
+    queue.schedule_async_request(AsyncRequest(release.wait, (), []))
+    assert queue.maybe_finalize_async_calls() == []
+    with pytest.raises(dist_ckpt.LostPeerError, match=r"within timeout_s=0\.2"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    release.set()

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -76,3 +77,29 @@ def test_fsdp2s_adamw_saved_at_two_ranks_loads_at_one_and_at_four(tmp_path, leav
     expected = run_ranks(save, 2, tmp_path / "c", leaves)[0]
     for ranks in (1, 4):
         assert run_ranks(load, ranks, tmp_path / "c", leaves) == [expected] * ranks
+
+
+def tensor_parallel(rank, ranks, folder):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 6))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh["dp"])
+    kinds = sorted({type(kind).__name__ for p in model.parameters() for kind in p.placements})
+    dist_ckpt.save(model.state_dict(), folder)
+    expected = {key: value.full_tensor().tolist() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    loaded = dist_ckpt.load(model.state_dict(), folder)
+    model.load_state_dict(loaded)
+    again = {key: value.full_tensor().tolist() for key, value in model.state_dict().items()}
+    return kinds, expected, again == expected, type(loaded).__name__
+
+
+def test_fsdp2_over_tensor_parallel_layers_is_saved_whole_and_loads(tmp_path):
+    results = run_ranks(tensor_parallel, 4, tmp_path / "c")
+    kinds, expected, _, _ = results[0]
+    assert "_StridedShard" in kinds
+    assert [(same, kind) for _, _, same, kind in results] == [(True, "OrderedDict")] * 4
+    assert {key: value.tolist() for key, value in dist_ckpt.load_plain_tensors(tmp_path / "c").items()} == expected

@@ -21,6 +21,7 @@ import sys
 from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from importlib import import_module
 from math import prod
@@ -106,19 +107,19 @@ def allowed(data: bytes, given: Collection[str]) -> list[tuple[Any, str]]:
 
     Args:
         data: the pickle; numpy is imported only if it is named in it.
-        given: names that the caller lets through; those of numpy then are the caller's alone.
+        given: names that the caller lets through as they are; they replace ours.
     """
-    found = [entry for entry in _HARMLESS if entry[1] not in given]
-    if b"numpy" not in data or any(name.startswith("numpy.") for name in given):
-        return found
-    try:
-        numpy = _numpy()
-    except ImportError:  # the error of the reader then names what is missing
-        return found
-    found += [(getattr(numpy, name), f"numpy.{name}") for name in _SCALARS if hasattr(numpy, name)]
-    found += [(make_array, "numpy.ndarray"), (FrozenDtype, "numpy.dtype"), (FrozenArray, "sixfold.dist_ckpt array")]
-    found += [(FrozenArray.shell, name) for name in _REBUILD]
-    return found + [(make_scalar, name) for name in _SCALAR]
+    found = list(_HARMLESS)
+    if b"numpy" in data:
+        with suppress(ImportError):  # the error of the reader then names what is missing
+            numpy = _numpy()
+            found += [(getattr(numpy, name), f"numpy.{name}") for name in _SCALARS if hasattr(numpy, name)]
+            found += [(make_array, "numpy.ndarray"), (FrozenArray, "sixfold.dist_ckpt array")]
+            found += [(FrozenArray.shell, name) for name in _REBUILD]
+            found += [(make_scalar, name) for name in _SCALAR]
+            if not any(name in given for name in _REBUILD + _SCALAR):  # numpy's own functions need numpy's dtypes
+                found.append((FrozenDtype, "numpy.dtype"))
+    return [entry for entry in found if entry[1] not in given]
 
 
 def _numpy() -> Any:
@@ -140,7 +141,12 @@ def make_array(shape: Any, code: Any, data: Any) -> Any:
 
 def make_scalar(dtype: Any, data: Any) -> Any:
     """One number of a numpy type, from its bytes."""
-    return make_array((), dtype.plain(), bytes(data))[()]
+    return make_array((), _code_of(dtype), bytes(data))[()]
+
+
+def _code_of(dtype: Any) -> Any:
+    """Of a stand-in, or of numpy's own dtype where the caller lets that through."""
+    return dtype.plain() if isinstance(dtype, FrozenDtype) else getattr(dtype, "str", None)
 
 
 def _dtype(code: Any) -> Any:
@@ -177,7 +183,7 @@ class FrozenArray:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
-        array = make_array(tuple(reversed(shape)) if is_fortran else shape, dtype.plain(), data)
+        array = make_array(tuple(reversed(shape)) if is_fortran else shape, _code_of(dtype), data)
         self.value = array.T if is_fortran else array
 
 

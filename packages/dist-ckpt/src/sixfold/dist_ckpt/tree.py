@@ -120,12 +120,13 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
 
     Common leaves of the request count for nothing. A record without a value (left out by
     ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved, or of the request's
-    kind where nothing common was.
+    kind where nothing common was, and at the top.
     """
     if isinstance(request, ShardedBase | LocalNonpersistentObject):
         return values.get(path, GONE)
     if is_dict(request):
-        merged = rebuilt(common, common.items()) if is_dict(common) else rebuilt(request, ())
+        saved = common if is_dict(common) else {}
+        merged = rebuilt(saved if saved and path else request, saved.items())
         _merge_children(merged, request.items(), values, path)
         return merged if merged or _holds_record(request) else common
     if type(request) is list:

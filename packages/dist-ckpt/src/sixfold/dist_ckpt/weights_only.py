@@ -23,7 +23,8 @@ from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedBase
 from sixfold.dist_ckpt.tree import Path, path_text
 
-_GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch's weights-only reader names what it refuses
+#: How torch's weights-only reader names what it refuses: to look up, or to fill in.
+_GLOBAL = re.compile(r"(?:GLOBAL |add_safe_globals`, but got <class ')([^\s']+)")
 
 
 def dump(value: Any, name: str) -> bytes:

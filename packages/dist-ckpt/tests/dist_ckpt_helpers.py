@@ -7,8 +7,11 @@ Nothing here shares code with the package: local parts come from ``torch.narrow`
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import traceback
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,3 +86,26 @@ def flip_byte(path: Path, position: int) -> None:
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """Content of every file, to show that nothing was touched."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def in_child(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns in a forked child, whose limits and peaks are its own; its error fails the test."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            sender.send((action(), None))
+        except BaseException:
+            sender.send((None, traceback.format_exc()))
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    sender.close()
+    try:
+        assert receiver.poll(60), "the child says nothing for 60 s"
+        value, error = receiver.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert error is None, error
+    return value

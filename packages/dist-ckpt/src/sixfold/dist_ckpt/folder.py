@@ -7,9 +7,7 @@ Opening reads the small files and the sizes of the others, no tensor.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,9 +27,8 @@ from sixfold.dist_ckpt.errors import (
 )
 from sixfold.dist_ckpt.integrity import Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.maps import Mapped, Maps
 
-_MADV_POPULATE_READ = 22
-_POPULATE_BYTES = 1 << 16  # less is not worth a system call
 _LOOKS = 5  # at a folder that others write to meanwhile
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
@@ -50,32 +47,11 @@ class Checkpoint:
     integrity: Integrity | None
     verify: str
     identity: tuple[int, ...]
-    _maps: dict[str, mmap.mmap] = field(default_factory=dict)
-    _addresses: dict[str, int] = field(default_factory=dict)
+    _maps: Maps = field(default_factory=Maps)
 
-    def map(self, name: str) -> mmap.mmap:
+    def map(self, name: str) -> Mapped:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
-        if name not in self._maps:
-            with (self.folder / name).open("rb") as file:
-                made = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            return self._maps.setdefault(name, made)  # of two threads that come here together one wins
-        return self._maps[name]
-
-    def memory(self, name: str, start: int, stop: int) -> int:
-        """Where bytes [start, stop) of a file's mapping lie in memory, as long as this checkpoint lives.
-
-        They are read here: a disk that fails is an error of the system now, and no SIGBUS when they are used.
-        """
-        if name not in self._addresses:
-            self._addresses[name] = ctypes.addressof(ctypes.c_char.from_buffer(self.map(name)))  # the winner's
-        if stop - start >= _POPULATE_BYTES:
-            first = start - start % mmap.PAGESIZE
-            try:
-                self._maps[name].madvise(_MADV_POPULATE_READ, first, stop - first)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it
-                    raise OSError(errno.EIO, "the disk does not give these bytes", str(self.folder / name)) from error
-        return self._addresses[name] + start
+        return self._maps.get(self.folder / name)
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened, or its files have changed.
@@ -88,7 +64,7 @@ class Checkpoint:
         """The bytes of a frame, not copied."""
         if not frame.length:
             raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
-        return memoryview(self.map(frame.file))[frame.offset : frame.offset + frame.length]
+        return self.map(frame.file).data[frame.offset : frame.offset + frame.length]
 
     def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file.

@@ -269,7 +269,8 @@ class Reader:
     def _pass(self, file: str, start: int, stop: int, wanted: list[Run], hasher: Hasher) -> None:
         """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""
         if start < stop:
-            source = self._checkpoint.memory(file, start, stop)
+            mapped = self._checkpoint.map(file)
+            source = mapped.at(start, stop)
             hasher.update_at(source, stop - start)
             for run in wanted:
                 ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
@@ -291,8 +292,8 @@ class Reader:
         """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
         for run in runs:
             if self._hashed_elsewhere or run.stop - run.start < _DIRECT_BYTES:
-                source = self._checkpoint.memory(file, run.start, run.stop)
-                ctypes.memmove(run.address, source, run.stop - run.start)
+                mapped = self._checkpoint.map(file)
+                ctypes.memmove(run.address, mapped.at(run.start, run.stop), run.stop - run.start)
             else:
                 self._read(file, run)
 
@@ -308,7 +309,7 @@ class Reader:
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
             frame = step.chunk.frame
-            self._checkpoint.memory(frame.file, frame.offset, frame.offset + frame.length)
+            self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
             source = _region(self._sources.chunk(step), step.part, step.chunk.box)
             target = _region(records[step.record].view(step.piece), step.part, step.piece.box)
             if target.dtype != source.dtype:

@@ -47,7 +47,7 @@ class Sources:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
         start, box = self.start(step), step.chunk.box
         if start is not None:
-            data = self._checkpoint.map(step.chunk.frame.file)
+            data = self._checkpoint.map(step.chunk.frame.file).data
             return torch.frombuffer(data, dtype=step.stored_dtype, count=box.volume, offset=start).view(box.size)
         tensor = self._decoded.get((step.chunk.frame, box))
         if tensor is None:
@@ -63,7 +63,7 @@ class Sources:
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
         if frame.length == template.nbytes:
-            data, first = self._checkpoint.map(frame.file), frame.offset + len(template.head[0])
+            data, first = self._checkpoint.map(frame.file).data, frame.offset + len(template.head[0])
             if (
                 data[frame.offset : first] == template.head[0]
                 and data[first + 4 : frame.offset + template.head_bytes] == template.head[1]

@@ -1,0 +1,114 @@
+"""Files mapped into memory: no descriptor stays open, and few maps are kept.
+
+    path --> Maps.get (this file) --> Mapped: bytes of the page cache, where sources.py, reader.py and tools look
+
+[Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed; Python's ``mmap``
+keeps one all the same, and a checkpoint may have more files than a process may open. So the call is made here. A map
+lives as long as any view of it: it is undone when the last one goes, and never by whoever made it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections import OrderedDict
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+_MADV_POPULATE_READ = 22
+_POPULATE_BYTES = 1 << 16  # less is not worth a system call
+_FAILED = ctypes.c_void_p(-1).value
+KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
+
+
+class Mapped:
+    """A file, mapped privately: what is written there stays in this process.
+
+    Attributes:
+        data: its bytes; a view of them keeps them mapped.
+    """
+
+    __slots__ = ("_memory", "_path", "data")
+
+    def __init__(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            nbytes = os.fstat(handle).st_size
+            address = _map(handle, nbytes, path)
+        finally:
+            os.close(handle)
+        self._path = path
+        self._memory = (ctypes.c_char * nbytes).from_address(address)
+        # At the end of the process the kernel does it: a tensor may still be looked at then.
+        weakref.finalize(self._memory, _unmap, address, nbytes).atexit = False
+        self.data = memoryview(self._memory).cast("B")
+
+    def at(self, start: int, stop: int) -> int:
+        """Where bytes [start, stop) lie in memory, as long as the caller keeps this object.
+
+        They are read here: a disk that fails is an error of the system now, and no SIGBUS when they are used.
+        """
+        address = ctypes.addressof(self._memory)
+        if stop - start >= _POPULATE_BYTES:
+            first = start - start % mmap.PAGESIZE
+            if _call("madvise")(address + first, stop - first, _MADV_POPULATE_READ):
+                code = ctypes.get_errno()
+                if code != errno.EINVAL:  # Linux before 5.14 does not know it
+                    raise OSError(
+                        errno.EIO, f"the disk does not give these bytes ({os.strerror(code)})", str(self._path)
+                    )
+        return address + start
+
+
+class Maps:
+    """Maps by path, the ``KEPT_MAPS`` used last; for threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Path, Mapped] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, path: Path) -> Mapped:
+        """A file mapped, as it was when it was mapped first."""
+        with self._lock:
+            found = self._kept.get(path)
+            if found is None:
+                found = self._kept[path] = Mapped(path)
+                if len(self._kept) > KEPT_MAPS:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(path)
+        return found
+
+
+def _map(handle: int, nbytes: int, path: Path) -> int:
+    if not nbytes:
+        raise OSError(errno.EINVAL, "an empty file cannot be mapped", str(path))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _call("mmap")(None, nbytes, protection, mmap.MAP_PRIVATE, handle, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+    return int(address)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _call("munmap")(address, nbytes)
+
+
+@cache
+def _call(name: str) -> Any:
+    """A system call of the C library."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    function.argtypes = {
+        "mmap": (pointer, size, number, number, number, ctypes.c_longlong),
+        "munmap": (pointer, size),
+        "madvise": (pointer, size, number),
+    }[name]
+    function.restype = pointer if name == "mmap" else number
+    return function

@@ -7,9 +7,11 @@ Nothing here shares code with the package: local parts come from ``torch.narrow`
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
+import threading
 import traceback
 from collections.abc import Callable
 from math import prod
@@ -93,6 +95,7 @@ def in_child(action: Callable[[], Any]) -> Any:
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
+        torch.set_num_threads(1)  # the threads of OpenMP are not there after a fork
         try:
             sender.send((action(), None))
         except BaseException:
@@ -102,10 +105,53 @@ def in_child(action: Callable[[], Any]) -> Any:
     child.start()
     sender.close()
     try:
-        assert receiver.poll(60), "the child says nothing for 60 s"
+        assert receiver.poll(30), "the child says nothing for 30 s"
         value, error = receiver.recv()
     finally:
         child.kill()
         child.join()
     assert error is None, error
     return value
+
+
+def peak_growth_mib(action: Callable[[], Any], *, anonymous: bool = False) -> float:
+    """MiB by which a forked child's memory grows at most while ``action`` runs.
+
+    With ``anonymous`` the pages of mapped files do not count, which the kernel takes back when it needs them: then the
+    memory is sampled, a thousand times a second.
+    """
+
+    def run() -> float:
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before the fork would hide what is allocated now
+        if anonymous:
+            return sampled(action)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+        before = kib_of_status("VmRSS")
+        action()
+        return (kib_of_status("VmHWM") - before) / 1024
+
+    return in_child(run)
+
+
+def kib_of_status(name: str) -> int:
+    """A line of /proc/self/status."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
+
+
+def sampled(action: Callable[[], Any]) -> float:
+    before = most = kib_of_status("RssAnon")
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.001):
+            most = max(most, kib_of_status("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        action()
+    finally:
+        ended.set()
+        watcher.join()
+    return (most - before) / 1024

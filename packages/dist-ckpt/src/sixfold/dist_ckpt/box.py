@@ -7,7 +7,7 @@ Pure integers: no tensors, no files, no ranks. A box of dimension 0 holds one el
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from operator import sub
 from typing import NamedTuple
@@ -123,6 +123,21 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if stop % row:
         boxes += _in_row(shape, stop // row, 0, stop % row)
     return boxes
+
+
+def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Indices that cut a tensor into parts of at most ``most`` >= 1 elements, each a row-major range, in its order."""
+    row = prod(shape[1:])
+    if not shape or 0 in shape or row * shape[0] <= most:
+        yield (slice(None),) * len(shape)
+    elif row <= most:
+        step = most // row
+        for low in range(0, shape[0], step):
+            yield (slice(low, min(low + step, shape[0])), *(slice(None),) * (len(shape) - 1))
+    else:
+        for index in range(shape[0]):
+            for inner in cuts(shape[1:], most):
+                yield (slice(index, index + 1), *inner)
 
 
 def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:

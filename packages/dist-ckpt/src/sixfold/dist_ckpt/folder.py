@@ -53,6 +53,10 @@ class Checkpoint:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
         return self._maps.get(self.folder / name)
 
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Bytes [start, stop) of a file will not be looked at soon."""
+        self._maps.forget(self.folder / name, start, stop)
+
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened, or its files have changed.
 

@@ -27,7 +27,7 @@ KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 
 
 class Mapped:
-    """A file, mapped privately: what is written there stays in this process.
+    """A file, mapped privately. Nobody writes there: what is written may be gone at the next look.
 
     Attributes:
         data: its bytes; a view of them keeps them mapped.
@@ -64,6 +64,12 @@ class Mapped:
                     )
         return address + start
 
+    def forget(self, start: int, stop: int) -> None:
+        """Count the bytes [start, stop) no longer as memory of this process: the page cache keeps them."""
+        first, size = start - start % mmap.PAGESIZE, len(self.data)
+        if first < size:
+            _call("madvise")(ctypes.addressof(self._memory) + first, min(stop, size) - first, mmap.MADV_DONTNEED)
+
 
 class Maps:
     """Maps by path, the ``KEPT_MAPS`` used last; for threads."""
@@ -83,6 +89,13 @@ class Maps:
             else:
                 self._kept.move_to_end(path)
         return found
+
+    def forget(self, path: Path, start: int, stop: int) -> None:
+        """See ``Mapped.forget``; nothing if the file is not mapped."""
+        with self._lock:
+            found = self._kept.get(path)
+        if found is not None:
+            found.forget(start, stop)
 
 
 def _map(handle: int, nbytes: int, path: Path) -> int:

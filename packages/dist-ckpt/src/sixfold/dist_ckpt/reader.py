@@ -9,7 +9,8 @@ page cache: each byte is read once, whoever wants it.
 
 [Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its
 own blocks of a window, then copies out of the window before what others have read and hashed. So reading
-and copying overlap across ranks, and a checkpoint larger than memory is still read once.
+and copying overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a
+window are given back after it; what is converted passes in parts of ``PART_BYTES``, some four of them for each thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import weights_only
-from sixfold.dist_ckpt.box import Box, describe, first_element, is_contiguous
+from sixfold.dist_ckpt.box import Box, cuts, describe, first_element, is_contiguous
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError
 from sixfold.dist_ckpt.folder import Checkpoint
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block, Hasher
@@ -40,6 +41,7 @@ from sixfold.dist_ckpt.sources import Sources, comparable
 
 DTYPE_POLICIES = ("exact", "cast", "strict")
 WINDOW_BYTES = 1 << 28
+PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the copies between take a few of these
 _MOST_KEYS = 8  # in the text of an error
 _DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
 
@@ -130,6 +132,7 @@ class Reader:
                     run_all([partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
                 if before is not None:
                     run_all(self._jobs(records, before[0], windows[before]))
+                    self._checkpoint.forget(before[0], 0, (before[1] + 1) * self._window_bytes)
                     left += sorted({s.record for s in windows[before].steps if last[s.record] == before})
                 if on_complete is not None:
                     for index in left:
@@ -312,11 +315,15 @@ class Reader:
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
             source = _region(self._sources.chunk(step), step.part, step.chunk.box)
             target = _region(records[step.record].view(step.piece), step.part, step.piece.box)
+            if target.dtype == source.dtype and target.is_cpu:
+                target.copy_(source)
+                return
+            for cut in cuts(source.shape, PART_BYTES // max(source.element_size(), target.element_size())):
+                if target.dtype != source.dtype and self._policy == "exact":
+                    _check_exact(step, source[cut], target.dtype)
+                target[cut].copy_(source[cut])
             if target.dtype != source.dtype:
-                if self._policy == "exact":
-                    _check_exact(step, source, target.dtype)
                 self.cast_keys.add(step.key)
-            target.copy_(source)
 
     @property
     def _block_bytes(self) -> int:

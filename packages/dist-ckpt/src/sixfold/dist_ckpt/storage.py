@@ -44,9 +44,10 @@ class FrameFile:
     """A file of frames, written once from start to end, hashed in the same pass.
 
     Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
-    piece right after each was hashed, by threads. The kernel is asked for the whole length before the first byte,
-    and to start with each piece at once, so that the last fsync has little left to do. (O_DIRECT was no faster
-    on the disks that we measured, and leaves the page cache cold for the load that follows.)
+    piece right after each was hashed, by threads: at most ``4 * threads`` pieces of 4 MiB wait for them, and what owns
+    the memory of a piece is held until it is written, no longer. The kernel is asked for the whole length before the
+    first byte, and to start with each piece at once, so that the last fsync has little left to do. (O_DIRECT was no
+    faster on the disks that we measured, and leaves the page cache cold for the load that follows.)
 
     Args:
         nbytes: an upper bound of what will come; 0 if that is not known.
@@ -65,7 +66,6 @@ class FrameFile:
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
         self._writing: deque[Future[None]] = deque()
-        self._kept: deque[object] = deque(maxlen=4 * threads + 1)
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -92,28 +92,30 @@ class FrameFile:
         if self._gathered_bytes >= _GATHER_BYTES:
             self._flush()
 
-    def add_large(self, head_bytes: int, raw: memoryview, frame: Callable[[int], Frame]) -> None:
-        """Add a frame around ``raw``, which is neither copied nor changed until ``finish``.
+    def add_large(
+        self, head_bytes: int, parts: Iterable[tuple[memoryview, object]], frame: Callable[[int], Frame]
+    ) -> None:
+        """Add a frame around raw bytes that lie elsewhere.
 
-        ``frame`` makes head, of ``head_bytes``, and tail from the CRC-32 of ``raw``.
+        Args:
+            parts: the bytes in their order, each with the owner of its memory; taken one by one as the writing goes on.
+                They are neither copied nor may they change until ``finish``.
+            frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
         """
         self._flush()
         start = self._position
         at, pieces = start + head_bytes, list[Piece]()
-        for piece in cut_at_blocks(raw, at):
-            pieces.append(Piece(crc32(piece), len(piece)))
-            self._write(piece, at)
-            at += len(piece)
+        for raw, owner in parts:
+            for piece in cut_at_blocks(raw, at):
+                pieces.append(Piece(crc32(piece), len(piece)))
+                self._write(piece, at, owner)
+                at += len(piece)
         head, tail = frame(join_pieces(pieces))
         self._hasher.update(head)
         self._hasher.add(pieces)
         self._write(head, start)
         self._position = at
         self.add((tail,), len(tail))
-
-    def keep(self, memory: object) -> None:
-        """Keep the owner of memory given to ``add_large`` alive until it is written."""
-        self._kept.append(memory)
 
     def append(self, data: bytes) -> None:
         """Add bytes."""
@@ -126,16 +128,17 @@ class FrameFile:
             self._hasher.update(data)
             self._write(data, start)
 
-    def _write(self, data: bytes | memoryview, at: int) -> None:
+    def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:
-            return self._write_now(data, at)
+            return self._write_now(data, at, owner)
         self._pool = self._pool or ThreadPoolExecutor(self._threads)
-        self._writing.append(self._pool.submit(self._write_now, data, at))
-        while len(self._writing) > 4 * self._threads:
+        while len(self._writing) >= 4 * self._threads:
             self._writing.popleft().result()
+        self._writing.append(self._pool.submit(self._write_now, data, at, owner))
         return None
 
-    def _write_now(self, data: bytes | memoryview, at: int) -> None:
+    def _write_now(self, data: bytes | memoryview, at: int, _owner: object) -> None:
+        """``_owner`` keeps the memory of ``data`` as long as this call waits or runs."""
         _write_at(self._handle, data, at)
         self._moved(len(data))
 

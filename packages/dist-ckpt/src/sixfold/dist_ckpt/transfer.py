@@ -3,14 +3,17 @@
     save plan + tensors --> write (this file) --> frames
     load plan + frames --> reader.py --> the caller's tensors
 
-No group and no decision: what goes where was planned. Tensors on other devices pass through a CPU copy.
+No group and no decision: what goes where was planned. What is not plain CPU memory (strided, conjugated, on another
+device) passes through CPU copies of ``COPY_BYTES`` each, of which ``FrameFile`` holds a few: a save needs 4 MiB times
+``4 * threads + 6`` besides the tensors, whatever their size and number.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,6 +21,7 @@ from pathlib import Path
 import torch
 
 from sixfold.dist_ckpt import frame as frames
+from sixfold.dist_ckpt.box import cuts
 from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.integrity import FileDigest
@@ -27,6 +31,8 @@ from sixfold.dist_ckpt.plan import Write, total_bytes
 from sixfold.dist_ckpt.sources import comparable
 from sixfold.dist_ckpt.storage import FrameFile
 from sixfold.dist_ckpt.table import Encoded
+
+COPY_BYTES = 1 << 22
 
 
 @dataclass(slots=True)
@@ -62,11 +68,11 @@ def write(
     if not plan and not objects:
         return written
     nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
-    places = array("q")
+    places, copies = array("q"), _Copies()
     with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads, moved) as file:
         for step in plan:
             start = file.position
-            _add_frame(file, records[step.record], step, rank, check_finite)
+            _add_frame(file, records[step.record], step, rank, check_finite, copies)
             places.extend((start, file.position - start))
         for stored_key, data in objects:
             written.objects.append((stored_key, ByteRange(file.name, file.position, len(data))))
@@ -84,28 +90,65 @@ def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> i
     return at + sum(len(data) for _, data in objects)
 
 
-def _add_frame(file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool) -> None:
+def _add_frame(
+    file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: _Copies
+) -> None:
     """Write one chunk. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
-    data, flat, size = record.data, step.piece.flat, step.piece.box.size
-    if data is None or not data.is_cpu or not _is_plain(data):
-        data, flat = _on_cpu(record.view(step.piece)), None
+    size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
     if check_finite:
         _check_finite(record.view(step.piece), step, rank)
-    elements, itemsize = prod(size), step.dtype.itemsize
-    first = 0 if flat is None else flat[0]
-    assert first + elements <= data.numel(), f"{step} leaves its tensor"
-    address, nbytes = data.data_ptr() + first * itemsize, elements * itemsize
     template = frames.template(step.dtype, size, file.position)
-    if nbytes < frames.LARGE_BYTES:
-        raw = ctypes.string_at(address, nbytes)
-        crc = crc32(raw).to_bytes(4, "little")
-        (head, more_head), (tail, more_tail) = template.head, template.tail
-        file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+    if nbytes >= frames.LARGE_BYTES:
+        file.add_large(template.head_bytes, _raw_parts(record, step, copies), template.fill)
         return
-    if data is not record.data:
-        file.keep(data)
-    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-    file.add_large(template.head_bytes, view, template.fill)
+    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, copies))
+    crc = crc32(raw).to_bytes(4, "little")
+    (head, more_head), (tail, more_tail) = template.head, template.tail
+    file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+
+
+def _raw_parts(record: ShardedTensor, step: Write, copies: _Copies) -> Iterator[tuple[memoryview, object]]:
+    """The bytes of one chunk, and who owns them: where they lie in the tensor, else of CPU copies part by part."""
+    data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
+    elements = prod(piece.box.size)
+    if data is not None and data.is_cpu and _is_plain(data):
+        first = 0 if piece.flat is None else piece.flat[0]
+        assert first + elements <= data.numel(), f"{step} leaves its tensor"
+        address = data.data_ptr() + first * itemsize
+        yield memoryview((ctypes.c_char * (elements * itemsize)).from_address(address)).cast("B"), data
+        return
+    view = record.view(piece)
+    for cut in cuts(view.shape, COPY_BYTES // itemsize):
+        yield copies.of(view[cut])
+
+
+class _Copies:
+    """CPU memory for parts of tensors, ``COPY_BYTES`` each, used again when the last who looks at it is gone."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()  # its append and pop hold no lock: threads write
+
+    def of(self, part: torch.Tensor) -> tuple[memoryview, object]:
+        """The values of ``part`` in row-major order, and the owner of that memory."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu")
+        copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+        copy.copy_(part)
+        return frames.tensor_bytes(copy), _Loan(memory, self._free)
+
+
+class _Loan:
+    """Memory that goes back to where it came from when nobody holds this object any more."""
+
+    __slots__ = ("_free", "_memory")
+
+    def __init__(self, memory: torch.Tensor, free: deque[torch.Tensor]) -> None:
+        self._memory, self._free = memory, free
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -113,16 +156,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
-
-
 def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
-    bad = ~torch.isfinite(comparable(tensor))
-    if bool(bad.any()):
-        local = torch.nonzero(bad.reshape(tensor.shape))[0].tolist()
-        index = tuple(offset + at for offset, at in zip(step.piece.box.offset, local, strict=True))
-        value = tensor[tuple(local)].item()
-        raise ShardingError(f"{step.key}{list(index)} is {value} on rank {rank}, and check_finite is set")
+    for cut in cuts(tensor.shape, COPY_BYTES // max(4, tensor.element_size())):  # float8 is looked at as float32
+        part = tensor[cut]
+        bad = ~torch.isfinite(comparable(part))
+        if bool(bad.any()):
+            local = torch.nonzero(bad.reshape(part.shape))[0].tolist()
+            starts = [axis.start or 0 for axis in cut]
+            index = [sum(places) for places in zip(step.piece.box.offset, starts, local, strict=True)]
+            value = part[tuple(local)].item()
+            raise ShardingError(f"{step.key}{index} is {value} on rank {rank}, and check_finite is set")

@@ -1,16 +1,25 @@
-"""Planning a save of many ranks in one process, beside torch DCP's planner at the same task.
+"""A save of many ranks without its data: what the first rank does until the bytes of ``.metadata`` are there.
 
-    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py [--ranks 1024] [--tensors 10000]
+    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py [--most-chunks N] [--most-dcp-chunks N]
 
-What the first rank does with the reports of all ranks. Sixfold: encoded tables are merged, and coverage, overlaps,
-bounds and agreement are checked; ``.metadata`` is written from the merged table. DCP: ``_validate_global_plan`` of what
-``create_default_global_save_plan`` makes of lists of objects. Each tensor is (ranks * 4, 64), cut by rows over all
-ranks. DCP's lists do not fit into memory at full size, so it plans ``--dcp-tensors`` of the tensors, and its time and
-memory are multiplied; its cost a tensor does not fall with their number. CPU seconds; memory is the peak's growth.
+In one process, beside torch DCP at the same task, at growing sizes up to 1,024 ranks x 10,000 tensors; each tensor is
+(ranks * 4, 64), cut by rows over all ranks. Both begin with what the ranks have sent, decoded, and end with the bytes
+of ``.metadata`` in memory.
+
+Sixfold: ``saving.check_together`` (tables merged; coverage, overlaps, bounds and agreement checked) and
+``saving.index_of`` (merged again, as after the writing, sorted, encoded). DCP, with its planner's defaults:
+``DefaultSavePlanner.create_global_plan`` (duplicates removed, global plan, validation) and what
+``FileSystemWriter.finish`` does with the results of all ranks: gather them into ``storage_data`` and pickle.
+Neither side's messages between ranks are in it, nor writing the file.
+
+DCP's lists of objects take some 3 KiB for each chunk: sizes above ``--most-dcp-chunks`` are extrapolated from the
+largest that was run, by chunks, and say so; ``--most-chunks`` bounds ours. CPU seconds after one tiny run, so that imports
+are done on both sides; memory is the growth of the peak during the task. After each size of both, the two pickles are compared where they are small (``--compare``).
 """
 
 import argparse
 import multiprocessing
+import pickle
 import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -18,15 +27,23 @@ from dataclasses import replace
 
 import torch
 
-from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.table import Encoded, merge, tabulate
-from sixfold.dist_ckpt.validation import table_problems
+from sixfold.dist_ckpt import ShardedTensor, saving
+from sixfold.dist_ckpt.integrity import FileDigest
+from sixfold.dist_ckpt.table import tabulate
+from sixfold.dist_ckpt.transfer import Written
 
 ROWS, COLUMNS = 4, 64
+FRAME_BYTES = 1088  # of a chunk in its file
+SAVE_ID = "0123456789abcdef"
+SIZES = ((64, 500), (64, 2_000), (256, 2_000), (1024, 1_000), (1024, 4_000), (1024, 10_000))
 
 
 def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def name_of(rank):
+    return f"__{rank}_0.distcp"
 
 
 def encoded_reports(ranks, tensors):
@@ -37,54 +54,73 @@ def encoded_reports(ranks, tensors):
         for i in range(tensors)
     ]
     table, _ = tabulate(records)
-    reports = []
+    places_N2 = torch.stack([torch.arange(tensors) * FRAME_BYTES, torch.full((tensors,), FRAME_BYTES)], 1)
+    places = places_N2.contiguous().numpy().tobytes()
+    written = []
     for rank in range(ranks):
         rows = table.rows_NW.clone()
         rows[:, 2] = rank * ROWS
-        reports.append(replace(table, rows_NW=rows).encode())
-    return reports
+        files = {name_of(rank): FileDigest(tensors * FRAME_BYTES, ("0",))}
+        written.append(Written(replace(table, rows_NW=rows).encode(), places, [], files))
+    return written
 
 
-def plan_sixfold(reports):
-    table = merge(reports)
-    problems = table_problems(table, "saved")
-    assert not problems, problems[0]
-    return len(table.rows_NW)
+def plan_sixfold(written):
+    reports = [saving._Report(part.table, "", [], 0, 0) for part in written]
+    saving.check_together([report.table for report in reports], reports, None)
+    return saving.index_of(written, SAVE_ID, None)
 
 
-def dcp_plans(ranks, tensors):
-    """The plans that ranks of DCP would send."""
+def dcp_messages(ranks, tensors):
+    """The plans and the results that ranks of DCP send."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.storage import WriteResult
 
-    shape, properties = torch.Size((ranks * ROWS, COLUMNS)), TensorProperties(dtype=torch.bfloat16)
+    shape = torch.Size((ranks * ROWS, COLUMNS))
 
     def item(rank, index):
         offset = torch.Size((rank * ROWS, 0))
         chunk = ChunkStorageMetadata(offset, torch.Size((ROWS, COLUMNS)))
-        data = TensorWriteData(chunk, properties, shape)
+        data = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), shape)
         return WriteItem(MetadataIndex(f"layers.{index}.weight", offset), WriteItemType.SHARD, tensor_data=data)
 
-    return [SavePlan([item(rank, index) for index in range(tensors)]) for rank in range(ranks)]
+    def result(rank, index):
+        place = _StorageInfo(name_of(rank), index * FRAME_BYTES, FRAME_BYTES)
+        return WriteResult(MetadataIndex(f"layers.{index}.weight", torch.Size((rank * ROWS, 0))), FRAME_BYTES, place)
+
+    paths = {f"layers.{index}.weight": (f"layers.{index}.weight",) for index in range(tensors)}
+    plans = [SavePlan([item(rank, i) for i in range(tensors)], planner_data=dict(paths)) for rank in range(ranks)]
+    return plans, [[result(rank, index) for index in range(tensors)] for rank in range(ranks)]
 
 
-def plan_dcp(plans):
-    from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+def plan_dcp(messages):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
-    plans, metadata = create_default_global_save_plan(plans)
-    assert not _validate_global_plan(plans, metadata), "DCP calls its own plan wrong"
-    return sum(len(plan.items) for plan in plans)
+    plans, results = messages
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    _, metadata = planner.create_global_plan(plans)
+    # What FileSystemWriter.finish does, up to the file.
+    places = {}
+    for found in results:
+        places.update({part.index: part.storage_data for part in found})
+    metadata.storage_data = places
+    metadata.storage_meta = StorageMeta(save_id=SAVE_ID)
+    return pickle.dumps(metadata)
 
 
-def measured(make, plan, arguments):
-    """CPU seconds, MiB and shards of planning what ``make`` gives, and MiB of encoded reports."""
+def measured(make, plan, arguments, keep):
+    """CPU seconds, MiB, the length of the pickle, and the pickle if it is to be kept."""
     torch.set_num_threads(1)
-    reports = make(*arguments)
+    plan(make(2, 2))  # imports and caches
+    messages = make(*arguments)
     before_mib, start = peak_mib(), time.process_time()
-    shards = plan(reports)
+    data = plan(messages)
     seconds = time.process_time() - start
-    held = sum(len(r.names) + len(r.rows) for r in reports if isinstance(r, Encoded)) / 2**20
-    return seconds, peak_mib() - before_mib, shards, held
+    return seconds, peak_mib() - before_mib, len(data), data if keep else b""
 
 
 def in_process(*task):
@@ -93,23 +129,45 @@ def in_process(*task):
         return pool.submit(measured, *task).result()
 
 
+def check_equal(ours, theirs):
+    """Both pickles hold the same, but for what only one of them says: our save id."""
+    mine, peer = pickle.loads(ours), pickle.loads(theirs)
+    assert mine.storage_data == peer.storage_data, "other places"
+    for key, entry in peer.state_dict_metadata.items():
+        found = mine.state_dict_metadata[key]
+        assert (found.size, found.properties) == (entry.size, entry.properties), key
+        assert sorted(map(repr, found.chunks)) == sorted(map(repr, entry.chunks)), key
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--ranks", type=int, default=1024)
-    options.add_argument("--tensors", type=int, default=10_000)
-    options.add_argument("--dcp-tensors", type=int, default=200)
+    options.add_argument("--most-chunks", type=int, default=SIZES[-1][0] * SIZES[-1][1])
+    options.add_argument("--most-dcp-chunks", type=int, default=1_100_000)
+    options.add_argument("--compare", type=int, default=40_000, help="chunks up to which the two pickles are compared")
     chosen = options.parse_args()
-    seconds, mib, shards, held = in_process(encoded_reports, plan_sixfold, (chosen.ranks, chosen.tensors))
-    print(f"Sixfold: {chosen.ranks} ranks x {chosen.tensors} tensors, {shards} shards: {seconds:.2f} s, {mib:.0f} MiB")
-    print(f"         beside the reports themselves, {held:.0f} MiB as they arrive")
-    few = min(chosen.dcp_tensors, chosen.tensors)
-    peer_s, peer_mib, peer_shards, _ = in_process(dcp_plans, plan_dcp, (chosen.ranks, few))
-    factor = chosen.tensors / few
-    print(f"DCP:     {chosen.ranks} ranks x {few} tensors, {peer_shards} shards: {peer_s:.2f} s, {peer_mib:.0f} MiB")
-    print(
-        f"         times {factor:g}: {peer_s * factor:.0f} s, {peer_mib * factor:.0f} MiB beside its lists of objects"
-    )
-    print(f"ratio    {peer_s * factor / seconds:.0f}x")
+    print("| ranks x tensors | chunks | Sixfold s | MiB | DCP s | MiB | ratio | .metadata MiB |", flush=True)
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    last = None
+    for ranks, tensors in SIZES:
+        chunks = ranks * tensors
+        if chunks > chosen.most_chunks:
+            continue
+        keep = chunks <= chosen.compare
+        seconds, mib, size, data = in_process(encoded_reports, plan_sixfold, (ranks, tensors), keep)
+        if chunks <= chosen.most_dcp_chunks:
+            peer_s, peer_mib, peer_size, peer = in_process(dcp_messages, plan_dcp, (ranks, tensors), keep)
+            last, note = (chunks, peer_s, peer_mib, peer_size), ""
+            if keep:
+                check_equal(data, peer)
+        else:
+            factor = chunks / last[0]
+            peer_s, peer_mib, peer_size = (value * factor for value in last[1:])
+            note = f" (DCP: times {factor:.1f})"
+        print(
+            f"| {ranks} x {tensors} | {chunks} | {seconds:.2f} | {mib:.0f} | {peer_s:.2f} | {peer_mib:.0f} | "
+            f"{peer_s / seconds:.1f}x{note} | {size / 2**20:.1f}, DCP {peer_size / 2**20:.1f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,15 +3,22 @@
 import io
 import pickle
 import pickletools
+import random
+from array import array
 
 import pytest
 import torch
+from dist_ckpt_helpers import flat_shards, random_cut
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from sixfold.dist_ckpt import metadata
+from sixfold.dist_ckpt import dcp_pickle, metadata, saving
 from sixfold.dist_ckpt.box import Box
+from sixfold.dist_ckpt.dcp_pickle import Index
+from sixfold.dist_ckpt.integrity import FileDigest
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.table import tabulate
+from sixfold.dist_ckpt.transfer import Written
 
 
 def by_torch(manifest):
@@ -70,7 +77,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_torch_unpickles_the_objects_that_it_would_have_written(case):
     manifest = Manifest(CASES[case], {"o/shard_0_1": ByteRange("f", 7, 8)}, "abcdef", True)
-    data = metadata.encode(manifest)
+    data = metadata.encode(Index.of(manifest))
     found, expected = pickle.loads(data), by_torch(manifest)
     assert found == expected
     assert found.sixfold_save_id == "abcdef"
@@ -84,4 +91,49 @@ def test_torch_unpickles_the_objects_that_it_would_have_written(case):
 @pytest.mark.parametrize("case", list(CASES))
 def test_what_is_written_is_read_back(case, trusted):
     manifest = Manifest(CASES[case], {"o/shard_0_1": ByteRange("f", 7, 8)}, "abcdef", True)
-    assert metadata.decode(metadata.encode(manifest), trusted_bytes=trusted) == manifest
+    assert metadata.decode(metadata.encode(Index.of(manifest)), trusted_bytes=trusted) == manifest
+
+
+@pytest.mark.parametrize("batch_rows", [1, 7, 1 << 16])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_ranks_wrote_becomes_what_torchs_objects_would_be_by_a_plain_loop(monkeypatch, seed, batch_rows):
+    """Random shards on random ranks, replicas and empty ones among them, at random places of each rank's file."""
+    monkeypatch.setattr(dcp_pickle, "_BATCH_ROWS", batch_rows)
+    rng = random.Random(seed)
+    ranks = [[] for _ in range(rng.randint(1, 5))]
+    shards = []
+    for number in range(rng.randint(0, 6)):
+        shape = tuple(rng.choice([1, 2, 3, 8]) for _ in range(rng.randint(1, 5)))
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.int8])
+        shards += flat_shards(f"t{number}", torch.zeros(shape, dtype=dtype), random_cut(shape, rng), fill=True)
+    rng.shuffle(shards)
+    for shard in shards:
+        for replica, rank in enumerate(rng.sample(range(len(ranks)), rng.randint(1, len(ranks)))):
+            ranks[rank].append(shard if not replica else pickle.loads(pickle.dumps(shard)))
+            ranks[rank][-1].replica_id = replica
+    written, tensors, objects = [], {}, {}
+    for number, records in enumerate(ranks):
+        places, table, pieces = array("q"), *tabulate(records)
+        for record, own in zip(records, pieces, strict=True):
+            found = tensors.setdefault(record.key, (record.dtype, record.global_shape, []))[2]
+            for piece in own if record.replica_id == 0 else ():
+                place = rng.choice([300, 70_000, 2**31 + 5, 2**40]) + len(places), rng.choice([1, 2**33])
+                places.extend(place)
+                found.append(StoredChunk(piece.box, ByteRange(f"__{number}_0.distcp", *place)))
+        files = {f"__{number}_0.distcp": FileDigest(1, ("0",))} if places else {}
+        objects[f"o/shard_{number}_9"] = ByteRange(f"__{number}_0.distcp", number, 3)
+        own_object = [(f"o/shard_{number}_9", objects[f"o/shard_{number}_9"])]
+        written.append(Written(table.encode(), places.tobytes(), own_object, files))
+    manifest = Manifest(
+        {key: StoredTensor(dtype, shape, tuple(sorted(found))) for key, (dtype, shape, found) in tensors.items()},
+        objects,
+        "f" * 16,
+        needs_metadata_json=True,
+    )
+    data = metadata.encode(saving._index(written, "f" * 16))
+    found, expected = pickle.loads(data), by_torch(manifest)
+    assert found == expected
+    for index, place in expected.storage_data.items():
+        assert vars(found.storage_data[index]) == vars(place)
+    assert metadata.decode(data, trusted_bytes=False) == manifest
+    assert metadata.decode(metadata.encode(dcp_pickle.Index.of(manifest)), trusted_bytes=True) == manifest

@@ -74,13 +74,13 @@ def check_common_config(data: bytes) -> None:
         raise MismatchError(f"unknown backend {common} of common data; ('torch', 1) is read here")
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(index: dcp_pickle.Index) -> bytes:
     """The bytes of ``.metadata``: a protocol 4 pickle of torch DCP's ``Metadata``.
 
     One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
     megatron writes it: that nearly doubles the file and nobody needs it.
     """
-    return dcp_pickle.encode(manifest, _dcp_version())
+    return b"".join(dcp_pickle.encode(index, _dcp_version()))
 
 
 def _dcp_version() -> str | None:

@@ -9,11 +9,12 @@ state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from sixfold.dist_ckpt import (
     agreement,
@@ -27,11 +28,12 @@ from sixfold.dist_ckpt import (
     validation,
     weights_only,
 )
+from sixfold.dist_ckpt.dcp_pickle import Index
 from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange, Group
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.manifest import ByteRange
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
@@ -363,7 +365,7 @@ def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) 
     """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
     if kept is None:
         with collection_paused():
-            return metadata.encode(_manifest(written, save_id))
+            return metadata.encode(_index(written, save_id))
     objects, last_index = [part.objects for part in written], kept.index
     unmoved = all(part.table is None and part.places is None for part in written)
     if unmoved and last_index is not None and objects == last_index[1]:
@@ -374,7 +376,7 @@ def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) 
         part.table = last.table if part.table is None else part.table
         part.places = last.places if part.places is None else part.places
     with collection_paused():
-        data = metadata.encode(_manifest(written, save_id))
+        data = metadata.encode(_index(written, save_id))
     kept.written, kept.index = written, (save_id, objects, data)
     return data
 
@@ -397,19 +399,27 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
     )
 
 
-def _manifest(written: list[transfer.Written], save_id: str) -> Manifest:
+def _index(written: list[transfer.Written], save_id: str) -> Index:
+    """What all ranks wrote, the chunks of a tensor in the order of their places. See ``transfer.Written``."""
     tables = [part.table for part in written]
     table = merge([part for part in tables if part is not None])
     assert len(tables) == len(written) and None not in tables, "a rank has kept its table to itself"
-    places = [iter(array("q", part.places or b"")) for part in written]
+    places = bytearray(b"".join(part.places or b"" for part in written))
+    places_M2 = torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64)
+    row_M, order_M = table.main_rows()
+    places_M2, rows_MW = places_M2.view(-1, 2)[order_M], table.rows_NW[row_M]
     names = [next(iter(part.files), "") for part in written]
-    chunks: list[list[StoredChunk]] = [[] for _ in table.kinds]
-    for rank, box, kind in table.main_boxes():
-        start, length = next(places[rank]), next(places[rank])
-        chunks[kind].append(StoredChunk(box, ByteRange(names[rank], start, length)))
-    tensors = {
-        kind.key: StoredTensor(kind.dtype, kind.shape, tuple(sorted(found)))
-        for kind, found in zip(table.kinds, chunks, strict=True)
-    }
-    objects: dict[str, ByteRange] = dict(entry for part in written for entry in part.objects)
-    return Manifest(tensors, objects, save_id, needs_metadata_json=True)
+    files = {name: number for number, name in enumerate(filter(None, names))}
+    file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64)
+    return Index(
+        tensors=table.kinds,
+        tensor_N=rows_MW[:, 0],
+        offsets_ND=rows_MW[:, 2 : 2 + table.dims],
+        sizes_ND=rows_MW[:, 2 + table.dims :],
+        files=list(files),
+        file_N=file_R[table.ranks_N[row_M]],
+        start_N=places_M2[:, 0],
+        length_N=places_M2[:, 1],
+        objects=dict(entry for part in written for entry in part.objects),
+        save_id=save_id,
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -96,13 +96,19 @@ class Table:
         box = Box(tuple(numbers[:axes]), tuple(numbers[self.dims : self.dims + axes]))
         return Row(int(self.ranks_N[index]), kind, bool(main), box)
 
-    def main_boxes(self) -> Iterator[tuple[int, Box, int]]:
-        """Rank, box and kind of each main replica's box that has elements, in the order of the rows."""
-        axes, dims = [len(kind.shape) for kind in self.kinds], self.dims
-        for rank, (kind, main, *numbers) in zip(self.ranks_N.tolist(), self.rows_NW.tolist(), strict=True):
-            size = tuple(numbers[dims : dims + axes[kind]])
-            if main and 0 not in size:
-                yield rank, Box(tuple(numbers[: axes[kind]]), size), kind
+    def main_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of main replicas that have elements, by kind and then by place in the tensor, and their order.
+
+        The second is each row's number among all rows of main replicas with elements, as they stand in the table.
+        """
+        has = (self.rows_NW[:, 1] != 0) & (self.sizes_ND != 0).all(1)
+        row_M = torch.nonzero(has)[:, 0]
+        order_M = torch.arange(len(row_M))
+        for axis in (*range(1 + self.dims, 1, -1), 0):  # the last axis first, the kind last; each sort is stable
+            values_M = self.rows_NW[row_M[order_M], axis]
+            if bool((values_M[1:] < values_M[:-1]).any()):
+                order_M = order_M[torch.argsort(values_M, stable=True)]
+        return row_M[order_M], order_M
 
     def encode(self) -> Encoded:
         """The bytes that travel."""

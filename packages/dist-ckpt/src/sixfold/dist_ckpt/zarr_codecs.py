@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.frame import tensor_bytes
 
 _LZMA_MEMORY_BYTES = 1 << 28  # the strongest preset needs a quarter of it
 _NUMBERS = frozenset(f"{order}{kind}" for order in "<>|" for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
@@ -193,7 +194,7 @@ _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
 
 def _unshuffle(config: Config, data: bytes) -> bytes:
     planes = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(config["elementsize"], -1)
-    return planes.t().contiguous().numpy().tobytes()
+    return bytes(tensor_bytes(planes.t().contiguous()))
 
 
 def _shuffled_bytes(config: Config, nbytes: int) -> int:

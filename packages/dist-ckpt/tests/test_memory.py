@@ -17,7 +17,7 @@ from sixfold.dist_ckpt.arena import Arena
 COUNT, ROWS, MIB = 16, 1 << 9, 2
 ALL_MIB = COUNT * MIB
 PART_MIB = 0.5
-NOISE_MIB = 1.0
+NOISE_MIB = 2.0  # of the allocator and of threads
 SAVE_BOUND_MIB = (4 * 2 + 6) * PART_MIB + NOISE_MIB  # transfer.py, two threads
 LOAD_BOUND_MIB = 16 * PART_MIB + NOISE_MIB  # reader.py
 

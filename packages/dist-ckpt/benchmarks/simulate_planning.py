@@ -13,8 +13,9 @@ Sixfold: ``saving.check_together`` (tables merged; coverage, overlaps, bounds an
 Neither side's messages between ranks are in it, nor writing the file.
 
 DCP's lists of objects take some 3 KiB for each chunk: sizes above ``--most-dcp-chunks`` are extrapolated from the
-largest that was run, by chunks, and say so; ``--most-chunks`` bounds ours. CPU seconds after one tiny run, so that imports
-are done on both sides; memory is the growth of the peak during the task. After each size of both, the two pickles are compared where they are small (``--compare``).
+largest that was run, by chunks, and say so; ``--most-chunks`` bounds ours. CPU seconds after one tiny run, so that
+imports are done on both sides; memory is the growth of the peak during the task. Where they are small (``--compare``)
+the two pickles are compared.
 """
 
 import argparse

@@ -78,8 +78,8 @@ class Index:
             for box, frame, _ in tensor.chunks:
                 boxes.append(((*box.offset, *more), (*box.size, *more)))
                 rows.append((number, files.setdefault(frame.file, len(files)), frame.offset, frame.length))
-        rows_N4 = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-        boxes_N2D = torch.tensor(boxes, dtype=torch.int64).view(len(boxes), 2, dims)
+        rows_N4 = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+        boxes_N2D = torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), 2, dims)
         return cls(
             tensors=[(key, tensor.dtype, tensor.shape) for key, tensor in manifest.tensors.items()],
             tensor_N=rows_N4[:, 0],
@@ -112,7 +112,7 @@ class _Writer:
         names += [self._text(name) for name in (*_NAMES, *index.files)]
         yield b"\x80\x04" + b"".join(name + b"0" for name in names)  # each into the memo, and off the stack
         yield b"".join((self._new("Metadata"), b"}(", self._text("state_dict_metadata"), b"}("))
-        axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64)
+        axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64, device="cpu")
         count_K = torch.bincount(index.tensor_N, minlength=len(index.tensors)).tolist()
         for first, last, low, high in _batches(count_K):
             yield from self._entries(index, axes_K, slice(low, high), range(first, last), count_K)
@@ -158,8 +158,10 @@ class _Writer:
 
     def _places(self, index: Index, axes_K: torch.Tensor, rows: slice, tensors: range) -> Iterator[bytes]:
         """Entries of ``storage_data``: where the chunks of a batch of tensors lie."""
-        keys_K = torch.tensor([self._numbers[index.tensors[number][0]] for number in tensors], dtype=torch.int64)
-        files_F = torch.tensor([self._numbers[name] for name in index.files], dtype=torch.int64)
+        keys_K = torch.tensor(
+            [self._numbers[index.tensors[number][0]] for number in tensors], dtype=torch.int64, device="cpu"
+        )
+        files_F = torch.tensor([self._numbers[name] for name in index.files], dtype=torch.int64, device="cpu")
         for axes, row_M in _by_axes(index, axes_K, rows):
             key, file = keys_K[index.tensor_N[row_M] - tensors.start], files_F[index.file_N[row_M]]
             form: list[bytes | torch.Tensor] = [self._new("MetadataIndex") + b"}(" + self._text("fqn"), _fetch(key)]
@@ -252,7 +254,7 @@ def _fetch(numbers_N: torch.Tensor) -> torch.Tensor:
 
 def _little(head: bytes, values_N: torch.Tensor, nbytes: int) -> torch.Tensor:
     """``head`` and the low bytes of each value, the lowest first: uint8 of N rows."""
-    rows = torch.empty(len(values_N), len(head) + nbytes, dtype=torch.uint8)
+    rows = torch.empty(len(values_N), len(head) + nbytes, dtype=torch.uint8, device="cpu")
     rows[:, : len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     parts = values_N.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(-1, 8)
     rows[:, len(head) :] = (parts if sys.byteorder == "little" else parts.flip(1))[:, :nbytes]
@@ -262,7 +264,7 @@ def _little(head: bytes, values_N: torch.Tensor, nbytes: int) -> torch.Tensor:
 def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]:
     """The bytes of ``count`` rows end to end, and the bytes of one. See [Note: rows]."""
     width = sum(len(part) if isinstance(part, bytes) else part.shape[1] for part in form)
-    rows, at = torch.empty(count, width, dtype=torch.uint8), 0
+    rows, at = torch.empty(count, width, dtype=torch.uint8, device="cpu"), 0
     for part in form:
         columns = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
         rows[:, at : at + columns.shape[-1]] = columns

@@ -405,12 +405,14 @@ def _index(written: list[transfer.Written], save_id: str) -> Index:
     table = merge([part for part in tables if part is not None])
     assert len(tables) == len(written) and None not in tables, "a rank has kept its table to itself"
     places = bytearray(b"".join(part.places or b"" for part in written))
-    places_M2 = torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64)
+    places_M2 = (
+        torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
     row_M, order_M = table.main_rows()
     places_M2, rows_MW = places_M2.view(-1, 2)[order_M], table.rows_NW[row_M]
     names = [next(iter(part.files), "") for part in written]
     files = {name: number for number, name in enumerate(filter(None, names))}
-    file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64)
+    file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
     return Index(
         tensors=table.kinds,
         tensor_N=rows_MW[:, 0],

@@ -103,7 +103,7 @@ class Table:
         """
         has = (self.rows_NW[:, 1] != 0) & (self.sizes_ND != 0).all(1)
         row_M = torch.nonzero(has)[:, 0]
-        order_M = torch.arange(len(row_M))
+        order_M = torch.arange(len(row_M), device="cpu")
         for axis in (*range(1 + self.dims, 1, -1), 0):  # the last axis first, the kind last; each sort is stable
             values_M = self.rows_NW[row_M[order_M], axis]
             if bool((values_M[1:] < values_M[:-1]).any()):

@@ -178,4 +178,4 @@ def test_a_conversion_holds_a_batch_and_never_the_checkpoint(saved, tmp_path, mo
 def test_verify_and_diff_hold_a_block_and_two_batches(saved, monkeypatch):
     monkeypatch.setattr("sixfold.dist_ckpt.conversion.BATCH_BYTES", MIB << 20)
     assert peak_growth_mib(lambda: tools.verify(saved), anonymous=True) <= 4 + NOISE_MIB  # one block
-    assert peak_growth_mib(lambda: tools.diff(saved, saved), anonymous=True) <= 6 * MIB + NOISE_MIB
+    assert peak_growth_mib(lambda: tools.diff(saved, saved), anonymous=True) <= 8 * MIB + NOISE_MIB < ALL_MIB

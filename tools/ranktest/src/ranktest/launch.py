@@ -29,7 +29,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 
 from ranktest.errors import RankFailed, RanksTimeout
 from ranktest.messages import Call, Job, Report, enter_rank
-from ranktest.server import RANK_ENVIRONMENT, hidden_main, start_server
+from ranktest.server import RANK_ENVIRONMENT, hidden_main, start_server, wait_until_loaded
 
 STACKS_WAIT_S = 2.0  # for the stack dumps after the deadline
 EXIT_WAIT_S = 10.0  # for a released rank to leave
@@ -68,7 +68,8 @@ def run_ranks(
         function: a module-level function; the default process group is initialised when it is called.
         ranks: number of processes, >= 1.
         args: pickled; they may hold classes of the test module.
-        timeout: seconds from the start of the processes to the last result.
+        timeout: seconds from the start of the processes to the last result. The server's loading of torch, which the
+            first job waits for, is not part of it: on a busy machine that alone takes half a minute.
         allow_exit: ranks that may end without a result, for example by a signal.
     Returns:
         The results by rank; None for a rank of ``allow_exit`` that ended without one.
@@ -82,6 +83,7 @@ def run_ranks(
         raise ValueError(f"ranks is {ranks}; it is >= 1")
     call = _describe_call(function, args)
     start_server()
+    wait_until_loaded()
     JOBS.append(ranks)
     # The folder is on the default temporary path and not pytest's: paths of sockets and stores stay short.
     with tempfile.TemporaryDirectory(prefix="ranktest-") as folder:

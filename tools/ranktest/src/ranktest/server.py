@@ -6,6 +6,7 @@ Starting it takes some seconds of CPU time, once, and nobody waits for it before
 """
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import types
@@ -26,6 +27,8 @@ PRELOAD = (
     "ranktest.rank",
     "ranktest.preload_tested",
 )
+LOAD_WAIT_S = 300.0  # for the server to load torch: 3 s on a quiet machine
+LOADED: set[int] = set()  # the servers, by process id, that are known to have loaded everything
 TESTED_MODULES = "RANKTEST_TESTED_MODULES"  # read by the server's preload_tested.py
 
 # gloo would otherwise look up this machine's host name, which fails where there is no network.
@@ -46,6 +49,29 @@ def start_server() -> None:
     forkserver.set_forkserver_preload(list(PRELOAD))
     with _environment({**RANK_ENVIRONMENT, TESTED_MODULES: ",".join(_tested_modules())}), hidden_main():
         forkserver.ensure_running()
+
+
+def wait_until_loaded() -> None:
+    """Wait until the server has forked one process: it serves requests in turn, the first after its imports.
+
+    Raises:
+        TimeoutError: that took longer than ``LOAD_WAIT_S``.
+    """
+    server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server in LOADED:
+        return
+    with hidden_main():
+        probe = multiprocessing.get_context("forkserver").Process(target=_nothing, name="ranktest probe", daemon=True)
+        probe.start()
+    probe.join(LOAD_WAIT_S)
+    if probe.exitcode is None:
+        probe.kill()
+        raise TimeoutError(f"the forkserver (pid {server}) has not loaded torch within {LOAD_WAIT_S:g} s")
+    LOADED.add(server)
+
+
+def _nothing() -> None:
+    """What the probe does."""
 
 
 def _tested_modules() -> list[str]:

@@ -1,4 +1,4 @@
-"""The lower bound holds for all that ``simulate`` can time, overlaps too; no plan is longer than what is shipped."""
+"""The lower bound holds for all that ``verify`` accepts, overlaps too; no plan is longer than what is shipped."""
 
 from __future__ import annotations
 

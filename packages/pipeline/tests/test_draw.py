@@ -119,7 +119,7 @@ def test_a_measured_trace_may_hold_other_events_and_start_at_any_time():
     [
         ("{", "the trace is not JSON"),
         ("[" * 100_000, "the trace is not JSON"),
-        (draw(gpipe(2, 2), format="trace", beside=gpipe(2, 2)), "the trace has 0F0 of rank 0 2 times"),
+        (draw(gpipe(2, 2), format="trace", beside=gpipe(2, 2)), "0F0 is there 2 times"),
         (
             '{"traceEvents": [{"name": "0F0", "ph": "X", "tid": 0, "ts": 1' + "0" * 400 + ', "dur": 2}]}',
             "ts and dur are",

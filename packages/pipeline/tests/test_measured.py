@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from itertools import chain
+from math import inf, nan
 
 import pytest
 from schedule_helpers import SCHEDULES
 
-from sixfold.pipeline import Action, Costs, ScheduleError, draw, gpipe, one_f_one_b, simulate
+from sixfold.pipeline import (
+    Action,
+    Costs,
+    ScheduleError,
+    draw,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    simulate,
+)
+from sixfold.pipeline.cli import main
 from sixfold.pipeline.passes import lower, optimizer_step, recompute, unshard
 from sixfold.pipeline.simulate import measured
 from sixfold.pipeline.trace import read_trace, write_trace
@@ -93,6 +108,42 @@ def test_pictures_show_the_work_where_it_was():
         draw(measured([(0, Action.parse("0F0"), 1.0, 1.0), (0, Action.parse("0SEND_F0"), 1.0, 2.0)]))
 
 
+@pytest.mark.parametrize(
+    "program", [unshard(lower(interleaved(2, 4, 2)), 1), lower(pipedream(2, 4))], ids=lambda p: p.name
+)
+def test_slots_that_come_again_in_a_step_are_read_back(program):
+    events = with_messages(program, simulate(program, Costs.per_rank(program)), random.Random(2))
+    kept = read_trace(draw(measured(events, program.weights), format="trace"))
+    assert Counter(str(event[1]) for event in kept.events) == Counter(map(str, chain(*program.ranks)))
+
+
+def test_a_trace_of_another_tool_does_not_say_weights_and_the_program_does(tmp_path, capsys):
+    program = pipedream_2bw(2, 2, steps=3)
+    document = json.loads(draw(program, format="trace"))
+    del document["otherData"]
+    text = json.dumps(document)
+    with pytest.raises(ScheduleError, match="flushed weights"):
+        read_trace(text)
+    assert read_trace(text, program.weights).weight_versions == (2, 2)
+    (tmp_path / "trace.json").write_text(text)
+    (tmp_path / "program.txt").write_text(str(program))
+    assert main(["draw", str(tmp_path / "program.txt"), "--measured", str(tmp_path / "trace.json")]) == 0
+    assert capsys.readouterr().out.count("weights: 2bw") == 2
+
+
+@pytest.mark.parametrize("times", [(nan, 1.0), (0.0, nan), (0.0, inf), (-1.0, 1.0), (2.0, 1.0)])
+def test_times_that_no_clock_gives_are_refused(times):
+    with pytest.raises(ScheduleError, match="; times are finite and >= 0, and the end is not before the start"):
+        measured([(0, Action.parse("0F0"), *times), (0, Action.parse("0B0"), 3.0, 4.0)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_events_of_two_steps_or_of_a_stage_on_two_ranks_are_refused(rank):
+    f, b = Action.parse("0F0"), Action.parse("0B0")
+    with pytest.raises(ScheduleError, match="0F0 is there 2 times; give the events of one step"):
+        measured([(0, f, 0.0, 1.0), (0, b, 1.0, 2.0), (rank, f, 2.0, 3.0)])
+
+
 def test_an_action_that_a_trace_has_alone_and_in_an_overlap_is_refused():
     overlap = Action.parse("(0F1;0B0)OVERLAP_F_B")
     events = [(0, Action.parse("0F0"), 0.0, 1.0), (0, overlap, 1.0, 3.0), (0, Action.parse("0B1"), 3.0, 5.0)]
@@ -100,5 +151,5 @@ def test_an_action_that_a_trace_has_alone_and_in_an_overlap_is_refused():
     text = write_trace({"": measured(events)})
     document = json.loads(text)
     document["traceEvents"].append({"name": "0B0", "ph": "X", "tid": 0, "ts": 2e6, "dur": 1e6})
-    with pytest.raises(ScheduleError, match="the trace has 0B0 of rank 0 2 times"):
+    with pytest.raises(ScheduleError, match="0B0 is there 2 times"):
         read_trace(json.dumps(document))

@@ -197,9 +197,10 @@ def test_an_overlap_of_one_stages_own_actions_runs_in_their_order():
 def test_overlaps_that_no_text_can_spell_are_refused():
     good = gpipe(1, 1)
     for odd, rule in (
-        (Action(0, Kind.F, 0, (Action(0, Kind.F, 0),)), "OVERLAP_F_B has parts"),
-        (Action(0, Kind.OVERLAP_F_B), "OVERLAP_F_B has parts"),
-        (Action(0, Kind.OVERLAP_F_B, None, (Action(0, Kind.STEP, 0),)), "parts are F, B, I or W"),
+        (Action(0, Kind.F, 0, (Action(0, Kind.F, 0),)), "OVERLAP_F_B has two parts or more"),
+        (Action(0, Kind.OVERLAP_F_B), "OVERLAP_F_B has two parts or more"),
+        (Action(0, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0),)), "OVERLAP_F_B has two parts or more"),
+        (Action(0, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0), Action(0, Kind.STEP, 0))), "parts are F, B, I or W"),
         (Action(0, Kind.OVERLAP_F_B, 1, (Action(0, Kind.F, 0), Action(0, Kind.B, 0))), "no microbatch of its own"),
         (Action(3, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0), Action(0, Kind.B, 0))), "that of its first part"),
     ):

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from pipeline_helpers import WIDTH, batch, equal_bits, gradients, layers, square_loss
 from torch import Tensor, nn
 
-from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, one_f_one_b
+from ranktest import run_ranks, store
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
 
 M = 4  # a power of two: dividing each loss by it, or the sum of gradients, are the same bits
 
 
 def both(rank: int, ranks: int) -> None:
     """One step of Schedule1F1B as its users call it, and one of ours, on equal modules."""
-    peer = pytest.importorskip("torch.distributed.pipelining", reason="the peer")
+    import torch.distributed.pipelining as peer
+
     theirs, ours = layers(ranks)[rank], layers(ranks)[rank]
     x, y = batch(2 * M)
     stage = peer.PipelineStage(theirs, rank, ranks, torch.device("cpu"))
@@ -36,6 +37,7 @@ def both(rank: int, ranks: int) -> None:
 
 
 def test_a_step_has_the_losses_and_gradients_of_pytorchs():
+    pytest.importorskip("numpy", reason="PyTorch's stages send each other their shapes as objects, which needs it")
     run_ranks(both, 2)
 
 
@@ -102,6 +104,30 @@ def with_another_scale(rank: int, ranks: int) -> str:
 def test_ranks_with_different_scales_are_told_so():
     for rank, text in enumerate(run_ranks(with_another_scale, 2)):
         assert f"scale='{('mean', 'token')[rank]}'" in text
+
+
+def with_other_calls(rank: int, ranks: int, mixed: str) -> str:
+    """After both know both programs and calls, each rank makes another one: messages would pair that do not belong."""
+    own, programs = (0, 2) if rank == 0 else (1, 3), (interleaved(ranks, M, 2), looped_bfs(ranks, M, 2))
+    modules = layers(4)
+    stages = [Stage(modules[index], index) for index in own]
+    runner = PipelineRunner(programs[0], stages, dist.group.WORLD, square_loss, timeout_s=10, store=store())
+    x, y = batch(2 * M)
+    runner.evaluate(x, y)
+    for program in programs:
+        runner.step(x, y, program=program)
+    with pytest.raises(ScheduleError) as caught:
+        if mixed == "programs":
+            runner.step(x, y, program=programs[rank])
+        else:
+            (runner.evaluate, runner.step)[rank](x, y)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mixed", ["programs", "calls"])
+def test_ranks_that_make_different_calls_are_told_so_also_when_nothing_is_new(mixed):
+    for text in run_ranks(with_other_calls, 2, mixed):
+        assert "rank 1 failed at" in text and "rank 0 runs another program in this step, or another call" in text
 
 
 def unequal(rank: int, ranks: int) -> str:

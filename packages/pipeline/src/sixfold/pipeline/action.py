@@ -88,9 +88,9 @@ class Action:
 
     @classmethod
     def overlap(cls, *parts: Action) -> Action:
-        """The OVERLAP_F_B of ``parts``, which are compute actions in execution order."""
-        if not parts or any(part.parts or part.kind not in COMPUTE for part in parts):
-            raise ScheduleError(f"OVERLAP_F_B of {list(map(str, parts))}: its parts are F, B, I or W")
+        """The OVERLAP_F_B of ``parts``: two compute actions or more, in execution order."""
+        if len(parts) < 2 or any(part.parts or part.kind not in COMPUTE for part in parts):
+            raise ScheduleError(f"OVERLAP_F_B of {list(map(str, parts))}: its parts are two or more of F, B, I and W")
         return cls(parts[0].stage, Kind.OVERLAP_F_B, None, parts)
 
     def __str__(self) -> str:

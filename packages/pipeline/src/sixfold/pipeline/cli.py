@@ -138,7 +138,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _draw(options: argparse.Namespace) -> int:
     program = _program(options)
-    measured = read_trace(_text(options.measured)) if options.measured else None
+    measured = read_trace(_text(options.measured), program.weights) if options.measured else None
     summary = {"schedule": program.name or options.schedule, "format": options.format}
     costs = _costs(program, options)
     # Text of a program alone is its lists, also of one that hangs; costs or a measurement ask for a picture to scale.

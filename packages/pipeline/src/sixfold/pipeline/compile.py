@@ -49,6 +49,8 @@ class Goal:
 class Compiled:
     """A program as this process runs it.
 
+    Args:
+        number: of the program and what it is run for, by which ranks notice that they run different ones.
     Attributes:
         calls: to be made in order, with no arguments.
         entries: the action behind each call.
@@ -64,11 +66,12 @@ class Compiled:
         *,
         lookahead: int,
         dynamic_shapes: bool,
+        number: int,
     ) -> None:
         self.program = program
         self._transport = transport
         self._goal = goal
-        self._agreement = Agreement(dynamic_shapes)
+        self._agreement = Agreement(dynamic_shapes, number)
         self._runs = {index: StageRun(stage, program.microbatches, goal.train) for index, stage in stages.items()}
         self._outlets: dict[int, Outlet] = {}
         self._inlets: dict[int, Inlet] = {}

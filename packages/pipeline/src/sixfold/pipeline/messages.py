@@ -5,13 +5,14 @@
 [Note: shapes] A receiver posts its buffer before the tensor exists, so it must
 know the shape. Gradients have the shapes of the outputs that this rank made
 itself. Outputs are agreed upon: the first SEND_F of a step on each edge is
-preceded, on the control channel, by one flag. 0: all is as in the step before.
-1: each message of this step on this edge is preceded by its header. The flag is
-1 in the first step of a program, when stage 0's inputs or the first output
-changed, when a flag 1 came in, and always with ``dynamic_shapes``. (A header sent
-only on change could not be expected by the receiver.) A receive whose shape is not
-known yet waits in the edge's queue, and so do those behind it; the action that
-uses its tensor empties the queue.
+preceded, on the control channel, by one number: which program and call the sender
+runs, times two, plus a flag. 0: all is as in the step before. 1: each message of
+this step on this edge is preceded by its header. The flag is 1 in the first step
+of a program, when stage 0's inputs or the first output changed, when a flag 1
+came in, and always with ``dynamic_shapes``. (A header sent only on change could
+not be expected by the receiver.) A receive whose shape is not known yet waits in
+the edge's queue, and so do those behind it; the action that uses its tensor
+empties the queue.
 """
 
 from __future__ import annotations
@@ -47,10 +48,16 @@ _DTYPES = (
 
 
 class Agreement:
-    """Whether the shapes of this step are those of the step before; see [Note: shapes]."""
+    """Whether the shapes of this step are those of the step before; see [Note: shapes].
 
-    def __init__(self, dynamic: bool) -> None:
+    Attributes:
+        call: number of the program and call, equal on ranks that run the same.
+        open: whether messages have headers in this step.
+    """
+
+    def __init__(self, dynamic: bool, call: int) -> None:
         self._dynamic = dynamic
+        self.call = call
         self._settled = False
         self._signature: object = None
         self.open = True
@@ -105,7 +112,7 @@ class Outlet:
     def _announce(self, same: bool, action: Action) -> None:
         self._agreement.open |= not same
         self._headers = self._agreement.open
-        self._control.send(torch.tensor([int(self._headers)]), self._peer, _TAG, action)
+        self._control.send(torch.tensor([2 * self._agreement.call + self._headers]), self._peer, _TAG, action)
 
 
 class Inlet:
@@ -157,7 +164,13 @@ class Inlet:
         """Post what waits in the queue: all of it, or with headers up to ``wanted``, whose header must have come."""
         if self._headers is None:
             self._control.wait(self._flag_work, wanted.action)
-            self._headers = bool(self._flag.item())
+            call, flag = divmod(int(self._flag.item()), 2)
+            if call != self._agreement.call:
+                raise ScheduleError(
+                    f"rank {self._peer} runs another program in this step, or another call (step, evaluate, forward); "
+                    "all ranks make the same calls"
+                )
+            self._headers = bool(flag)
             self._agreement.open |= self._headers
         while self._queue:
             receipt = self._queue.popleft()

@@ -224,7 +224,8 @@ class PipelineRunner:
         if compiled is None:
             if program != self._program:
                 self._check_program(program, tuple(self._stages.values()), self._transport)
-            self._agree_on(program, mode)
+            number = self._number_of(program, mode)
+            self._agree_on(number, program, mode)
             compiled = Compiled(
                 _complete(program),
                 self._stages,
@@ -232,6 +233,7 @@ class PipelineRunner:
                 goal,
                 lookahead=self._lookahead,
                 dynamic_shapes=self._dynamic_shapes,
+                number=number,
             )
             self._compiled[program, mode] = compiled
         if len(self._by_identity) >= _REMEMBERED:
@@ -279,12 +281,15 @@ class PipelineRunner:
         key = f"sixfold.pipeline/{members}/{self._transport.serial}"
         self._records = Records(store, key, self._rank, group.size())
 
-    def _agree_on(self, program: Program, mode: str) -> None:
-        """All ranks are about to run the same program."""
+    def _number_of(self, program: Program, mode: str) -> int:
+        """Equal on ranks that run the same program for the same call; below 2**56."""
+        text = f"{mode} {self._scale} {program.microbatches} {program}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+    def _agree_on(self, mine: int, program: Program, mode: str) -> None:
+        """All ranks are about to run the same program for the first time."""
         if self._transport is None:
             return
-        digest = hashlib.sha256(f"{mode} {self._scale} {program.microbatches} {program}".encode()).digest()[:7]
-        mine = int.from_bytes(digest, "big")
         everyone = self._transport.control.gather(mine)
         for rank, theirs in enumerate(everyone):
             if theirs != mine:

@@ -11,7 +11,9 @@ so a program and its lowered form have one timeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sixfold.pipeline.action import WORK, Action, Kind
@@ -81,9 +83,12 @@ def measured(events: Iterable[Event], weights: Weights = Weights.FLUSHED) -> Tim
     Args:
         weights: of the program that ran.
     Raises:
-        ScheduleError: a rank below the highest, or a stage below the highest, has no event; or a forward began before
-            the STEP that makes the weights which it reads.
+        ScheduleError: times that are not finite or negative, or an end before its start; an action with a microbatch
+            that is there more than once, as in events of several steps; a rank below the highest, or a stage below the
+            highest, without an event; or a forward that began before the STEP that makes the weights which it reads.
     """
+    events = list(events)
+    _check_events(events)
     by_rank: dict[int, list[Event]] = {}
     for event in sorted(events, key=lambda event: event[2:]):
         by_rank.setdefault(event[0], []).append(event)
@@ -91,6 +96,18 @@ def measured(events: Iterable[Event], weights: Weights = Weights.FLUSHED) -> Tim
     program = replace(Program.parse("\n".join(lines)), weights=weights)
     rows = [by_rank[rank] for rank in range(len(by_rank))]
     return _timeline(program, rows, peak_activations(program, activation_share(program)))
+
+
+def _check_events(events: Sequence[Event]) -> None:
+    for rank, action, start, end in events:
+        if not 0 <= start <= end < math.inf:
+            rule = "times are finite and >= 0, and the end is not before the start"
+            raise ScheduleError(f"{action} of rank {rank} is at {start}..{end}; {rule}", rank=rank)
+    # Slots have no number: a stage may be gathered several times, and reduced once per STEP.
+    numbered = (part for _, action, *_ in events for part in action.each() if part.microbatch is not None)
+    for action, times in Counter(numbered).most_common(1):
+        if times > 1:
+            raise ScheduleError(f"{action} is there {times} times; give the events of one step and one timeline")
 
 
 def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, ...]) -> Timeline:

@@ -10,7 +10,6 @@ and ``dur`` are microseconds, where a timeline has seconds. With two timelines e
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 from sixfold.pipeline.action import Action
@@ -41,15 +40,16 @@ def write_trace(timelines: dict[str, Timeline]) -> str:
     return json.dumps(trace)
 
 
-def read_trace(text: str) -> Timeline:
+def read_trace(text: str, weights: Weights = Weights.FLUSHED) -> Timeline:
     """A measured timeline from a trace that ``write_trace`` made, or any tool with the same names.
 
     Events whose name is not an action, and those that are not complete ("X"), are left out. Time counts from the
-    first action. Weights are flushed unless the trace's ``otherData`` says others, as ``write_trace`` does.
+    first action.
 
+    Args:
+        weights: of the program that ran, where the trace's ``otherData`` does not say them, as ``write_trace`` does.
     Raises:
-        ScheduleError: no JSON, no action in it, an event whose thread or times are not numbers, or an action that
-            is there more than once, as in a trace of several steps or of two timelines; or as ``measured``.
+        ScheduleError: no JSON, no action in it, an event whose thread or times are not numbers; or as ``measured``.
     """
     try:
         document = json.loads(text)
@@ -69,15 +69,9 @@ def read_trace(text: str) -> Timeline:
         events.append((rank, action, begin * 1e-6, (begin + duration) * 1e-6))
     if not events:
         raise ScheduleError("the trace has no event whose name is an action, such as 3F0")
-    parts = Counter((rank, part) for rank, action, _, _ in events for part in action.each())
-    (rank, action), times = parts.most_common(1)[0]
-    if times > 1:
-        raise ScheduleError(
-            f"the trace has {action} of rank {rank} {times} times; give the events of one step and one timeline"
-        )
     first = min(start for _, _, start, _ in events)
     other = document.get("otherData") if isinstance(document, dict) else None
-    said = other.get("weights", Weights.FLUSHED) if isinstance(other, dict) else Weights.FLUSHED
+    said = other.get("weights", weights) if isinstance(other, dict) else weights
     return measured([(rank, action, start - first, end - first) for rank, action, start, end in events], said)
 
 

@@ -177,8 +177,8 @@ class _Found:
         return [(position, action) for position, entry in enumerate(actions) for action in entry.parts or (entry,)]
 
     def _check_overlap(self, rank: int, position: int, entry: Action) -> None:
-        if entry.kind is not Kind.OVERLAP_F_B or not entry.parts:
-            rule = "OVERLAP_F_B has parts, and nothing else has"
+        if entry.kind is not Kind.OVERLAP_F_B or len(entry.parts) < 2:
+            rule = "OVERLAP_F_B has two parts or more, and nothing else has parts"
         elif any(part.parts or part.kind not in _TURN for part in entry.parts):
             rule = "parts are F, B, I or W"
         elif (entry.stage, entry.microbatch) != (entry.parts[0].stage, None):

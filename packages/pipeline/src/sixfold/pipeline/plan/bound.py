@@ -4,7 +4,7 @@
 
 Torch-free. Each bound holds for every order, with any amount of memory.
 
-[Note: lower bound] It holds for every program that ``simulate`` can time: any order, B or I and W, overlaps of any
+[Note: lower bound] It holds for every program that ``verify`` accepts: any order, B or I and W, overlaps of any
 parts, RECOMPUTE and STEP. Such a program runs as *blocks*, single actions or OVERLAP_F_B, one at a time on each rank. A
 block that has the parts P begins when the inputs of all are there, takes at least f * sum of their times with
 f = min(1, overlap), and hands on all its results at its end. So with every time multiplied by f:

@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         program: placement and number of microbatches are in it.
         timeline: ``simulate(program, costs)``.
-        lower_bound: no program that ``simulate`` can time has a smaller makespan under the same costs, in the ways and
+        lower_bound: no program that ``verify`` accepts has a smaller makespan under the same costs, in the ways and
             placements that were searched: those given, or looped and wave, as far as one microbatch at a time fits the
             cap without RECOMPUTE. The cap raises it no further.
         gap: makespan / lower_bound - 1. 0 proves that none of these programs is shorter; more than 0 says how much

@@ -2,6 +2,8 @@
 
 import os
 import resource
+from array import array
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -147,6 +149,9 @@ def test_what_is_no_row_of_integers_is_refused(tmp_path, ids):
         (lambda b: b.add_document([1, 2], [1.5, 1.5]), "length 0 is 1.5; it is a whole number"),
         (lambda b: b.add_document([1, 2], 2), "lengths is 2; it is a sequence"),
         (lambda b: b.add_document([1], [1], ["1"]), "mode 0 is '1'; it is a whole number"),
+        (lambda b: b.add_document([1, 2], (n for n in (1.5, 2))), "length 0 is 1.5; it is a whole number"),
+        (lambda b: b.add_document([1, 2], (n for n in (2**40, 2))), f"length 0 is {2**40}"),
+        (lambda b: b.add_document([1], [1], (n for n in (200, 1))), "mode 0 is 200; a mode is from -128 to 127"),
     ],
 )
 def test_lengths_and_modes_that_do_not_add_up_are_refused_with_both_numbers(tmp_path, call, numbers):
@@ -157,9 +162,48 @@ def test_lengths_and_modes_that_do_not_add_up_are_refused_with_both_numbers(tmp_
     assert pair_bytes(tmp_path / "a") == (idx_bytes("int32", [], [0]), b"")
 
 
-def test_modes_in_a_pair_without_modes_are_refused(tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder, pytest.raises(IndexedDataError, match="multimodal=True"):
-        builder.add_item([1], mode=1)
+COUNTS = {
+    "a list": list,
+    "a tuple": tuple,
+    "an array": np.array,
+    "a narrow array": lambda counts: np.array(counts, np.int8),
+    "a list of numpy's integers": lambda counts: [np.int64(n) for n in counts],
+    "a list of unsigned ones": lambda counts: list(np.array(counts, np.int8).view(np.uint8)),
+    "an array of python": lambda counts: array("q", counts),
+    "a generator": lambda counts: (n for n in counts),
+    "a tensor": lambda counts: pytest.importorskip("torch", reason="a torch tensor").tensor(counts),
+}
+
+
+@pytest.mark.parametrize("modes", [None, list, COUNTS["a generator"], np.array])
+@pytest.mark.parametrize("make", COUNTS.values(), ids=COUNTS)
+def test_lengths_of_every_container_are_those_numbers_or_refused(tmp_path, make, modes):
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16, multimodal=True)
+    kept = []
+    for counts in ([5], [2, 3], [0, 5, 0], [4], [6], [-5], [-1, 6], [10, -5], [2, 2], [-128, 133 - 256], []):
+        kinds = range(1, len(counts) + 1)
+        call = partial(builder.add_document, np.arange(5), make(counts), None if modes is None else modes(kinds))
+        if sum(counts) == 5 and min(counts) >= 0:
+            call()
+            kept += [(n, 0 if modes is None else kind) for n, kind in zip(counts, kinds, strict=True)]
+        else:
+            with pytest.raises(IndexedDataError, match="length"):
+                call()
+    builder.add_document([], make([]))  # a document of no sequence
+    builder.finalize()
+    dataset = IndexedDataset(tmp_path / "a", multimodal=True)
+    assert list(zip(dataset.sequence_lengths, dataset.sequence_modes, strict=True)) == kept
+    assert dataset.document_indices.tolist() == [0, 1, 3, 6, 6]
+    assert [ids.tolist() for ids, _ in dataset if len(ids)] == [[0, 1, 2, 3, 4], [0, 1], [2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("modes", [[1], 1, (n for n in [1])])
+def test_modes_in_a_pair_without_modes_are_refused(tmp_path, modes):
+    with IndexedDatasetBuilder(tmp_path / "a.bin") as builder:
+        with pytest.raises(IndexedDataError, match="multimodal=True"):
+            builder.add_item([1], mode=1)
+        with pytest.raises(IndexedDataError, match="multimodal=True"):
+            builder.add_document([1], modes=modes)
 
 
 @pytest.mark.parametrize(

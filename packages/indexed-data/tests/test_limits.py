@@ -220,7 +220,7 @@ def test_a_build_for_which_the_disk_is_too_small_goes_on_when_there_is_room(
 
 
 def test_a_new_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path):
-    dead = ["a.bin.tmp-sixfold-0", "a.bin.tmp-sixfold-2", "a.idx.tmp-sixfold-0", "a.idx.tmp-sixfold-1"]
+    dead = [f"a.bin.tmp-sixfold-{i}" for i in (0, 2, 3, 4, 5)] + ["a.idx.tmp-sixfold-0", "a.idx.tmp-sixfold-1"]
     others = ["a.bin.tmp-sixfold-0.mine", "aa.bin.tmp-sixfold-0", "a.bin.tmp-0", "a.bin.tmp-sixfold-x"]
     for name in (*dead, *others):
         (tmp_path / name).write_bytes(b"left")

@@ -207,6 +207,17 @@ def test_a_pair_is_written_and_read_where_it_was_named_whatever_the_current_fold
     assert dataset[0].tolist() == [97, 98, 256]
 
 
+def test_a_removed_current_folder_is_the_typed_error_and_absolute_paths_work(folder, monkeypatch):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (folder / "gone").rmdir()
+    for call in (lambda: IndexedDatasetBuilder("out.bin"), lambda: merge([folder / "hand"], "out")):
+        with pytest.raises(IndexedDataError, match=r"out\.bin: cannot be written"):
+            call()
+    merge((prefix for prefix in [folder / "hand"]), folder / "out")
+    assert pair_bytes(folder / "out") == pair_bytes(folder / "hand")
+
+
 def test_a_link_at_a_final_name_is_replaced_and_what_it_leads_to_stays(folder):
     write_pair("sub/old", "uint16", [[[1]]])
     old = pair_bytes("sub/old")

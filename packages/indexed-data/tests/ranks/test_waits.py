@@ -4,13 +4,17 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from indexed_data_helpers import write_pair
 
 from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, build, disk, verify
+from sixfold.indexed_data.text import workers
 
 STOPS = """
 import os, signal
@@ -46,6 +50,27 @@ def test_a_build_whose_worker_is_stopped_ends_keeps_its_parts_and_leaves_no_proc
     assert multiprocessing.active_children() == []
     assert not IndexedDataset.exists("out")
     assert os.path.exists("out.building/part-00000.json")
+
+
+def test_a_build_neither_waits_for_a_process_of_its_caller_nor_ends_it(tmp_path, monkeypatch):
+    """Started while the build runs: by another thread, or by ``progress``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 40)
+    callers = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    build(["a.jsonl"], "out", workers=2, part_bytes=300, timeout_s=1, progress=lambda n, _: n == 1 and callers.start())
+    assert callers.is_alive()
+    callers.kill()
+    callers.join()
+
+
+def test_time_in_which_the_build_was_stopped_too_is_no_deadline(monkeypatch):
+    """Ctrl-Z for an hour, then fg: the clock has run, nobody has."""
+    stopped_s = [0.0]
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s[0]))
+    part = Future()
+    threading.Timer(0.1, stopped_s.__setitem__, (0, 3600.0)).start()
+    threading.Timer(0.3, part.set_result, ("done",)).start()
+    assert workers._Crew([], timeout_s=0.8).result(part, "input part a") == "done"
 
 
 @pytest.fixture

@@ -28,10 +28,11 @@ def merge(inputs: Sequence[AnyPath], output: AnyPath, *, multimodal: bool = Fals
     if isinstance(inputs, str | bytes | os.PathLike):
         raise IndexedDataError(f"inputs is {path_text('inputs', inputs)!r}; it is a list of path prefixes")
     prefix = output_prefix(output)
-    if not inputs:
+    prefixes = list(inputs)
+    if not prefixes:
         raise IndexedDataError(f"{prefix}: nothing to merge; give at least one path prefix")
-    with IndexedDataset(inputs[0], multimodal) as first:
+    with IndexedDataset(prefixes[0], multimodal) as first:
         dtype = first.dtype
     with IndexedDatasetBuilder(prefix + ".bin", dtype, multimodal) as builder:
-        for path_prefix in inputs:
+        for path_prefix in prefixes:
             builder.add_index(path_prefix)

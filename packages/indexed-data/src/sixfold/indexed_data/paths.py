@@ -52,10 +52,10 @@ def output_file(what: str, path: Any) -> str:
 def anchored(name: str) -> str:
     """``name`` as an absolute path, so that a change of the current folder does not move the file.
 
-    As it was given where no absolute path leads to its folder: above it may lie one that this user cannot enter.
+    As it was given where no absolute path leads to its folder: one above it may be closed to this user, or removed.
     """
-    whole = os.path.abspath(name)
     try:
+        whole = os.path.abspath(name)
         same = os.path.samefile(os.path.dirname(whole), os.path.dirname(name) or os.curdir)
     except OSError:
         return name

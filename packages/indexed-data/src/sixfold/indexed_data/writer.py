@@ -217,9 +217,7 @@ class IndexedDatasetBuilder:
         if sum(counts) != n:
             raise IndexedDataError(f"the lengths add up to {sum(counts)}, the document has {n} ids")
         if modes is not None and not self.multimodal:
-            raise IndexedDataError(
-                f"modes {list(modes)} in a pair without modes; make the builder with multimodal=True"
-            )
+            raise IndexedDataError(f"modes {modes} in a pair without modes; make the builder with multimodal=True")
         kinds = array("b", bytes(len(counts))) if modes is None else _numbers("b", "mode", modes)
         if len(kinds) != len(counts):
             raise IndexedDataError(f"{len(kinds)} modes for {len(counts)} sequences; each has one")
@@ -305,13 +303,13 @@ def _is_one_length(lengths: Sequence[int], n: int) -> bool:
 
 def _numbers(code: Literal["i", "b"], what: str, values: Sequence[int]) -> array[int]:
     """``values`` as an array of int32 ("i") or int8 ("b"); IndexedDataError for the first that is none."""
-    if not isinstance(values, str | bytes | bytearray):
-        with suppress(TypeError, OverflowError):
-            return array(code, values)
     try:
-        numbers = [whole_number(f"{what} {i}", value) for i, value in enumerate(values)]
+        given = list(values)  # once: a generator has no numbers for a second look
     except TypeError:
         raise IndexedDataError(f"{what}s is {values!r}; it is a sequence of whole numbers") from None
+    with suppress(TypeError, OverflowError):
+        return array(code, given)
+    numbers = [whole_number(f"{what} {i}", value) for i, value in enumerate(given)]
     low, high = (0, LONGEST_SEQUENCE) if code == "i" else (-128, 127)
     for i, number in enumerate(numbers):
         if not low <= number <= high:

@@ -9,9 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.fingerprints import Fingerprint, differences, fingerprint
@@ -55,8 +55,8 @@ def _run_side_by_side(
     from concurrent.futures.process import BrokenProcessPool
 
     # spawn: the caller may run threads (torch does), and a fork would copy their locks as they stand.
-    context = multiprocessing.get_context("spawn")
-    crew = _Crew(multiprocessing.active_children, timeout_s)
+    context: Any = _Recording(multiprocessing.get_context("spawn"))
+    crew = _Crew(context.processes, timeout_s)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker) as pool:
         futures = {n: pool.submit(_make_in_worker, parts[n], part_prefix(folder, n), job) for n in missing}
         try:
@@ -78,23 +78,39 @@ def _run_side_by_side(
             crew.leave()
 
 
+class _Recording:
+    """A multiprocessing context that keeps the processes a pool starts with it: the caller has others, of its own."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.processes: list[BaseProcess] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:
+        process: BaseProcess = self._context.Process(*args, **kwargs)
+        self.processes.append(process)
+        return process
+
+
 class _Crew:
     """The worker processes of one build, and how long one waits for them.
 
     [Note: a deadline on doing nothing] A part may take hours, so its time has no limit. What has one is the time in
     which no worker uses the processor: they were stopped (SIGSTOP), or wait for a dead file server or each other.
+    Time in which this process was stopped itself (Ctrl-Z stops them all) does not count.
     """
 
-    def __init__(self, children: Callable[[], list[BaseProcess]], timeout_s: float) -> None:
-        self._children, self._timeout_s = children, timeout_s
-        self._others = set(children())  # the caller's own
+    def __init__(self, processes: list[BaseProcess], timeout_s: float) -> None:
+        self._processes, self._timeout_s = processes, timeout_s  # the list grows as the pool starts them
         self._poll_s = min(1.0, timeout_s / 4)
         self._seen: list[tuple[str, ...]] = []
-        self._since = time.monotonic()
+        self._looked, self._idle_s = time.monotonic(), 0.0
 
     def result(self, future: Future[PartReport], part: str) -> PartReport:
         """The report of a part; IndexedDataError at the deadline, and no worker is left then."""
-        self._since = time.monotonic()
+        self._idle_s = 0.0
         while True:
             try:
                 return future.result(self._poll_s)
@@ -113,7 +129,7 @@ class _Crew:
         """Wait until the workers have ended their parts and themselves, or do nothing, and then end them."""
         from multiprocessing.connection import wait
 
-        self._since = time.monotonic()
+        self._idle_s = 0.0
         try:
             while (workers := self._workers()) and not self._stalled():
                 wait([worker.sentinel for worker in workers], self._poll_s)
@@ -121,7 +137,7 @@ class _Crew:
             self._kill()
 
     def _workers(self) -> list[BaseProcess]:
-        return [child for child in self._children() if child not in self._others]
+        return [process for process in self._processes if process.is_alive()]
 
     def _kill(self) -> None:
         for worker in self._workers():
@@ -130,10 +146,13 @@ class _Crew:
 
     def _stalled(self) -> bool:
         """Whether no worker has used, or waited for, a processor for ``timeout_s``."""
-        now = [_activity(worker.pid) for worker in self._workers()]
-        if now != self._seen:
-            self._seen, self._since = now, time.monotonic()
-        return time.monotonic() - self._since > self._timeout_s
+        activity, looked = [_activity(worker.pid) for worker in self._workers()], self._looked
+        self._looked = time.monotonic()
+        if activity != self._seen:
+            self._seen, self._idle_s = activity, 0.0
+        else:
+            self._idle_s += min(self._looked - looked, 2 * self._poll_s)  # what is longer, this process was stopped
+        return self._idle_s > self._timeout_s
 
 
 def _activity(pid: int | None) -> tuple[str, ...]:

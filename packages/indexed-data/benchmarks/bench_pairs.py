@@ -48,14 +48,10 @@ def pair(peer, documents, tmp_path_factory):
 
 
 def add(side, peer, prefix, documents):
-    if side == "sixfold":
-        builder = IndexedDatasetBuilder(f"{prefix}.bin", np.uint16)
-        for document in documents:
-            builder.add_document(document)
-    else:
-        builder = peer.IndexedDatasetBuilder(f"{prefix}.bin", np.uint16)
-        for document in documents:
-            builder.add_document(document, [len(document)])
+    """The call that both have: in megatron-core lengths are mandatory."""
+    builder = (IndexedDatasetBuilder if side == "sixfold" else peer.IndexedDatasetBuilder)(f"{prefix}.bin", np.uint16)
+    for document in documents:
+        builder.add_document(document, [len(document)])
     return builder
 
 

@@ -272,10 +272,12 @@ CONTENTS = {
     "zip": archive("zip"),
     "gzip": gzip.compress(b"text"),
     "UTF-16": "text".encode("utf-16"),
+    "UTF-16 text": "text without a mark".encode("utf-16-le"),
+    "UTF-16 text,": "text without a mark".encode("utf-16-be"),
     "index of a pair": b"MMIDIDX\0\0" + bytes(40),
 }
 ENDINGS = [".zst", ".jsonl.zst", ".ZST", ".bz2", ".xz", ".lz4", ".parquet", ".arrow", ".feather", ".npy", ".npz"]
-ENDINGS += [".tar", ".tgz", ".tar.gz", ".zip", ".7z"]
+ENDINGS += [".tar", ".tgz", ".tar.gz", ".zip", ".7z", ".bin"]
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
@@ -295,7 +297,10 @@ def test_what_holds_no_text_is_told_by_its_name(folder, ending):
         build([f"a{ending}"], "out")
 
 
-@pytest.mark.parametrize("text", ["PAR1 is a word", "BZh9", "ustar", "PK", "ARROW1", "NUMPY", "", "x" * 257 + "ustar "])
+LIKE_OTHERS = ["PAR1 is a word", "BZh9", "ustar", "PK", "ARROW1", "NUMPY", "", "x" * 257 + "ustar ", "\0", "a\0\0b"]
+
+
+@pytest.mark.parametrize("text", LIKE_OTHERS)
 def test_text_that_begins_like_something_else_is_text(folder, text):
     (folder / "a.txt").write_text(text)
     assert build(["a.txt"], "out", append_eod=False).tokens == len(text)

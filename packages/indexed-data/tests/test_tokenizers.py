@@ -250,6 +250,29 @@ def test_a_killed_build_whose_tokenizer_was_edited_starts_anew_and_says_so(folde
     assert ("2 finished parts" in notes) == (what != "nothing")
 
 
+READS = {  # file: (the module that has its ids from there, the file's content, what the note says)
+    "table.py": ("from table import IDS", "IDS = {{'zebra': {}}}", "other encoding.files"),
+    "table.json": (
+        "import json\nIDS = json.load(open('table.json'))",
+        '{{"zebra": {}}}',
+        "other ids of the same documents",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", READS)
+def test_a_killed_build_whose_vocabulary_was_edited_where_no_probe_sees_it_starts_anew(folder, file):
+    module, content, said = READS[file]
+    call = "encode = lambda _, text: [IDS.get(word, 0) for word in text.split()]"
+    (folder / "reads.py").write_text(f"{module}\nclass T:\n    vocab_size, eod = 100, 99\n    {call}\n")
+    (folder / "a.jsonl").write_text('{"text": "a zebra"}\n{"text": ""}\n' * 40)
+    for file_id, how in ((1, "kill"), (2, "whole")):
+        (folder / file).write_text(content.format(file_id))
+        notes = run("out", how, "reads:T")
+    assert [ids.tolist() for ids in IndexedDataset("out")] == [[0, 2, 99]] * 40
+    assert said in notes
+
+
 def test_a_killed_build_whose_tokenizer_file_was_replaced_within_its_time_and_size_starts_anew(folder, words):
     lines = (json.dumps({"text": f"w{i % 100} w1"}) + "\n" for i in range(100))
     (folder / "a.jsonl").write_text("".join(lines))

@@ -22,9 +22,9 @@ from sixfold.indexed_data.disk import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.paths import AnyPath, output_prefix
-from sixfold.indexed_data.text.fingerprints import fingerprint
+from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
-from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport
+from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport, encodes_alike
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import part_name, run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
@@ -117,7 +117,11 @@ def build(
         raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
     sources = [Source.of(name) for name in names]
     parts = cut(sources, job.text, part_bytes)
-    with workshop(prefix, _plan(sources, job, part_bytes), overwrite) as (folder, dropped):
+
+    def alike(number: int, folder: str) -> bool:
+        return job.encoding.probe == VARIES or encodes_alike(parts[number], part_prefix(folder, number), job, loaded)
+
+    with workshop(prefix, _plan(sources, job, part_bytes), overwrite, alike) as (folder, dropped):
         notes = (*loaded.notes, *dropped)
         for note in notes:
             warnings.warn(note, BuildNote, stacklevel=2)

@@ -5,7 +5,8 @@
 [Note: one tokenizer per build] The parts of a build are made by several processes, and perhaps by several runs of the
 command. A tokenizer that was edited between two of them would give a pair of two vocabularies and no error. So each
 process compares its fingerprint with the one of the plan. It holds the content of the tokenizer's files, and the ids
-of a probe text, for what the files do not show: another library, a vocabulary read from elsewhere, a random seed.
+of a probe text, for what the files do not show: another library, a vocabulary read from elsewhere, a random seed. A
+run that goes on compares the ids of the first documents of each finished part too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PROBE = (
     "שלום; مرحبا; नमस्ते; 你好，世界。日本語テキスト 한국어; 😀👩‍👩‍👧 → ∑∞ "
     "<s> </s> [CLS] <|endoftext|> https://example.org/a?b=c&d=%20 antidisestablishmentarianism aaaaaaaaaaaaaaaa ZZZZ zq"
 )
+VARIES = "varies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Fingerprint:
     eod: int | None
     files: str  # digest of the content of the files it is made of
     library: str  # name and version of the library that encodes, if it is not the files themselves
-    probe: str  # digest of the ids of PROBE; "varies" where they differ from call to call
+    probe: str  # digest of the ids of PROBE; VARIES where they differ from call to call
 
 
 def differences(one: Fingerprint, other: Fingerprint) -> list[str]:
@@ -49,7 +51,7 @@ def fingerprint(tokenizer: Tokenizer) -> Fingerprint:
         eod=tokenizer.eod,
         files=_digest(_content(path) for path in tokenizer.files),
         library=tokenizer.library,
-        probe=once if once == again else "varies",
+        probe=once if once == again else VARIES,
     )
 
 

@@ -30,7 +30,9 @@ _ENDINGS = {
     ".tar.gz": ("a tar archive", _UNPACK),
     ".zip": ("a zip archive", _UNPACK),
     ".7z": ("a 7z archive", _UNPACK),
+    ".bin": ("the ids of a pair, by its name", "merge joins pairs; rename it if it is text"),  # small ids are UTF-8 too
 }
+_UTF16 = "UTF-16 text", "convert it to UTF-8 first (iconv)"
 # (offset, bytes, what it is, what to do). Each holds bytes that no UTF-8 text begins with, or a NUL.
 _MAGICS = (
     (0, b"\x28\xb5\x2f\xfd", *_ENDINGS[".zst"]),
@@ -44,8 +46,8 @@ _MAGICS = (
     (0, b"PK\x03\x04", *_ENDINGS[".zip"]),
     (0, b"7z\xbc\xaf\x27\x1c", *_ENDINGS[".7z"]),
     (0, b"\x1f\x8b", "gzip data whose name does not end in .gz", "rename it"),
-    (0, b"\xff\xfe", "UTF-16 text", "convert it to UTF-8 first (iconv)"),
-    (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8 first (iconv)"),
+    (0, b"\xff\xfe", *_UTF16),
+    (0, b"\xfe\xff", *_UTF16),
     (0, b"MMIDIDX\0\0", "the index of a pair", "merge joins pairs"),
 )
 
@@ -62,4 +64,6 @@ def what_it_is(name: str, head: bytes, tail: bytes) -> tuple[str, str] | None:
     for offset, magic, what, remedy in _MAGICS:
         if head.startswith(magic, offset):
             return what, remedy
+    if len(head) > 3 and not (any(head[::2]) and any(head[1::2])):  # without a mark, and Latin: valid UTF-8
+        return _UTF16
     return None

@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -176,9 +177,28 @@ def _source_files(module: ModuleType) -> tuple[str, ...]:
         inside = path.startswith(folder + os.sep) if package else os.path.dirname(path) == folder
         if inside and path not in found:
             found.add(path)
-            names = {_module_of(value) for value in vars(used).values()}
+            names = {_module_of(value) for value in vars(used).values()} | _imported(path, used.__package__)
             pending += [sys.modules[name] for name in names & sys.modules.keys()]
     return tuple(sorted(found))
+
+
+def _imported(path: str, package: str | None) -> set[str]:
+    """What the source at ``path`` imports, by the names it may have: a table or a number that it takes from a module
+    does not tell where it is from."""
+    import ast  # only here: reading pairs should not load it
+    from importlib.util import resolve_name
+
+    found: set[str] = set()
+    with suppress(OSError, SyntaxError, ValueError, ImportError):  # no source, or one that is not Python's
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = resolve_name("." * node.level + (node.module or ""), package)
+                found.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
+    return found
 
 
 def _module_of(value: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.parts import read_report
 
-_PLAN, _LOCK = "plan.json", "lock"
+_PLAN, _LOCK, _PART = "plan.json", "lock", "part-"
 
 
 class BadInput(IndexedDataError):
@@ -27,8 +27,12 @@ class BadInput(IndexedDataError):
 
 
 @contextmanager
-def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[tuple[str, list[str]]]:
+def workshop(
+    prefix: str, plan: dict[str, Any], overwrite: bool, alike: Callable[[int, str], bool]
+) -> Iterator[tuple[str, list[str]]]:
     """The folder, locked, holding only the plan and its finished parts; and notes on parts that were dropped.
+
+    ``alike(number, folder)`` tells whether a finished part of the same plan is what would be made now.
 
     Removed on success, after ``BadInput`` and when no part is finished; kept after every other error.
 
@@ -38,15 +42,18 @@ def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[tup
     """
     folder = prefix + ".building"
     earlier = _read_plan(folder)
-    resumed = earlier == plan
+    resumed = not _differing(earlier, plan)
     there = files_of(prefix)
     if there and not overwrite and not (resumed and len(there) == 1):  # one: a build was killed between two renames
         raise IndexedDataError(f"{there[0]} is there already; pass overwrite (--overwrite) to replace the pair")
     lock = _make_locked(folder)
     try:
         try:
-            dropped = [] if resumed else _dropped(folder, earlier, plan)
-            _sweep(folder, resumed)
+            differing = _differing(earlier, plan)
+            if not differing and not all(alike(int(name.removeprefix(_PART)), folder) for name in _finished(folder)):
+                differing = ["ids of the same documents"]
+            dropped = _dropped(folder, differing)
+            _sweep(folder, keeps_parts=not differing)
             _write_plan(folder, plan)
         except OSError as error:
             raise IndexedDataError(f"{error.filename or folder}: {error.strerror}; it is in a build's way") from error
@@ -63,7 +70,7 @@ def workshop(prefix: str, plan: dict[str, Any], overwrite: bool) -> Iterator[tup
 
 def part_prefix(folder: str, number: int) -> str:
     """Path prefix of the pair of one part."""
-    return os.path.join(folder, f"part-{number:05d}")
+    return os.path.join(folder, f"{_PART}{number:05d}")
 
 
 def _make_locked(folder: str) -> int:
@@ -92,17 +99,21 @@ def _make_locked(folder: str) -> int:
 
 def _finished(folder: str) -> set[str]:
     """Names (without extension) of the finished parts."""
-    names = {name.removesuffix(".json") for name in os.listdir(folder) if name.startswith("part-")}
+    names = {name.removesuffix(".json") for name in os.listdir(folder) if name.startswith(_PART)}
     return {name for name in names if read_report(os.path.join(folder, name)) is not None}
 
 
-def _dropped(folder: str, earlier: Any, plan: dict[str, Any]) -> list[str]:
-    """A note that finished parts of another plan are not used, and which parts of the plan differ."""
-    count = len(_finished(folder))
-    if not count:
-        return []
+def _differing(earlier: Any, plan: dict[str, Any]) -> list[str]:
+    """What of the plan is not as it was."""
     old = _flat(earlier if isinstance(earlier, dict) else {})
-    differing = [name for name, value in _flat(plan).items() if old.get(name) != value]
+    return [name for name, value in _flat(plan).items() if old.get(name) != value]
+
+
+def _dropped(folder: str, differing: list[str]) -> list[str]:
+    """A note that finished parts are not used, and what differs."""
+    count = len(_finished(folder))
+    if not count or not differing:
+        return []
     return [
         f"{folder}: {count} finished parts were made with other {', '.join(differing)}; they are dropped, and the "
         "build starts anew"
@@ -118,9 +129,9 @@ def _flat(plan: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _sweep(folder: str, resumed: bool) -> None:
+def _sweep(folder: str, keeps_parts: bool) -> None:
     """Remove all that an earlier build left, but for the finished parts of the same plan."""
-    keep = {name + end for name in _finished(folder) for end in (".bin", ".idx", ".json")} if resumed else set()
+    keep = {name + end for name in _finished(folder) for end in (".bin", ".idx", ".json")} if keeps_parts else set()
     for name in os.listdir(folder):
         if name not in keep and name not in (_LOCK, _PLAN):
             os.unlink(os.path.join(folder, name))

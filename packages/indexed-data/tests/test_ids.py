@@ -32,9 +32,9 @@ EDGES = sorted({b + d for b in (0, 100, *VOCABULARIES[2:], 2**7, 2**8, 2**15, 2*
 
 
 def rows(low, high):
-    """Rows of ids from low to high: each border alone and behind a sound id, so that a position is told too."""
+    """Rows of ids from low to high: each border between sound ids, the outermost two alone."""
     held = [i for i in EDGES if low <= i <= high]
-    return [[], *([i] for i in held), *([0, i, 0] for i in held)]
+    return [[], [held[0]], [held[-1]], *([0, i, 0] for i in held)]
 
 
 def numpy_kinds():

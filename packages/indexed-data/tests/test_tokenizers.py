@@ -251,26 +251,45 @@ def test_a_killed_build_whose_tokenizer_was_edited_starts_anew_and_says_so(folde
 
 
 READS = {  # file: (the module that has its ids from there, the file's content, what the note says)
-    "table.py": ("from table import IDS", "IDS = {{'zebra': {}}}", "other encoding.files"),
-    "table.json": (
-        "import json\nIDS = json.load(open('table.json'))",
-        '{{"zebra": {}}}',
-        "other ids of the same documents",
-    ),
+    "table.py": ("from table import IDS", "IDS = {{'zebra': {}}}", "encoding.files"),
+    "table.json": ("import json\nIDS = json.load(open('table.json'))", '{{"zebra": {}}}', "ids of the same documents"),
 }
 
 
 @pytest.mark.parametrize("file", READS)
-def test_a_killed_build_whose_vocabulary_was_edited_where_no_probe_sees_it_starts_anew(folder, file):
+def test_a_build_whose_vocabulary_was_edited_where_no_probe_sees_it_starts_anew(folder, file, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its time and size do not tell the edited module
     module, content, said = READS[file]
-    call = "encode = lambda _, text: [IDS.get(word, 0) for word in text.split()]"
-    (folder / "reads.py").write_text(f"{module}\nclass T:\n    vocab_size, eod = 100, 99\n    {call}\n")
+    encode = "encode = lambda _, text: [IDS.get(word, 0) for word in text.split()]"
+    (folder / "reads.py").write_text(f"{module}\nclass T:\n    vocab_size, eod = 100, 99\n    {encode}\n")
     (folder / "a.jsonl").write_text('{"text": "a zebra"}\n{"text": ""}\n' * 40)
-    for file_id, how in ((1, "kill"), (2, "whole")):
-        (folder / file).write_text(content.format(file_id))
-        notes = run("out", how, "reads:T")
+    call = partial(build, ["a.jsonl"], "out", tokenizer="reads:T", part_bytes=400)
+    (folder / file).write_text(content.format(1))
+    with pytest.raises(KeyboardInterrupt):
+        call(progress=stop_after_two)
+    for name in ("reads", "table"):  # as in another process
+        sys.modules.pop(name, None)
+    (folder / file).write_text(content.format(2))
+    with pytest.warns(BuildNote, match=f"2 finished parts were made with other {said}; they are dropped"):
+        call()
+    for name in ("reads", "table"):
+        sys.modules.pop(name, None)
     assert [ids.tolist() for ids in IndexedDataset("out")] == [[0, 2, 99]] * 40
-    assert said in notes
+
+
+def test_parts_of_a_tokenizer_that_encodes_as_before_are_kept(folder):
+    """Also those with lines that made no document."""
+    lines = ('{"text": "a zebra"}\n', '{"text": ""}\n', "\n", "no JSON\n")
+    (folder / "a.jsonl").write_text("".join(lines) * 40)
+    call = partial(build, ["a.jsonl"], "out", part_bytes=400, on_error="skip")
+    with pytest.raises(KeyboardInterrupt):
+        call(progress=stop_after_two)
+    before = os.stat("out.building/part-00001.bin").st_mtime_ns
+    with pytest.raises(KeyboardInterrupt):
+        call(progress=stop_after_two)
+    assert os.stat("out.building/part-00001.bin").st_mtime_ns == before
+    report = call()
+    assert (report.notes, report.documents, report.bad_lines) == ((), 40, 40)
 
 
 def test_a_killed_build_whose_tokenizer_file_was_replaced_within_its_time_and_size_starts_anew(folder, words):

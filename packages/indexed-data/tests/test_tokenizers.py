@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from indexed_data_helpers import pair_bytes
@@ -94,6 +96,14 @@ def test_a_file_without_truncation_or_padding_gives_no_note(folder, words, recwa
     assert not [each for each in recwarn if issubclass(each.category, BuildNote)]
 
 
+@pytest.mark.parametrize("form", [Path, os.fsencode, os.path.abspath])
+def test_a_file_is_taken_by_every_form_of_its_path(folder, words, form):
+    words.save("words.json")
+    (folder / "a.txt").write_text("w1 w2")
+    build(["a.txt"], "out", tokenizer=form("words.json"), eod_token="<eod>")
+    assert IndexedDataset("out")[0].tolist() == [1, 2, 101]
+
+
 def test_special_tokens_of_a_template_are_not_added(folder, words):
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra sixfold-indexed-data[tokenizers]")
     words.post_processor = tokenizers.processors.TemplateProcessing(single="<cls> $A", special_tokens=[("<cls>", 102)])
@@ -173,6 +183,14 @@ def test_a_vocabulary_or_end_that_cannot_be_is_refused_when_the_tokenizer_is_mad
     (folder / "a.txt").write_text("text")
     with pytest.raises(IndexedDataError, match="an eod below vocab_size"):
         build(["a.txt"], "out", tokenizer=f"wrong_end_{wrong}:T")
+
+
+def test_a_module_without_a_file_makes_tokenizers_too(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "typed_in", ModuleType("typed_in"))
+    sys.modules["typed_in"].make = lambda: SimpleNamespace(vocab_size=9, eod=8, encode=lambda text: [1])
+    (folder / "a.txt").write_text("text")
+    build(["a.txt"], "out", tokenizer="typed_in:make")
+    assert IndexedDataset("out")[0].tolist() == [1, 8]
 
 
 def test_numpy_integers_are_a_vocabulary_and_an_end(folder):

@@ -101,7 +101,7 @@ def build(
     loaded = load_tokenizer(tokenizer, eod_token)
     job = Job(
         text=text,
-        tokenizer=tokenizer,
+        tokenizer=loaded.name,
         eod_token=eod_token,
         append_eod=append_eod,
         dtype=_stored_dtype(dtype, loaded),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import operator
 import os
@@ -167,8 +168,11 @@ def _from_factory(name: str) -> Tokenizer:
 def _source_files(module: ModuleType) -> tuple[str, ...]:
     """The file of ``module``, and of each module that it uses from its own package, or else from its own folder."""
     top = sys.modules[module.__name__.partition(".")[0]]
-    package = hasattr(top, "__path__") and top.__file__ is not None
-    folder = os.path.dirname(os.path.abspath((top if package else module).__file__ or ""))
+    package = hasattr(top, "__path__") and getattr(top, "__file__", None) is not None
+    home = getattr(top if package else module, "__file__", None)
+    if home is None:  # made at run time, or typed in: its probe tells
+        return ()
+    folder = os.path.dirname(os.path.abspath(home))
     found: set[str] = set()
     pending = [module]
     while pending:
@@ -185,8 +189,7 @@ def _source_files(module: ModuleType) -> tuple[str, ...]:
 def _imported(path: str, package: str | None) -> set[str]:
     """What the source at ``path`` imports, by the names it may have: a table or a number that it takes from a module
     does not tell where it is from."""
-    import ast  # only here: reading pairs should not load it
-    from importlib.util import resolve_name
+    from importlib.util import resolve_name  # only here: reading pairs should not load it
 
     found: set[str] = set()
     with suppress(OSError, SyntaxError, ValueError, ImportError):  # no source, or one that is not Python's

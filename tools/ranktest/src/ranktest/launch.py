@@ -31,8 +31,10 @@ from ranktest.errors import RankFailed, RanksTimeout
 from ranktest.messages import Call, Job, Report, enter_rank
 from ranktest.server import RANK_ENVIRONMENT, hidden_main, start_server, wait_until_loaded
 
-STACKS_WAIT_S = 2.0  # for the stack dumps after the deadline
-EXIT_WAIT_S = 10.0  # for a released rank to leave
+# Deadlines only end what hangs: on a quiet machine these waits take milliseconds, on a busy one seconds.
+STACKS_WAIT_S = 5.0  # for the stack dumps after the deadline
+EXIT_WAIT_S = 60.0  # for a released rank to leave
+IN_MEMORY = "/dev/shm"
 OTHERS_WAIT_S = 0.05  # after the first failure, for the failures of other ranks
 
 
@@ -59,7 +61,7 @@ def run_ranks(
     function: Callable[..., Any],
     ranks: int,
     *args: Any,
-    timeout: float = 30.0,
+    timeout: float = 120.0,
     allow_exit: Collection[int] = (),
 ) -> list[Any]:
     """Run ``function(rank, ranks, *args)`` in ``ranks`` processes that form a gloo process group.
@@ -85,8 +87,11 @@ def run_ranks(
     start_server()
     wait_until_loaded()
     JOBS.append(ranks)
-    # The folder is on the default temporary path and not pytest's: paths of sockets and stores stay short.
-    with tempfile.TemporaryDirectory(prefix="ranktest-") as folder:
+    # Not on pytest's path: names of sockets and stores stay short. In memory where that can be had: while others sync
+    # much to a disk, a rank may wait half a minute for its first file there.
+    with tempfile.TemporaryDirectory(
+        prefix="ranktest-", dir=IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+    ) as folder:
         environment = {**os.environ, **RANK_ENVIRONMENT}
         job = Job(ranks=ranks, folder=folder, cwd=os.getcwd(), environment=environment, timeout_s=timeout)
         outcome = _Outcome()

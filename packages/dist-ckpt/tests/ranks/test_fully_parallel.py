@@ -165,26 +165,6 @@ def test_an_error_before_sharing_out_is_raised_on_all(tmp_path):
     assert run_ranks(a_rank_fails_before_sharing_out, 2, tmp_path / "c", timeout=60.0) == [True, True]
 
 
-def by_broadcasts(rank, ranks):
-    """The way that tensors on accelerators take, on CPU tensors, with a rank that wants nothing."""
-    from sixfold.dist_ckpt import relay
-    from sixfold.dist_ckpt.exchange import Exchange
-
-    wanted = [] if rank == 1 else [torch.zeros(300_000), torch.zeros(5, 2).t(), torch.zeros(3)]
-    records = [ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=rank) for i, t in enumerate(wanted)]
-    found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, only_broadcasts=True)
-    found.start()
-    for index, record in reversed(list(enumerate(found.mine))):
-        record.data.fill_(float(record.key[1:]) + 1)
-        found.on_complete(index)
-    found.finish()
-    return [bool((t == i + 1).all()) for i, t in enumerate(wanted)]
-
-
-def test_broadcasts_over_the_group_carry_the_same_values(tmp_path):
-    assert run_ranks(by_broadcasts, 3) == [[True] * 3, [], [True] * 3]
-
-
 def reader_dies(rank, ranks, folder):
     import os
     import signal

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from sixfold.dist_ckpt.dense import is_plain
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
 
@@ -132,7 +133,7 @@ class Arena:
             self._register(memory)
         base, rest = self._bytes.data_ptr(), []
         for place, tensor in zip(places, tensors, strict=True):
-            if place.nbytes <= _SMALL_BYTES and _is_plain(tensor):
+            if place.nbytes <= _SMALL_BYTES and tensor.is_cpu and is_plain(tensor):
                 ctypes.memmove(base + place.offset, tensor.data_ptr(), place.nbytes)
             elif place.nbytes:
                 rest.append((self._view(place), tensor.detach()))
@@ -212,14 +213,10 @@ class MappedArena:
 
 def _slices(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     nbytes = target.numel() * target.element_size()
-    if nbytes <= _SLICE_BYTES or not _is_plain(source):
+    if nbytes <= _SLICE_BYTES or not (source.is_cpu and is_plain(source)):
         return [(target, source)]
     step, flat, values = _SLICE_BYTES // target.element_size(), target.view(-1), source.view(-1)
     return [(flat[at : at + step], values[at : at + step]) for at in range(0, len(flat), step)]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _equal_parts(
@@ -239,7 +236,7 @@ def _equal_parts(
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for target, source in pairs:
-        if _is_plain(source):
+        if source.is_cpu and is_plain(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())
         else:
             target.copy_(source)

@@ -1,6 +1,6 @@
 """Which tensors have memory that is their values, so that it may be copied byte by byte.
 
-    caller's tensor --> dense.py (this file) --> saving.py, loading.py, which take its address
+    caller's tensor --> dense.py (this file) --> those who take its address: transfer.py, reader.py, relay.py, arena.py
 
 A DTensor, a fake or a wrapped quantised tensor says that it is a contiguous CPU tensor and has memory of its own
 nowhere, or somewhere else: copying from its address saves garbage, and copying to it is a crash. No files, no ranks.
@@ -13,6 +13,11 @@ import torch
 from sixfold.dist_ckpt.errors import ShardingError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, on whatever device, is its values in row-major order."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def check_readable(name: object, tensor: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ import torch
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt import weights_only
 from sixfold.dist_ckpt.box import Box, cuts, describe, first_element, is_contiguous
+from sixfold.dist_ckpt.dense import is_plain
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError
 from sixfold.dist_ckpt.folder import Checkpoint
 from sixfold.dist_ckpt.integrity import BLOCK_BYTES, Block, Hasher
@@ -179,17 +180,8 @@ class Reader:
     def _run(self, step: Read, record: ShardedTensor, start: int) -> Run | None:
         """The read as one run of bytes in file and memory; None if it is none."""
         data, chunk, part, piece = record.data, step.chunk.box, step.part, step.piece
-        plain = (
-            data is not None
-            and data.is_cpu
-            and data.dtype == step.stored_dtype
-            and data.is_contiguous()
-            and not data.is_conj()
-            and not data.is_neg()
-        )
-        if not plain:
+        if data is None or not (data.is_cpu and data.dtype == step.stored_dtype and is_plain(data)):
             return None
-        assert data is not None, f"{record} has no data"
         itemsize, at = step.stored_dtype.itemsize, 0 if piece.flat is None else piece.flat[0]
         if part != chunk:
             inside = Box(tuple(map(sub, part.offset, chunk.offset)), part.size)

@@ -5,13 +5,21 @@
 
 [Note: what is promised is sent] A rank that fails while it reads still sends what its peers wait for, whatever
 the bytes are: the load that follows is an error on every rank, and no rank waits for its deadline.
+
+[Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
+contiguous copy. So what is sent is cut into pieces, and a rank has ``_HELD_BYTES`` for others' pieces and for copies
+in each of its lanes: sent, received, broadcast. A lane posts its pieces in the order of their numbers, as far as
+there is room. No piece waits for ever: all before the first one that is not over are over, so that each rank of it
+has room for it and posts it. The memory is a ring and not the allocator's: pieces that come and go cost glibc thrice
+their size.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from sixfold.dist_ckpt.balance import Shared, share_out
-from sixfold.dist_ckpt.box import Box
+from sixfold.dist_ckpt.box import Box, range_boxes
+from sixfold.dist_ckpt.dense import is_plain
 from sixfold.dist_ckpt.errors import LostPeerError, ShardingError
 from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.mapping import ShardedTensor, ShardId
@@ -28,6 +37,9 @@ from sixfold.dist_ckpt.mapping import ShardedTensor, ShardId
 EXCHANGE_ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 _FIRST_TAG = 0x5D000000  # keeps parts apart from each other and from a trainer's own messages
 _CUT_FROM_BYTES = 1 << 20  # smaller shards stay whole
+_PIECE_BYTES = 8 << 20
+_HELD_BYTES = 32 << 20  # at least a piece
+_ALIGNMENT = 128  # of copies: NCCL is fastest there
 Place = tuple[str, int]
 
 
@@ -93,6 +105,64 @@ class Passage(NamedTuple):
     shard: ShardId
 
 
+class _Piece(NamedTuple):
+    """Elements [start, stop) of a shard, sent at once. Numbers are the same on all ranks."""
+
+    number: int
+    passage: Passage
+    start: int
+    stop: int
+
+
+class _Ring:
+    """``_HELD_BYTES`` on a device, lent in parts that come back in the order in which they were taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8, device=device)
+        self._lent: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Uninitialised bytes; None while there is no room."""
+        oldest, newest = (self._lent[0], self._lent[-1]) if self._lent else ((0, 0), (0, 0))
+        at = -(-newest[1] // _ALIGNMENT) * _ALIGNMENT
+        wrapped = newest[0] < oldest[0]
+        if at + nbytes > (oldest[0] if wrapped else _HELD_BYTES):
+            if wrapped or nbytes > oldest[0]:
+                return None
+            at = 0
+        self._lent.append((at, at + nbytes))
+        return self._memory[at : at + nbytes]
+
+    def give_back(self) -> None:
+        """The part that was taken first of those lent."""
+        self._lent.popleft()
+
+
+class _UnderWay(NamedTuple):
+    """A piece that is posted; ``target`` is the strided tensor that ``data`` is copied to in the end."""
+
+    piece: _Piece
+    data: torch.Tensor
+    ring: _Ring | None  # whose memory ``data`` is; None: the tensor's own
+    target: torch.Tensor | None
+    works: list[tuple[dist.Work, int]]  # each with the peer that it waits for
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one rank posts in order. See [Note: few pieces are held]."""
+
+    left: deque[_Piece]
+    polled: bool  # wait() on an accelerator's work does not block the host; a message of gloo cannot be polled
+    under_way: deque[_UnderWay] = field(default_factory=deque)
+    rings: dict[torch.device, _Ring] = field(default_factory=dict)
+
+
+def on_accelerator(passage: Passage) -> bool:
+    """Tensors there have one stream per group: an order that all ranks know, and no tags."""
+    return passage.device != "cpu"
+
+
 def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
     """Who reads what and whom it is sent to, in the order of the checkpoint. Pure."""
     wanted: dict[tuple[Any, ...], dict[int, int]] = {}
@@ -132,7 +202,7 @@ def relay_through(
     memory: dict[str, Any] | None,
     *,
     whole_shards: bool = False,
-    only_broadcasts: bool = False,
+    by_broadcast: Callable[[Passage], bool] = on_accelerator,
 ) -> Relay:
     """Agree with the ranks of ``within`` on who reads what. Collective.
 
@@ -141,7 +211,7 @@ def relay_through(
             then the error is raised on all ranks of ``within``.
         memory: keeps the plan for the next load of the same records; None: nothing is kept.
         whole_shards: cut none.
-        only_broadcasts: send CPU tensors too the way that tensors on accelerators go.
+        by_broadcast: what all ranks take part in; the rest goes point to point. The same on all ranks.
     Raises:
         ShardingError: ``memory`` holds the plan of other records.
     """
@@ -156,12 +226,12 @@ def relay_through(
             raise ShardingError(
                 "the records are others than at the first load, and do_cache_distribution is set; make a new strategy"
             )
-        return Relay(records, memory["passages"], within, only_broadcasts)
+        return Relay(records, memory["passages"], within, by_broadcast)
     records, passages = within.together(tell, plan_passages)
     if memory is not None:
         wishes = [_wish(record, ("", 0), whole_shards) for record in records]
         memory.update(wishes=_without_places(wishes), passages=passages)
-    return Relay(records, passages, within, only_broadcasts)
+    return Relay(records, passages, within, by_broadcast)
 
 
 def _without_places(wishes: list[_Wish]) -> list[_Wish]:
@@ -187,43 +257,30 @@ class Relay:
         records: Sequence[ShardedTensor],
         passages: Sequence[Passage],
         within: Exchange,
-        only_broadcasts: bool = False,
+        by_broadcast: Callable[[Passage], bool] = on_accelerator,
     ) -> None:
         self._within, rank = within, within.rank
         self._records = records
         self._read = [passage for passage in passages if passage.sender == rank]
-        self._wanted = [passage for passage in passages if rank in passage.receivers]
-        moved = [p for p in passages if p.receivers and p.stop > p.start]
-        # Tensors on accelerators have one stream per group: an order that all ranks know, and no tags.
-        self._broadcasts = [p for p in moved if only_broadcasts or p.device != "cpu"]
-        self._point_to_point = {p.number for p in moved} - {p.number for p in self._broadcasts}
         self.mine = [part_of(records[p.records[0]], p.start, p.stop) for p in self._read]
         self._ready: set[int] = set()
-        self._works: list[tuple[dist.Work, int]] = []
-        self._keep: list[torch.Tensor] = []  # what is under way
-        self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []  # into a buffer, then into the tensor
-        self._posted = 0
+        self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
+        pieces = list(_pieces(passages))
+        direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
+        self._lanes = (
+            _Lane(deque(piece for piece in direct if rank in piece.passage.receivers), polled=False),
+            _Lane(deque(piece for piece in direct if rank == piece.passage.sender), polled=False),
+            _Lane(deque(piece for piece in pieces if piece.passage.number in self._broadcasts), polled=True),
+        )
 
     def start(self) -> None:
         """Post what this rank will receive; nothing may fail between this and ``finish``."""
-        for passage in self._wanted:
-            if passage.number in self._point_to_point:
-                buffer, channel = _bytes(self._buffer(passage)), self._within.channel
-                work = dist.irecv(buffer, group=channel, group_src=passage.sender, tag=_tag(passage))
-                self._post(work, passage.sender)
+        self._advance()
 
     def on_complete(self, index: int) -> None:
         """Number ``index`` of ``mine`` is in place: send it on."""
-        passage = self._read[index]
-        if passage.number in self._ready:
-            return
-        self._ready.add(passage.number)
-        if passage.number in self._point_to_point:
-            data = _bytes(self._flat(passage).contiguous())
-            self._keep.append(data)
-            for peer in passage.receivers:
-                self._post(dist.isend(data, group=self._within.channel, group_dst=peer, tag=_tag(passage)), peer)
-        self._broadcast_in_order()
+        self._ready.add(self._read[index].number)
+        self._advance()
 
     def finish(self) -> None:
         """Send what is left and wait for all. See [Note: what is promised is sent].
@@ -231,66 +288,91 @@ class Relay:
         Raises:
             LostPeerError: a rank died or is late.
         """
-        for index in range(len(self._read)):
-            self.on_complete(index)
-        self._broadcast_in_order()
-        for work, peer in self._works:
-            self._wait(work, peer)
-        for target, buffer in self._arrivals:
-            target.copy_(buffer.view(target.shape))
-        self._works, self._keep, self._arrivals = [], [], []
+        self._ready.update(passage.number for passage in self._read)
+        self._advance()
+        while busy := [lane for lane in self._lanes if lane.under_way]:
+            self._settle(min(busy, key=lambda lane: lane.under_way[0].piece.number))
+            self._advance()
+        for lane in self._lanes:
+            assert not lane.left, f"no room for {lane.left[0]} where nothing is under way"
+            lane.rings.clear()
 
-    def _broadcast_in_order(self) -> None:
-        """Post broadcasts in the one order that all ranks know, as far as own data is there."""
-        while self._posted < len(self._broadcasts):
-            passage = self._broadcasts[self._posted]
-            rank = self._within.rank
-            if passage.sender == rank and passage.number not in self._ready:
-                return
-            if passage.sender == rank:
-                data = self._flat(passage).contiguous()
-            elif rank in passage.receivers:
-                data = self._buffer(passage)
-            else:
-                data = torch.empty(passage.stop - passage.start, dtype=passage.dtype, device=passage.device)
-            self._keep.append(data)
-            work = dist.broadcast(_bytes(data), group=self._within.group, group_src=passage.sender, async_op=True)
-            self._post(work, passage.sender)
-            self._posted += 1
+    def _advance(self) -> None:
+        """Settle what is over and post what there is room for; waits for nothing."""
+        for lane in self._lanes:
+            while lane.under_way and all(work.is_completed() for work, _ in lane.under_way[0].works):
+                self._settle(lane)
+            while lane.left and (posted := self._post(lane.left[0], lane.rings)):
+                lane.left.popleft()
+                lane.under_way.append(posted)
 
-    def _flat(self, passage: Passage) -> torch.Tensor:
-        """The values of a passage on this rank as a vector; a copy if the tensor is not contiguous."""
-        at = 0 if passage.sender == self._within.rank else 1 + passage.receivers.index(self._within.rank)
-        data = self._records[passage.records[at]].data
+    def _post(self, piece: _Piece, rings: dict[torch.device, _Ring]) -> _UnderWay | None:
+        """Send a piece or prepare to receive it; None if its values are not there yet or there is no room."""
+        passage, sends = piece.passage, piece.passage.sender == self._within.rank
+        if sends and passage.number not in self._ready:
+            return None
+        tensor = self._tensor(passage)
+        if tensor is not None and is_plain(tensor):
+            data = tensor.view(-1)[piece.start : piece.stop]
+            return _UnderWay(piece, data, None, None, self._works(passage, data, piece.number))
+        device = torch.device(passage.device) if tensor is None else tensor.device
+        if device not in rings:
+            rings[device] = _Ring(device)
+        ring = rings[device]
+        memory = ring.take((piece.stop - piece.start) * passage.dtype.itemsize)
+        if memory is None:
+            return None
+        data = memory.view(passage.dtype)
+        if sends:
+            assert tensor is not None, f"{passage} is sent by a rank that does not want it"
+            for region, place in _regions(tensor, piece.start, piece.stop):
+                data[place].view(region.shape).copy_(region)
+        target = None if sends else tensor
+        return _UnderWay(piece, data, ring, target, self._works(passage, data, piece.number))
+
+    def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work, int]]:
+        raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
+        sender = passage.sender  # back ends know few dtypes, but all know bytes
+        posted: list[tuple[dist.Work | None, int]]
+        if passage.number in self._broadcasts:
+            posted = [(dist.broadcast(raw, group=self._within.group, group_src=sender, async_op=True), sender)]
+        elif sender == self._within.rank:
+            posted = [(dist.isend(raw, group=channel, group_dst=p, tag=tag), p) for p in passage.receivers]
+        else:
+            posted = [(dist.irecv(raw, group=channel, group_src=sender, tag=tag), sender)]
+        works = [(work, peer) for work, peer in posted if work is not None]
+        assert len(works) == len(posted), f"rank {self._within.rank} is not in the group"
+        return works
+
+    def _settle(self, lane: _Lane) -> None:
+        """Wait for the first piece under way, and put it in place."""
+        piece, data, ring, target, works = lane.under_way[0]
+        for work, peer in works:
+            self._wait(work, peer, lane.polled)
+        if target is not None:
+            for region, place in _regions(target, piece.start, piece.stop):
+                region.copy_(data[place].view(region.shape))
+        lane.under_way.popleft()
+        if ring is not None:
+            ring.give_back()
+
+    def _tensor(self, passage: Passage) -> torch.Tensor | None:
+        """This rank's tensor of a passage; None if it wants none."""
+        ranks, rank = (passage.sender, *passage.receivers), self._within.rank
+        if rank not in ranks:
+            return None
+        data = self._records[passage.records[ranks.index(rank)]].data
         assert data is not None, "records of a relay have data"
-        return data.detach().reshape(-1)[passage.start : passage.stop]
+        return data.detach()
 
-    def _buffer(self, passage: Passage) -> torch.Tensor:
-        """Where a passage arrives: the tensor itself, or a buffer that ``finish`` copies from."""
-        at = 1 + passage.receivers.index(self._within.rank)
-        data = self._records[passage.records[at]].data
-        assert data is not None, "records of a relay have data"
-        data = data.detach()
-        if data.is_contiguous():
-            return data.view(-1)[passage.start : passage.stop]
-        assert passage.stop - passage.start == data.numel(), f"{passage} cuts a strided tensor"
-        buffer = torch.empty(data.numel(), dtype=data.dtype, device=data.device)
-        self._arrivals.append((data, buffer))
-        return buffer
-
-    def _post(self, work: dist.Work | None, peer: int) -> None:
-        assert work is not None, f"rank {peer} is not in the group"
-        self._works.append((work, peer))
-
-    def _wait(self, work: dist.Work, peer: int) -> None:
+    def _wait(self, work: dist.Work, peer: int, polled: bool) -> None:
         timeout_s = self._within.timeout_s
         try:
-            if self._broadcasts:  # wait() on an accelerator's work does not block the host
-                deadline = time.monotonic() + timeout_s
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise RuntimeError("the deadline has passed")
-                    time.sleep(0.0005)
+            deadline = time.monotonic() + timeout_s
+            while polled and not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the deadline has passed")
+                time.sleep(0.0005)
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -300,10 +382,19 @@ class Relay:
             ) from error
 
 
-def _bytes(vector: torch.Tensor) -> torch.Tensor:
-    """A contiguous vector as bytes: the back ends know few dtypes."""
-    return vector.view(torch.uint8)
+def _pieces(passages: Sequence[Passage]) -> Iterator[_Piece]:
+    number = 0
+    for passage in passages:
+        step = max(1, _PIECE_BYTES // passage.dtype.itemsize)
+        for start in range(passage.start, passage.stop if passage.receivers else passage.start, step):
+            yield _Piece(number, passage, start, min(start + step, passage.stop))
+            number += 1
 
 
-def _tag(passage: Passage) -> int:
-    return _FIRST_TAG + passage.number
+def _regions(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Elements [start, stop) of a tensor in row-major order as blocks of it, each with its place in that range."""
+    at = 0
+    for box in range_boxes(tensor.shape, start, stop):
+        index = tuple(slice(low, low + length) for low, length in zip(box.offset, box.size, strict=True))
+        yield tensor[index], slice(at, at + box.volume)
+        at += box.volume

@@ -23,6 +23,7 @@ import torch
 from sixfold.dist_ckpt import frame as frames
 from sixfold.dist_ckpt.box import cuts
 from sixfold.dist_ckpt.crc import crc32
+from sixfold.dist_ckpt.dense import is_plain
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.integrity import FileDigest
 from sixfold.dist_ckpt.manifest import ByteRange
@@ -111,7 +112,7 @@ def _raw_parts(record: ShardedTensor, step: Write, copies: _Copies) -> Iterator[
     """The bytes of one chunk, and who owns them: where they lie in the tensor, else of CPU copies part by part."""
     data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
     elements = prod(piece.box.size)
-    if data is not None and data.is_cpu and _is_plain(data):
+    if data is not None and data.is_cpu and is_plain(data):
         first = 0 if piece.flat is None else piece.flat[0]
         assert first + elements <= data.numel(), f"{step} leaves its tensor"
         address = data.data_ptr() + first * itemsize
@@ -149,11 +150,6 @@ class _Loan:
 
     def __del__(self) -> None:
         self._free.append(self._memory)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a CPU tensor is its values in row-major order."""
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:

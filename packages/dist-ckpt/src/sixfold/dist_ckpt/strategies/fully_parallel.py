@@ -206,6 +206,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             checkpoints whose structure never changes. ShardingError if it does.
         exchange_algo: "broadcast", "gather_rounds" or "gather_object", megatron-core's names. It chooses nothing
             here: CPU tensors go point to point to those that want them, others by broadcasts over the group.
+            Besides its tensors a rank needs 32 MiB for what passes through it, and for strided CPU tensors 64.
     Attributes:
         cached_distribution: who reads which shard; None until the first load, and without do_cache_distribution.
     """

@@ -47,6 +47,7 @@ def test_a_loss_that_trains_nothing_or_is_no_tensor_is_refused():
     assert len(step(lambda o, t: square_loss(o, t).detach(), mode="evaluate").losses) == 3
     refused("loss_fn returned a float; it returns one number", lambda: step(lambda o, t: square_loss(o, t).item()))
     refused("loss_fn returned a tuple; it returns one number", lambda: step(lambda o, t: (square_loss(o, t), "extra")))
+    refused("loss_fn returned a complex number", lambda: step(lambda o, t: square_loss(o, t) * (1 + 1j)))
     refused("loss_fn returned a NoneType", lambda: step(lambda o, t: None))
     refused(r"with scale='token' loss_fn returns \(sum, count\)", lambda: step(square_loss, scale="token"))
     infinite = lambda o, t: (square_loss(o, t), float("inf"))  # noqa: E731

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,16 @@ from pipeline_helpers import WIDTH, batch, equal_bits, gradients, layers, square
 from torch import Tensor, nn
 
 from ranktest import run_ranks, store
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
+from sixfold.pipeline import (
+    PipelineRunner,
+    PipelineTimeout,
+    ScheduleError,
+    Stage,
+    gpipe,
+    interleaved,
+    looped_bfs,
+    one_f_one_b,
+)
 
 M = 4  # a power of two: dividing each loss by it, or the sum of gradients, are the same bits
 
@@ -128,6 +139,20 @@ def with_other_calls(rank: int, ranks: int, mixed: str) -> str:
 def test_ranks_that_make_different_calls_are_told_so_also_when_nothing_is_new(mixed):
     for text in run_ranks(with_other_calls, 2, mixed):
         assert "rank 1 failed at" in text and "rank 0 runs another program in this step, or another call" in text
+
+
+def on_no_interface(rank: int, ranks: int) -> tuple[str, float]:
+    """gloo is told to use an interface that this machine does not have."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
+    begin = time.monotonic()
+    with pytest.raises(PipelineTimeout) as caught:
+        PipelineRunner(gpipe(ranks, 2), [Stage(layers(2)[rank], rank)], dist.group.WORLD, square_loss, timeout_s=20)
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_what_fails_at_once_is_not_said_to_have_waited():
+    for rank, (text, took) in enumerate(run_ranks(on_no_interface, 2)):
+        assert took < 10 and f"rank {rank} has no connection to all 2 ranks: " in text and "absent0" in text
 
 
 def unequal(rank: int, ranks: int) -> str:

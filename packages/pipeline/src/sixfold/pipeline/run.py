@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -75,7 +76,7 @@ class PipelineRunner:
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
             right (``verify``, where a SEND never waits), or it has other actions than F, B, messages and slots.
-        PipelineTimeout: a rank of the group did not make its runner in time.
+        PipelineTimeout: a rank of the group did not make its runner in time, or cannot be connected to.
     """
 
     def __init__(
@@ -272,10 +273,13 @@ class PipelineRunner:
         edges: Callable[[int, int], dist.ProcessGroup] | None,
     ) -> None:
         device = step_device(self._stages, dist.get_backend(group))
+        begin = time.monotonic()
         try:
             self._transport = Transport(group, device, timeout_s, edges)
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError too: a peer did not come
             message = f"rank {self._rank} waited {timeout_s:g} s for all {group.size()} ranks to make their runner"
+            if time.monotonic() - begin < timeout_s:
+                message = f"rank {self._rank} has no connection to all {group.size()} ranks: {error}"
             raise PipelineTimeout(message, rank=self._rank) from error
         members = "-".join(map(str, dist.get_process_group_ranks(group)))
         key = f"sixfold.pipeline/{members}/{self._transport.serial}"

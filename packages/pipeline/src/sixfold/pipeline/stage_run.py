@@ -168,7 +168,9 @@ class LossTail:
 
 
 def _one_number(loss: Any, trained: bool) -> Tensor:
-    """``loss`` as a scalar; a vector is refused, whose backward would sum it."""
+    """``loss`` as a real scalar; a vector is refused, whose backward would sum it."""
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise ScheduleError("loss_fn returned a complex number; it returns a real one")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ScheduleError(f"loss_fn returned a {shape}; it returns one number, as a tensor")

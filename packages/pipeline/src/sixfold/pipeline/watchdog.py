@@ -45,7 +45,9 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     """``call()`` on a thread of its own, which is left behind when it has not ended after ``seconds``.
 
     For calls that have no deadline of their own or do not keep it: a store whose host is stopped answers nothing, and
-    its client waits for ever (torch 2.13, whatever its timeout).
+    its client waits for ever (torch 2.13, whatever its timeout). The thread does not keep the interpreter alive, and
+    what it gets later is dropped. If the call ends in the moment in which the interpreter ends, the process aborts
+    (exit status 134): Python then ends the thread on its way back from C++.
 
     Raises:
         TimeoutError: it has not ended; and whatever ``call`` raises.

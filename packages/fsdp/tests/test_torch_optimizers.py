@@ -10,7 +10,8 @@ import inspect
 import pytest
 import torch
 from fsdp_helpers import Block, same
-from test_uses import World, a_closure
+from fsdp_world import World
+from test_uses import a_closure
 from torch import nn
 
 from sixfold.fsdp import FsdpError, fully_shard, fully_shard_optimizer

@@ -1,78 +1,25 @@
-"""What people do with a module, done to a wrapped one: bit for bit what plain torch gives, or one FsdpError.
+"""What people do with a module, done to a wrapped one: bit for bit what plain torch gives.
 
 Each use is a function of a World and runs twice: on a plain module with a plain optimizer (the oracle), and wrapped.
-``RIGHT`` uses give the same values and the same weights; ``REFUSED`` uses raise at the line that is marked.
+Uses that raise are in test_uses_refused.py.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
-import pickle
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from fsdp_helpers import Block, batch, loss_of, make_adamw, same
+from fsdp_helpers import Block, batch, make_adamw, same
+from fsdp_world import SETTINGS, WIDTH, Net, World, only_new_garbage
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard, fully_shard_optimizer
-
-WIDTH = 13
-
-
-class Net(nn.Module):
-    """Embedding and blocks are units, norm and head are the root's. ``special`` runs in the middle of forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(17, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, hidden=19 + 4 * i) for i in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 17, bias=False)
-        self.special = None
-
-    def forward(self, tokens):
-        x = self.embedding(tokens) if not tokens.is_floating_point() else tokens
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        return self.special(self, x) if self.special is not None else self.head(x)
-
-
-class World:
-    """``call`` is the net itself, or the wrapper; ``net`` is the inner module in both."""
-
-    def __init__(self, options, make_optimizer=make_adamw):
-        torch.manual_seed(0)
-        self.net = Net()
-        self.call = self.net
-        if options is not None:
-            self.call = fully_shard(self.net, **options)
-        self.optimizer = make_optimizer(list(self.net.parameters()))
-        self.wrapped = options is not None
-        if self.wrapped:
-            fully_shard_optimizer(self.optimizer, self.call)
-
-    def loss(self, step, call=None):
-        return loss_of((self.call if call is None else call)(batch(step, 0, 0)), batch(step, 0, 0))
-
-    def train(self, steps=1, first=0, call=None):
-        for step in range(first, first + steps):
-            self.loss(step, call).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def held(self):
-        """Parameters that the optimizer holds."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def weights(self):
-        return self.call.full_state_dict() if self.wrapped else self.net.state_dict()
+from sixfold.fsdp import BufferConfig, fully_shard, fully_shard_optimizer
 
 
 def inner_call(world):
@@ -92,6 +39,23 @@ def inner_call_that_raises_and_goes_on(world):
     with pytest.raises(IndexError):
         world.net(torch.tensor([[99]]))
     world.train(2, call=world.net)
+
+
+def calls_that_are_interrupted_inside_a_unit(world):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    world.train(1)
+    for part in (world.net.blocks[1], world.net.blocks[1].down, world.net):
+        handle = part.register_forward_pre_hook(interrupt)
+        for call in (world.call, world.net):
+            with pytest.raises(KeyboardInterrupt):
+                call(batch(1, 0, 0))
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+                call(batch(1, 0, 0))
+        handle.remove()
+    world.train(2, first=1, call=world.net)
+    world.train(1, first=3)
 
 
 def state_dicts_of_the_module_and_its_parts(world):
@@ -120,6 +84,20 @@ def evaluation_between_steps(world):
     world.call.train()
     world.train(1, first=1)
     return first + second
+
+
+def evaluation_and_a_backward_in_other_threads(world):
+    def evaluate():
+        with torch.no_grad():
+            return world.call(batch(5, 0, 0))
+
+    world.train(1)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(evaluate).result()
+        loss = world.loss(1)
+        pool.submit(loss.backward).result()
+    world.optimizer.step()
+    return found
 
 
 def hooks_on_parameters(world):
@@ -278,9 +256,11 @@ RIGHT = [
     inner_call,
     inner_and_outer_calls,
     inner_call_that_raises_and_goes_on,
+    calls_that_are_interrupted_inside_a_unit,
     state_dicts_of_the_module_and_its_parts,
     freezing_and_thawing,
     evaluation_between_steps,
+    evaluation_and_a_backward_in_other_threads,
     hooks_on_parameters,
     a_scheduler,
     a_grad_scaler,
@@ -300,12 +280,6 @@ RIGHT = [
     metadata,
     a_module_without_parameters_is_added,
 ]
-SETTINGS = {
-    "no units": {},
-    "zero-3": {"fsdp_unit_modules": [Block, nn.Embedding]},
-    "zero-1": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "optim"},
-    "zero-0": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "no_shard"},
-}
 
 
 def compare(use, options, make_optimizer=make_adamw):
@@ -369,361 +343,7 @@ def test_a_compiled_model_trains_as_the_plain_one():
     assert same(plain.weights(), world.weights()) == []
 
 
-# ---- refused
-
-
-def hand_tied_head(world):
-    world.net.special = lambda net, x: F.linear(x, net.embedding.weight)
-    yield
-    world.call(batch(0, 0, 0))
-
-
-def hand_tied_head_without_grad(world):
-    world.net.special = lambda net, x: x @ net.embedding.weight.T
-    yield
-    with torch.no_grad():
-        world.call(batch(0, 0, 0))
-
-
-def doing(action):
-    """A use that is refused at its only line, after a step."""
-
-    def use(world):
-        world.train(1)
-        yield
-        action(world.net)
-
-    use.__name__ = action.__name__
-    return use
-
-
-def after_backward(action):
-    def use(world):
-        world.loss(0).backward()
-        yield
-        action(world.net)
-
-    use.__name__ = action.__name__
-    return use
-
-
-def reads_a_weight(net):
-    net.embedding.weight.sum()
-
-
-def reads_under_no_grad(net):
-    with torch.no_grad():
-        net.blocks[0].up.weight.norm()
-
-
-def takes_data(net):
-    net.head.weight.data.norm()
-
-
-def assigns_data(net):
-    net.head.weight.data = torch.zeros(17, WIDTH)
-
-
-def writes_in_place(net):
-    with torch.no_grad():
-        net.head.weight.mul_(0.5)
-
-
-def writes_an_element(net):
-    with torch.no_grad():
-        net.head.weight[0] = 1.0
-
-
-def initialises(net):
-    nn.init.normal_(net.head.weight)
-
-
-def applies_an_initialiser(net):
-    net.apply(lambda module: [nn.init.zeros_(p) for p in module.parameters(recurse=False)])
-
-
-def writes_out(net):
-    torch.add(torch.ones(17, WIDTH), 1.0, out=net.head.weight)
-
-
-def resets(net):
-    net.blocks[0].up.reset_parameters()
-
-
-def half(net):
-    net.half()
-
-
-def to_dtype(net):
-    net.blocks[1].to(torch.bfloat16)
-
-
-def to_device(net):
-    net.to("meta")
-
-
-def deep_copy(net):
-    copy.deepcopy(net)
-
-
-def shallow_pickle(net):
-    pickle.dumps(net)
-
-
-def torch_save(net):
-    torch.save(net.blocks[0], io.BytesIO())
-
-
-def average(net):
-    torch.optim.swa_utils.AveragedModel(net)
-
-
-def to_vector(net):
-    torch.nn.utils.parameters_to_vector(net.parameters())
-
-
-def from_vector(net):
-    torch.nn.utils.vector_to_parameters(torch.zeros(10_000), net.parameters())
-
-
-def replaces_a_parameter(net):
-    net.blocks[0].up.weight = nn.Parameter(torch.zeros(19, WIDTH))
-
-
-def ties_afterwards(net):
-    net.head.weight = net.embedding.weight
-
-
-def adds_a_module(net):
-    net.blocks.append(Block(WIDTH))
-
-
-def adds_a_parameter(net):
-    net.blocks[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-def loads(net):
-    net.load_state_dict({name: torch.zeros_like(p) for name, p in net.named_parameters()})
-
-
-def loads_a_part(net):
-    net.blocks[0].load_state_dict({name: torch.zeros_like(p) for name, p in net.blocks[0].named_parameters()})
-
-
-def wraps_again(net):
-    fully_shard(net.blocks[0])
-
-
-def wraps_all_again(net):
-    fully_shard(nn.Sequential(net), fsdp_unit_modules=[Block])
-
-
-def calls_a_unit(net):
-    net.blocks[0](torch.zeros(1, WIDTH))
-
-
-def plain_optimizer_steps(net):
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
-
-
-def clips_with_torch(net):
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-
-
-def zeroes_inside(net):
-    net.zero_grad()
-
-
-def assigns_a_gradient(net):
-    net.head.weight.grad = torch.zeros(17, WIDTH)
-
-
-def deletes_a_parameter(world):
-    del world.net.blocks[0].up.bias
-    world.net.blocks[0].up.bias = None
-    world.loss(0).backward()
-    yield
-    world.optimizer.step()
-
-
-def swaps_a_parameter_beneath_the_module(world):
-    world.net.head._parameters["weight"] = nn.Parameter(torch.zeros(17, WIDTH))
-    world.loss(0).backward()
-    yield
-    world.optimizer.step()
-
-
-def writes_in_its_own_call(world):
-    def clamp(net, x):
-        with torch.no_grad():
-            net.head.weight.clamp_(-0.01, 0.01)
-        return net.head(x)
-
-    world.net.special = clamp
-    world.loss(0).backward()
-    yield
-    world.optimizer.step()
-
-
-def a_graph_from_before_the_step(world):
-    loss = world.loss(0)
-    loss.backward(retain_graph=True)
-    world.optimizer.step()
-    yield
-    loss.backward()
-
-
-def second_order_in_two_slots(world):
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    y = world.call(x).square().sum()
-    yield
-    torch.autograd.grad(y, x, create_graph=True)
-
-
-def a_plain_optimizer_state(world):
-    other = World(None)
-    other.train(1)
-    yield
-    world.optimizer.load_state_dict(other.optimizer.state_dict())
-
-
-def a_foreign_group(world):
-    world.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    world.loss(0).backward()
-    yield
-    world.optimizer.step()
-
-
-def copies_the_wrapper(world):
-    yield
-    copy.deepcopy(world.call)
-
-
-def pickles_the_wrapper(world):
-    yield
-    pickle.dumps(world.call)
-
-
-def averages_the_wrapper(world):
-    yield
-    torch.optim.swa_utils.AveragedModel(world.call)
-
-
-def asks_dcp_for_optimizer_state(world):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    world.train(1)
-    yield
-    get_optimizer_state_dict(world.call, world.optimizer)
-
-
-def asks_dcp_before_the_first_step(world):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    yield
-    get_optimizer_state_dict(world.call, world.optimizer)
-
-
-def sets_model_state_by_dcp(world):
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    yield
-    set_model_state_dict(world.call, World(None).net.state_dict())
-
-
-REFUSED = [
-    (hand_tied_head, r"embedding.weight: linear\(\) reads .* the parameter registered in both"),
-    (hand_tied_head_without_grad, "embedding.weight: .* reads its values outside a call"),
-    (doing(reads_a_weight), r"embedding.weight: sum\(\) reads .*full_state_dict"),
-    (doing(reads_under_no_grad), "blocks.0.up.weight: .*norm"),
-    (doing(takes_data), "head.weight: .data is taken"),
-    (doing(assigns_data), "head.weight: .data is assigned.*before wrapping"),
-    (doing(writes_in_place), "head.weight: mul_"),
-    (doing(writes_an_element), "head.weight: __setitem__"),
-    (doing(initialises), "head.weight: normal_"),
-    (doing(applies_an_initialiser), "weight: "),
-    (doing(writes_out), "head.weight: add"),
-    (doing(resets), "blocks.0.up.weight: "),
-    (doing(half), "embedding.weight: "),
-    (doing(to_dtype), "blocks.1.norm.weight: to"),
-    (doing(to_device), "embedding.weight: to"),
-    (doing(deep_copy), "full_state_dict"),
-    (doing(shallow_pickle), "full_state_dict"),
-    (doing(torch_save), "full_state_dict"),
-    (doing(average), "full_state_dict"),
-    (doing(to_vector), "embedding.weight: view"),
-    (doing(from_vector), "embedding.weight: "),
-    (doing(replaces_a_parameter), r"Linear.weight is set to another Parameter of shape \(19, 13\)"),
-    (doing(ties_afterwards), "Linear.weight is set to another Parameter"),
-    (doing(adds_a_module), "brings the parameter norm.weight"),
-    (doing(adds_a_parameter), "Block.scale is set"),
-    (doing(loads), "load_state_dict.* of Net .*state_records"),
-    (doing(loads_a_part), "load_state_dict.* of Block"),
-    (doing(wraps_again), "norm.weight was wrapped before.*fsdp_unit_modules"),
-    (doing(wraps_all_again), "0.embedding.weight was wrapped before"),
-    (doing(calls_a_unit), "a unit's module was called directly"),
-    (doing(plain_optimizer_steps), "SGD holds embedding.weight itself"),
-    (after_backward(clips_with_torch), r"embedding.weight: .grad is read.*model.clip_grad_norm_\(\)"),
-    (after_backward(zeroes_inside), "embedding.weight: .grad is read.*optimizer.zero_grad"),
-    (after_backward(assigns_a_gradient), "head.weight: .grad is assigned"),
-    (deletes_a_parameter, "blocks.0.up.bias is no longer the Parameter"),
-    (swaps_a_parameter_beneath_the_module, "head.weight is no longer the Parameter"),
-    (writes_in_its_own_call, "head.weight: it was written to in place"),
-    (a_graph_from_before_the_step, "graph from before an optimizer step"),
-    (second_order_in_two_slots, 'create_graph=True.*gathered_bytes="all"'),
-    (a_plain_optimizer_state, "of an optimizer that was not sharded"),
-    (a_foreign_group, r"parameter of shape \(3,\) is not of this model"),
-    (copies_the_wrapper, "not copied or pickled"),
-    (pickles_the_wrapper, "not copied or pickled"),
-    (averages_the_wrapper, r"main_parameters\(\), element by element"),
-    (asks_dcp_for_optimizer_state, r"state_records\(optimizer\)"),
-    (asks_dcp_before_the_first_step, r"state_records\(optimizer\)"),
-    (sets_model_state_by_dcp, "state_records"),
-]
-
-
-@pytest.mark.parametrize(("use", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
-def test_a_use_that_cannot_be_right_is_refused_at_its_line(use, says):
-    world = World({"fsdp_unit_modules": [Block, nn.Embedding]})
-    doing_it = use(world)
-    next(doing_it)
-    with pytest.raises(FsdpError, match=says):
-        next(doing_it)
-
-
-def test_a_refused_use_leaves_a_model_that_trains_as_if_it_had_not_been_tried():
-    plain, world = World(None), World(SETTINGS["zero-3"])
-    plain.train(2)
-    world.train(1)
-    for use in (reads_a_weight, takes_data, writes_in_place, initialises, half, deep_copy, loads, adds_a_module):
-        with pytest.raises(FsdpError):
-            use(world.net)
-    world.train(1, first=1)
-    assert same(plain.weights(), world.weights()) == []
-
-
-def test_a_parameter_frozen_before_wrapping_stays_frozen_and_says_so():
-    torch.manual_seed(0)
-    net = Net()
-    net.blocks[1].requires_grad_(False)
-    fully_shard(net, fsdp_unit_modules=[Block])
-    net.blocks[1].requires_grad_(False)
-    for thaw in (lambda: net.requires_grad_(True), lambda: setattr(net.blocks[1].up.weight, "requires_grad", True)):
-        with pytest.raises(FsdpError, match=r"blocks.1.* was False when it was wrapped.*freeze it afterwards"):
-            thaw()
-
-
-def test_a_module_whose_wrapper_is_gone_says_so_instead_of_computing_with_what_is_left():
-    torch.manual_seed(0)
-    net = Net()
-    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
-    model(batch(0, 0, 0))
-    del model
-    gc.collect()
-    with pytest.raises(FsdpError, match="after its FullyShardedDataParallel object was deleted"):
-        net(batch(0, 0, 0))
-
-
+@only_new_garbage()
 def test_fully_shard_needs_nobody_to_keep_what_it_returns():
     torch.manual_seed(0)
     plain, net = World(None), Net()
@@ -733,52 +353,29 @@ def test_fully_shard_needs_nobody_to_keep_what_it_returns():
     assert torch.equal(net(batch(0, 0, 0)), plain.net(batch(0, 0, 0)))
 
 
-def test_members_of_torchs_classes_are_told_where_they_are_here():
-    model = World(SETTINGS["zero-3"]).call
-    for name in ("set_requires_gradient_sync", "unshard", "reshard", "summon_full_params", "set_is_last_backward"):
-        assert not hasattr(model, name)
-        with pytest.raises(FsdpError, match=rf"has no {name}, which torch's has; \w+"):
-            getattr(model, name)
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        _ = model.nothing_like_it
-
-
-def test_a_parameter_that_is_no_plain_tensor_or_too_wide_is_refused_at_the_wrap():
-    wide = nn.Linear(2, 2, dtype=torch.float64)
-    with pytest.raises(FsdpError, match=r"weight is torch.float64 .*main_dtype=torch.float64"):
-        fully_shard(wide)
-    with pytest.raises(FsdpError, match=r"weight has no shape yet.*one forward"):
-        fully_shard(nn.LazyLinear(2))
-
-
-def test_what_fully_shard_keeps_goes_with_the_module():
-    gc.collect()  # models of earlier tests
-    process_wide = torch.nn.modules.module._global_parameter_registration_hooks
-    before = len(process_wide)
-    world = World(SETTINGS["zero-3"])
-    world.train(1)
-    net, engine = weakref.ref(world.net), weakref.ref(world.call._engine)
-    assert len(process_wide) == before + 1
-    del world
-    gc.collect()
-    assert net() is None and engine() is None and len(process_wide) == before
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5),
         lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
         lambda: nn.Sequential(nn.LSTM(4, 4), TakeFirst()),
         lambda: nn.BatchNorm1d(3),
     ],
-    ids=["weight_norm", "orthogonal", "encoder layer", "lstm", "batch norm"],
+    ids=[
+        "weight_norm",
+        "orthogonal",
+        "a hook's spectral norm",
+        "a hook's pruning",
+        "encoder layer",
+        "lstm",
+        "batch norm",
+    ],
 )
 def test_modules_that_look_at_their_own_weights_in_special_ways_are_right(make):
-    torch.manual_seed(0)
-    plain = nn.Sequential(make(), nn.Linear(4, 4))
-    net = copy.deepcopy(plain)
+    plain, net = (seeded(lambda: nn.Sequential(make(), nn.Linear(4, 4))) for _ in range(2))
     model = fully_shard(net, fsdp_unit_modules=[net[0], net[1]])
     optimizers = make_adamw(plain.parameters()), fully_shard_optimizer(make_adamw(net.parameters()), model)
     x = torch.randn(2, 3, 4)
@@ -792,6 +389,11 @@ def test_modules_that_look_at_their_own_weights_in_special_ways_are_right(make):
     net.eval()
     with torch.inference_mode():
         assert torch.equal(plain(x), net(x))
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
 
 
 class TakeFirst(nn.Module):

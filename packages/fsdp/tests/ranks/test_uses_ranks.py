@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -166,6 +167,35 @@ def test_optimizers_that_need_more_than_a_shard_are_refused_on_all_ranks():
         assert f"the state is rank {1 - rank} of 2" in other and f"this is rank {rank} of 2" in other
         assert "LBFGS takes products over all parameters" in lbfgs
         assert "Adafactor updates embedding.weight" in factored and "cut between ranks" in factored
+
+
+def torchs_clip(rank, ranks):
+    """Over the optimizer's own parameters; returns what it said, by strategy."""
+    found = {}
+    for strategy in ("no_shard", "optim", "optim_grads_params"):
+        net = make_net()
+        model = wrap(net, strategy=strategy)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(list(net.parameters()), lr=0.1), model)
+        for step in range(2):
+            loss_of(model(batch(step, 0, rank)), batch(step, 0, rank)).backward()
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            total = torch.stack([p.grad.norm() for p in held]).square().sum()
+            if strategy != "no_shard":
+                dist.all_reduce(total)
+                found[strategy, step] = refusal(lambda held=held: nn.utils.clip_grad_norm_(held, 1e-3))
+            else:
+                found[strategy, step] = nn.utils.clip_grad_norm_(held, 1e3).item()
+            torch.testing.assert_close(total.sqrt(), model.clip_grad_norm_(1e3))
+            assert type(copy.deepcopy(held[0].grad)) is torch.Tensor
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def test_torchs_clip_over_shards_is_refused_and_a_users_own_sum_of_norms_is_not():
+    for found in run_ranks(torchs_clip, 2):
+        for (strategy, _), said in found.items():
+            assert isinstance(said, float) if strategy == "no_shard" else "use model.clip_grad_norm_()" in said
 
 
 def dtensors(rank, ranks):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sixfold.fsdp.config import MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.layout import Layout, Slice, TensorSpec, plan_layout
+from sixfold.fsdp.part import ShardGradient
 
 Granularity = Callable[[str, nn.Parameter], str | int]
 
@@ -315,7 +316,11 @@ class ParamAndGradBuffer:
     def _home_views(self) -> list[Tensor | None]:
         assert self._home is not None, f"unit {self.unit!r} has no place for main gradients"
         buffer = self.view_of(self._home)
-        return [None if record.main is None else buffer.local(record.name) for record in self.records]
+        views = [None if record.main is None else buffer.local(record.name) for record in self.records]
+        for view in views if self.parts > 1 else ():
+            if view is not None:
+                view.__class__ = ShardGradient
+        return views
 
     def take_local(self, fill_zeros: bool) -> tuple[Tensor, list[bool]]:
         """Hand the local sums to a reduction: (full_numel,) and which parameters had any.

@@ -7,8 +7,10 @@ Values and one question to autograd; no event is handled here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,14 +57,31 @@ class CallContext:
 
     ``training`` is that of the root call: a reentrant checkpoint inside it runs its forward without grad.
     ``weights`` counts the changes of main weights before it: its graph holds views of those weights.
+    ``frame`` is torch's frame of the call while it runs, where nothing else tells of its end.
     """
 
-    __slots__ = ("outstanding", "training", "weights")
+    __slots__ = ("frame", "outstanding", "training", "weights")
 
     def __init__(self, units: int, training: bool, weights: int) -> None:
         self.outstanding = [0] * units
         self.training = training
         self.weights = weights
+        self.frame: FrameType | None = None
+
+    def left_by_interrupt(self) -> bool:
+        """Its frame is not on this thread's stack: the call ended without its hook."""
+        here: FrameType | None = sys._getframe(1) if self.frame is not None else None
+        while here is not None and here is not self.frame:
+            here = here.f_back
+        return here is not self.frame
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost call of a module on the stack."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here.f_code.co_name != "_call_impl":
+        here = here.f_back
+    return here
 
 
 class StageState:

@@ -11,6 +11,7 @@ stay open. What is left closes when backward ends, and ``finish_grad_sync`` reli
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffer import ParamRecord
-from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, in_backward, records_of
+from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, calling_frame, in_backward, records_of
 from sixfold.fsdp.checks import OrderDigest, odd_ranks
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
@@ -27,6 +28,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import Curtain, Guard
+from sixfold.fsdp.part import ShardGradient
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.units import Unit
 
@@ -75,6 +77,7 @@ class Engine:
         self._driven_mode: Driven | None = None
         self._deferred = False  # a gradient came through accumulate()
         self._calls: list[CallContext] = []
+        self._caller = threading.RLock()  # held by the thread whose root call runs
         self._running: list[Unit] = []  # units whose forward runs, outermost first
         self._open: list[tuple[Unit, CallContext | None]] = []
         self._touched: set[int] = set()  # units with something to reduce
@@ -174,12 +177,40 @@ class Engine:
 
     @property
     def in_call(self) -> bool:
-        """A root call runs."""
+        """A root call of this thread runs."""
+        if self._calls:
+            self._take_turn()
+            self._caller.release()
         return bool(self._calls)
 
-    def begin_call(self, stage: StageState | None) -> CallContext:
-        """A root call, entry or stage call begins: the root unit is gathered, the step counted."""
+    def _take_turn(self) -> None:
+        """This thread calls: no other does, and what an interrupt left of an earlier call is cleared."""
+        if not self._caller.acquire(blocking=False):
+            raise FsdpError(
+                "two threads call the model at once, and would take each other's gathered weights; call it from one "
+                "thread at a time",
+                step=self.step,
+                op="gather",
+            )
+        while self._calls and self._calls[-1].left_by_interrupt():
+            self.end_call()
+
+    def begin_call(self, stage: StageState | None, *, by_hook: bool = False) -> CallContext:
+        """A root call, entry or stage call begins: the root unit is gathered, the step counted.
+
+        ``by_hook``: torch calls no hook at the end of a call that KeyboardInterrupt ends.
+        """
         self.alive()
+        self._take_turn()
+        try:
+            context = self._begin_call(stage)
+        except BaseException:
+            self._caller.release()
+            raise
+        context.frame = calling_frame() if by_hook else None
+        return context
+
+    def _begin_call(self, stage: StageState | None) -> CallContext:
         if self.stepping:
             self._look_at_mains()
         training = torch.is_grad_enabled()
@@ -198,9 +229,13 @@ class Engine:
 
     def end_call(self) -> None:
         """The innermost root call is over, also by an exception."""
-        self._calls.pop()
+        self._calls.pop().frame = None
         if not self._calls:
             self.curtains[0].hide()
+            for unit in self._running:  # interrupted
+                self.curtains[unit.index].hide()
+            self._running.clear()
+        self._caller.release()
 
     def _look_at_mains(self) -> None:
         """Inside ``optimizer.step(closure)``: the step so far may have moved main weights (LBFGS calls it often)."""
@@ -523,13 +558,20 @@ class Engine:
         """An optimizer of this model is about to step."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
+        self._class_gradients(Tensor)  # plain: an optimizer pays nothing
         self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
+        self._class_gradients(ShardGradient)
         self.main_changed(frozen=False)
         self._stepped = True
+
+    def _class_gradients(self, shown: type[Tensor]) -> None:
+        for record in self._trainable:
+            if record.buffer.parts > 1 and record.main_grad is not None:
+                record.main_grad.__class__ = shown
 
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""

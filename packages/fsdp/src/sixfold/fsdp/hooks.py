@@ -82,7 +82,8 @@ def install(engine: Engine) -> list[Any]:
     for unit in engine.units:
         if unit.index and unit.buffers:
             call = _UnitCall(engine, unit)
-            handles.append(unit.module.register_forward_pre_hook(call.before))
+            # Before the module's own hooks: those of weight_norm, spectral_norm and prune read its weights.
+            handles.append(unit.module.register_forward_pre_hook(call.before, prepend=True))
             handles.append(unit.module.register_forward_hook(call.after, always_call=True))
         if unit.trainable is not None:
             for record in unit.trainable.records:

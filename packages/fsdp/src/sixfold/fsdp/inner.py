@@ -44,7 +44,7 @@ class RootCall(Hook):
         if self.engine.in_call or self.engine.failed is not None:
             self.engine.alive()
             return None
-        self._contexts[-1] = self.engine.begin_call(None)
+        self._contexts[:] = [self.engine.begin_call(None, by_hook=True)]  # interrupted calls took nothing back
         if self._cast_to is None:
             return None
         return cast_floating(args, self._cast_to), cast_floating(kwargs, self._cast_to)
@@ -176,13 +176,12 @@ def refuse_changed_parameters(engine: Engine) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():  # a plain attribute costs 80 ns, a guarded one a microsecond
         for place, name, parameter, version in engine.registered:
-            if place.get(name) is not parameter:
+            guard = guard_of(parameter)  # torch.utils.swap_tensors takes it away
+            if place.get(name) is not parameter or guard is None:
                 record = engine.records[parameter]
                 raise FsdpError(
                     f"{record.name} is no longer the Parameter that was wrapped; change the module before wrapping",
                     unit=record.buffer.unit,
                 )
             if parameter._version != version:
-                guard = guard_of(parameter)
-                assert guard is not None, f"{name} has no guard"
                 raise guard.error("it was written to in place", f"the next gather undoes that. {LOAD}")

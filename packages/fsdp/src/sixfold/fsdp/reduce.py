@@ -171,7 +171,8 @@ class Reduction:
                     total = outer(lambda work: self._wait(work, name, "reduce"))
                 if self._divisor is not None:
                     total.div_(self._divisor)
-                buffer.add_result(total, had)
+                with torch._C.DisableTorchFunctionSubclass():
+                    buffer.add_result(total, had)
                 event = self._stream.mark()
             self._stream.join(event)
             if buffer.pool_slot is not None:

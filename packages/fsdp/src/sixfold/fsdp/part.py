@@ -1,0 +1,55 @@
+"""The gradient of a part of a parameter, as the user finds it on a main parameter.
+
+    buffer.py --> main.grad is a ShardGradient (this file) --> torch's clip_grad_norm_: FsdpError
+
+A norm over main gradients is one rank's part of a norm. Adding such norms up over ranks is right, so only torch's
+function that scales by one is refused. engine.py gives gradients Tensor's own class for the length of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.errors import FsdpError
+
+_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "vector_norm", "norm"})
+
+
+class ShardGradient(Tensor):
+    """A part of a main gradient, between backward and step: torch's ``clip_grad_norm_`` raises, all else is a Tensor's.
+
+    Its norm would be that of one rank's part, and each rank would scale by another factor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _NORMS and _in_torchs_clip():
+            raise FsdpError(
+                "torch's clip_grad_norm_ is given main parameters of a sharded model, and would take the norm of this "
+                "rank's part alone; use model.clip_grad_norm_(), which sums over ranks",
+                op="reduce",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+
+def _in_torchs_clip() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,84 @@
+"""A net in the hands of a user: plain, or wrapped. What is done to one is done to the other.
+
+test_uses.py, test_uses_refused.py, test_torch_optimizers.py --> World (this file)
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from fsdp_helpers import Block, batch, loss_of, make_adamw
+from torch import nn
+
+from sixfold.fsdp import fully_shard, fully_shard_optimizer
+
+WIDTH = 13
+SETTINGS = {
+    "no units": {},
+    "zero-3": {"fsdp_unit_modules": [Block, nn.Embedding]},
+    "zero-1": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "optim"},
+    "zero-0": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "no_shard"},
+}
+
+
+class Net(nn.Module):
+    """Embedding and blocks are units, norm and head are the root's. ``special`` runs in the middle of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, hidden=19 + 4 * i) for i in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 17, bias=False)
+        self.special = None
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) if not tokens.is_floating_point() else tokens
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.special(self, x) if self.special is not None else self.head(x)
+
+
+class World:
+    """``call`` is the net itself, or the wrapper; ``net`` is the inner module in both."""
+
+    def __init__(self, options, make_optimizer=make_adamw):
+        torch.manual_seed(0)
+        self.net = Net()
+        self.call = self.net
+        if options is not None:
+            self.call = fully_shard(self.net, **options)
+        self.optimizer = make_optimizer(list(self.net.parameters()))
+        self.wrapped = options is not None
+        if self.wrapped:
+            fully_shard_optimizer(self.optimizer, self.call)
+
+    def loss(self, step, call=None):
+        return loss_of((self.call if call is None else call)(batch(step, 0, 0)), batch(step, 0, 0))
+
+    def train(self, steps=1, first=0, call=None):
+        for step in range(first, first + steps):
+            self.loss(step, call).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def held(self):
+        """Parameters that the optimizer holds."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def weights(self):
+        return self.call.full_state_dict() if self.wrapped else self.net.state_dict()
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """``gc.collect()`` inside looks at what was made inside: the heap of a whole test run takes it a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

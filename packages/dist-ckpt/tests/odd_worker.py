@@ -1,6 +1,7 @@
 """A worker with something odd about it, for tests.
 
 python odd_worker.py slow:PAUSE_S <arguments of the worker>             each write of a file takes a while
+python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
 """
 
@@ -10,9 +11,14 @@ import signal
 import sys
 import time
 
-from sixfold.dist_ckpt import _worker
-
 kind, _, what = sys.argv.pop(1).partition(":")
+while kind == "late" and time.process_time() < float(what):
+    pass
+
+from sixfold.dist_ckpt import _worker  # noqa: E402 - as late as the worker
+
+if kind == "late":
+    _worker.main()
 place, _, count = (what if kind == "dies" else f"storage._write_at:{what}").partition(":")
 module_name, name = place.split(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

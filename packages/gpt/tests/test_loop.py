@@ -87,8 +87,14 @@ def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_
     assert lines(config, "end")[0]["reason"] == "error"
 
 
-def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at_the_end(tmp_path):
-    runs = {}
+def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at_the_end(tmp_path, monkeypatch):
+    runs, waits, wait = {}, [], dist_ckpt.AsyncSave.wait
+
+    def waiting(handle, *deadline):
+        waits.append(deadline)
+        wait(handle, *deadline)
+
+    monkeypatch.setattr(dist_ckpt.AsyncSave, "wait", waiting)
     for mode in ("true", "false"):
         config = tiny_config(
             tmp_path, "checkpoint.every=1", "checkpoint.keep=9", f"checkpoint.background={mode}", run=mode
@@ -98,13 +104,17 @@ def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at
         root = Path(config.run.dir) / "checkpoints"
         runs[mode] = [dist_ckpt.load_plain_tensors(path) for _, path in dist_ckpt.retention.checkpoints(root)]
     assert len(runs["true"]) == len(runs["false"]) == 4
+    assert waits == [()] * 3, "however long it takes: it ends of itself when it stands still"
     for background, plain in zip(runs["true"], runs["false"], strict=True):
         assert background.keys() == plain.keys()
         assert all(torch.equal(background[key], plain[key]) for key in plain)
 
 
+SIZES = ("train.steps=2", "train.global_batch_size=80", "train.micro_batch_size=80")
+
+
 def test_the_start_line_says_the_order_and_how_often_each_dataset_is_read(tmp_path):
-    config = tiny_config(tmp_path, "train.steps=2", "train.global_batch_size=80", "data.split='100,0,0'")
+    config = tiny_config(tmp_path, *SIZES, "data.split='100,0,0'")
     train(config)
     [start] = lines(config, "start")
     assert start["order"] == "stateless"

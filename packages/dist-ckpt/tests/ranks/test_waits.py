@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,22 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
     assert 0.1 < inside[0] < 0.35
     assert [handle.progress() for _ in range(3)] == [1.0] * 3
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 2}
+
+
+def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_its_start_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "late:3"))
+    with background.AsyncSaver(group=None, timeout_s=2.0) as saver:
+        handle = saver.save({"it": 1}, tmp_path / "c")
+        time.sleep(2.5)
+        assert not handle.done(), "its deadline has passed, and it still starts"
+        saver._flight._job = replace(saver._flight._job, timeout_s=60.0)  # a busy disk may stand still for seconds
+        handle.wait(60)
+    with background.AsyncSaver(group=None, timeout_s=1.0) as saver:
+        handle = saver.save({"it": 2}, tmp_path / "c")
+        os.kill(handle.worker_pid, signal.SIGSTOP)
+        with pytest.raises(LostPeerError, match="the worker of rank 0 hangs and was killed"):
+            handle.wait(10)
+    assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
 
 
 def test_messages_of_any_size_pass_a_channel_whole_and_in_order():

@@ -292,6 +292,14 @@ class _Worker:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    def processor_ticks(self) -> int:
+        """Processor time that it has used, in clock ticks; 0 if it is gone."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0
+        return int(fields[11]) + int(fields[12])  # utime and stime of proc(5), counted from the state on
+
     def stop(self) -> None:
         """Close the connection, which ends it, and see that it does."""
         self.channel.close()
@@ -320,6 +328,7 @@ class _Flight:
         self.target = Path(job.ticket.target)
         self._gauge, self._still = worker.gauge, control.Stillness()
         self._gauge.reset()
+        self._idle_moves = self._gauge.moves
         self._worker.channel.look_s = job.beat_s
         self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
         self._thread.start()
@@ -365,8 +374,10 @@ class _Flight:
         return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
 
     def _moves_on(self, steps: float) -> bool:
-        """Whether the worker's count has moved lately; shows it, and that this rank lives, to the other ranks."""
+        """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
         moves = self._gauge.moves
+        if moves == self._idle_moves:  # it imports torch, or takes the job apart
+            moves += self._worker.processor_ticks()
         self._gauge.hear()
         if self._sign is not None:
             self._sign.beat(moves)

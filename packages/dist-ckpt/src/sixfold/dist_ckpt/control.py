@@ -13,7 +13,8 @@ writes a counter there each second. A rank whose lock is free is dead. Where loc
 its worker: it puts the record or the outcome that a dead worker cannot put.
 
 [Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
-it writes in its gauge, which its trainer sees, and the trainer shows the count beside its sign of life. The first
+it writes in its gauge, which its trainer sees, and the trainer shows the count beside its sign of life. Until a worker
+counts, its processor time is the count: it may take a minute to import torch on a busy machine. The first
 rank's worker counts what it sees move in the ranks that it waits for, so that its own count moves as long as the
 save does: that one number is what all others look at.
 

@@ -154,13 +154,16 @@ class Run:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for the newest save, say that it is there, and drop what retention says."""
+        """Wait for the newest save, say that it is there, and drop what retention says.
+
+        A save that goes on, however slowly, is waited for; one that stands still ends by its own deadline.
+        """
         if self._saved is None:
             return
         (step, blocked, handle), self._saved = self._saved, None
         if handle is not None:
             with wire_errors(f"save of step {step}"):
-                handle.wait(self.config.run.timeout_seconds)
+                handle.wait()
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
             retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)

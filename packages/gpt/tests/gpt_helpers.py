@@ -42,7 +42,7 @@ background = false  # its worker takes a second to start
 [run]
 dir = "{run}"
 device = "cpu"
-timeout_seconds = 30
+timeout_seconds = 120
 """
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import PrefixStore
 
 import ranktest
 from sixfold import dist_ckpt
@@ -27,11 +30,35 @@ def train_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str
     return result.step, result.loss, result.reason
 
 
-def run(config: TrainConfig, ranks: int, **options: Any) -> list[tuple[int, float | None, str] | None]:
+JOB_S = 150.0  # ends what hangs and nothing else: longer than the deadline of the tiny configuration
+
+
+def train_all(rank: int, ranks: int, texts: list[str]) -> None:
+    """One rank of several jobs, one after the other."""
+    for number, text in enumerate(texts):
+        world = world_of(rank, ranks)
+        # A job has a store of its own: nothing that it leaves there is another's.
+        store = world.store and PrefixStore(f"job-{number}", world.store)
+        train_in(TrainConfig.from_text(text), replace(world, store=store))
+
+
+def run_all(configs: Iterable[tuple[int, TrainConfig]]) -> None:
+    """Train each configuration on its number of ranks; those of one number in one job, which saves starting it."""
+    texts: dict[int, list[str]] = {}
+    for ranks, config in configs:
+        texts.setdefault(ranks, []).append(config.to_toml())
+    for ranks, jobs in texts.items():
+        if ranks == 1:
+            train_all(0, 1, jobs)
+        else:
+            ranktest.run_ranks(train_all, ranks, jobs, timeout=JOB_S)
+
+
+def run(config: TrainConfig, ranks: int) -> list[tuple[int, float | None, str] | None]:
     """Train on ``ranks`` ranks; one rank runs in this process."""
     if ranks == 1:
         return [train_rank(0, 1, config.to_toml())]
-    return ranktest.run_ranks(train_rank, ranks, config.to_toml(), **options)
+    return ranktest.run_ranks(train_rank, ranks, config.to_toml(), timeout=JOB_S)
 
 
 def lines(config: TrainConfig, kind: str) -> list[dict[str, Any]]:

@@ -84,6 +84,13 @@ ON_NODE = SRUN | {"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}
         # srun --gpus-per-task=2 with two tasks on a node of four: each has two of its own.
         (ON_NODE | {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "2,3"}, 2, 0),
         (ON_NODE | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "2,3"}, 2, 0),
+        # srun --gpus-per-task=1 --gpu-bind=none: binding is switched off, every task sees all.
+        (ON_NODE | {"SLURM_GPUS_PER_TASK": "1"}, 4, 3),
+        (ON_NODE | {"SLURM_GPUS_PER_TASK": "volta:1", "SLURM_LOCALID": "2"}, 4, 2),
+        # One task on the node, with all of its devices; a node list of types.
+        (ON_NODE | {"SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "volta:3,kepler:1"}, 4, 0),
+        # Who says nothing of the node: what was asked for is a task's own.
+        (without(ON_NODE, "SLURM_GPUS_ON_NODE") | {"SLURM_GPUS_PER_TASK": "a100:2"}, 2, 0),
         # A batch script's own CUDA_VISIBLE_DEVICES, the same two devices for both tasks: not fewer than the node has.
         (ON_NODE | {"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1),
     ],
@@ -128,6 +135,13 @@ def test_srun_meets_at_the_first_host_of_the_step_and_a_port_of_the_job():
     assert found.url == "tcp://gpu07:23456"
     assert launch.detect(without(SRUN, "SLURM_STEP_NODELIST")).url == "tcp://gpu01:23456"
     assert launch.detect(SRUN | {"MASTER_PORT": "4000"}).url == "tcp://gpu07:4000"
+
+
+def test_two_steps_of_a_job_on_one_host_and_the_next_job_meet_at_ports_of_their_own():
+    places = [SRUN | {"SLURM_STEP_ID": str(step)} for step in range(8)]
+    places.append(SRUN | {"SLURM_JOB_ID": str(int(SRUN["SLURM_JOB_ID"]) + 1), "SLURM_STEP_ID": "0"})
+    assert len({launch.detect(place).url for place in places}) == 9
+    assert launch.detect(places[0]).url == launch.detect(SRUN).url
 
 
 def test_a_batch_script_alone_is_no_launcher():

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 from gpt_helpers import tiny_config
@@ -43,9 +42,21 @@ def asked_at(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps that nobody stops: its losses, and (step, loss) of its evaluations."""
+    config = tiny_config(tmp_path_factory.mktemp("whole"), *EVALUATED)
+    train(config)
+    return losses(config), evaluations(config)
+
+
+def evaluations(config):
+    return [(entry["step"], entry["loss"]) for entry in lines(config, "eval")]
+
+
 @pytest.mark.parametrize(("where", "number", "batches"), [("step", 2, 4), ("batch", 5, 6)])
 def test_sigterm_saves_at_once_and_the_next_start_evaluates_what_was_left_out(
-    tmp_path, asked_at, monkeypatch, where, number, batches
+    tmp_path, asked_at, monkeypatch, whole, where, number, batches
 ):
     config = tiny_config(tmp_path, *EVALUATED)
     calls = asked_at(where, number)
@@ -55,12 +66,7 @@ def test_sigterm_saves_at_once_and_the_next_start_evaluates_what_was_left_out(
     assert [entry["step"] for entry in lines(config, "eval")] == [1]
     monkeypatch.undo()
     assert train(config).reason == "finished"
-    whole = tiny_config(tmp_path, *EVALUATED, run="whole")
-    train(whole)
-    assert losses(config) == losses(whole)
-    assert [(e["step"], e["loss"]) for e in lines(config, "eval")] == [
-        (e["step"], e["loss"]) for e in lines(whole, "eval")
-    ]
+    assert (losses(config), evaluations(config)) == whole
 
 
 def test_an_evaluation_that_is_there_is_not_repeated_at_the_next_start(tmp_path):
@@ -83,21 +89,27 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
 
 
 def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeypatch):
-    config = tiny_config(tmp_path, "run.timeout_seconds=1")
-    free, reading = threading.Event(), loop.TokenStream.step
+    config = tiny_config(tmp_path)
+    free, reading, result = threading.Event(), loop.TokenStream.step, loop.Ahead.result
+    hangs, limits = threading.Event(), []
     monkeypatch.setattr(loop, "CLOSE_S", 0.1)
 
     def hanging(self, samples, *args):
         if samples == 16:
+            hangs.set()
             free.wait()
         return reading(self, samples, *args)
 
+    def soon(self, seconds):  # a deadline that healthy reads of a busy machine meet, and that is not waited for
+        limits.append(seconds)
+        return result(self, 0.2 if hangs.is_set() else seconds)
+
     monkeypatch.setattr(loop.TokenStream, "step", hanging)
-    began = time.monotonic()
-    with pytest.raises(TrainError, match=r"step 2: rank 0 did not read its data within 1 s"):
+    monkeypatch.setattr(loop.Ahead, "result", soon)
+    with pytest.raises(TrainError, match=r"step 2: rank 0 did not read its data within 120 s"):
         train(config)
     free.set()
-    assert time.monotonic() - began < 5
+    assert limits == [120.0] * 3
     assert [entry["step"] for entry in lines(config, "step")] == [1, 2]
 
 

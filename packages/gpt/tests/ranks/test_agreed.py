@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpt_helpers import tiny_config
-from run_helpers import final_tensors, lines, run, train_rank
+from run_helpers import JOB_S, final_tensors, lines, run, train_rank
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
@@ -30,9 +30,9 @@ def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tupl
 
 def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):
     first = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1")
-    run(first, 2)
+    run(first, 1)
     config = tiny_config(tmp_path, "train.steps=3", "checkpoint.every=1")
-    found = ranktest.run_ranks(late_rank, 2, config.to_toml(), (1,))
+    found = ranktest.run_ranks(late_rank, 2, config.to_toml(), (1,), timeout=JOB_S)
     assert [step for step, _, _ in found] == [3, 3]
     assert [entry["step"] for entry in lines(config, "resume")] == [2]
     assert final_tensors(config)
@@ -40,11 +40,11 @@ def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):
 
 def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
     source = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1", run="source")
-    run(source, 2)
+    run(source, 1)
     options = ("train.steps=1", f"checkpoint.init_from={source.run.dir}")
     alone, late = (tiny_config(tmp_path, *options, run=name) for name in ("alone", "late"))
     run(alone, 1)
-    ranktest.run_ranks(late_rank, 2, late.to_toml(), (1,))
+    ranktest.run_ranks(late_rank, 2, late.to_toml(), (1,), timeout=JOB_S)
     assert lines(late, "step")[0]["loss"] == pytest.approx(lines(alone, "step")[0]["loss"], rel=1e-6)
 
 
@@ -59,7 +59,7 @@ def hidden_rank(rank: int, ranks: int, text: str) -> None:
 def test_a_rank_that_never_sees_the_chosen_checkpoint_is_named_within_the_deadline(tmp_path):
     run(tiny_config(tmp_path, "train.steps=1"), 1)
     with pytest.raises(ranktest.RankFailed, match=r"rank 1 does not see .*step-00000001, which rank 0 chose"):
-        ranktest.run_ranks(hidden_rank, 2, tiny_config(tmp_path, "train.steps=2").to_toml())
+        ranktest.run_ranks(hidden_rank, 2, tiny_config(tmp_path, "train.steps=2").to_toml(), timeout=JOB_S)
 
 
 def odd_rank(rank: int, ranks: int, text: str) -> None:
@@ -69,7 +69,7 @@ def odd_rank(rank: int, ranks: int, text: str) -> None:
 def test_ranks_with_different_configurations_are_refused_with_the_key(tmp_path):
     config = tiny_config(tmp_path, "train.steps=1")
     with pytest.raises(ranktest.RankFailed, match=r"optimizer\.lr is 0\.003 on rank 0 and 0\.004 on rank 1"):
-        ranktest.run_ranks(odd_rank, 2, config.to_toml())
+        ranktest.run_ranks(odd_rank, 2, config.to_toml(), timeout=JOB_S)
 
 
 def rank_on_a_full_disk(rank: int, ranks: int, text: str) -> None:
@@ -86,11 +86,11 @@ def rank_on_a_full_disk(rank: int, ranks: int, text: str) -> None:
 
 
 def test_a_disk_that_is_full_on_one_rank_ends_the_run_and_leaves_the_older_checkpoint_whole(tmp_path):
-    config = tiny_config(tmp_path, "train.steps=6", "checkpoint.every=2")
+    config = tiny_config(tmp_path, "train.steps=5", "checkpoint.every=2")
     with pytest.raises(ranktest.RankFailed, match=r"File too large: this rank needs \d+ bytes.*run/checkpoints"):
-        ranktest.run_ranks(rank_on_a_full_disk, 2, config.to_toml())
+        ranktest.run_ranks(rank_on_a_full_disk, 2, config.to_toml(), timeout=JOB_S)
     assert [step for step, _ in retention.checkpoints(Path(config.run.dir) / "checkpoints")] == [2]
     assert lines(config, "end")[-1]["reason"] == "error"
     assert [entry["step"] for entry in lines(config, "save")] == [2]
-    assert run(config, 2)[0][0] == 6
+    assert run(config, 2)[0][0] == 5
     assert [entry["step"] for entry in lines(config, "resume")] == [2]

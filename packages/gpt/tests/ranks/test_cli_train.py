@@ -38,7 +38,7 @@ def test_sigterm_to_the_command_saves_the_step_at_hand_and_is_143(config_file, t
     try:
         wait_for_steps(tmp_path / "run", 2)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert (process.returncode, out) == (143, ""), err

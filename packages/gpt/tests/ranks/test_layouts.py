@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from gpt_helpers import plain_losses, plain_run, tiny_config
-from run_helpers import assert_same_tensors, final_tensors, lines, losses, run, train_rank
+from run_helpers import JOB_S, assert_same_tensors, final_tensors, lines, losses, run, run_all, train_rank
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold import dist_ckpt
+from sixfold.gpt import TrainConfig
 from sixfold.gpt.loop import Run
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -41,10 +42,18 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run of every layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    found = {layout: tiny_config(folder, *layout[1], run=f"run{n}") for n, layout in enumerate(LAYOUTS)}
+    run_all((ranks, config) for (ranks, _), config in found.items())
+    return found
+
+
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
-def test_losses_and_norms_do_not_depend_on_the_layout(tmp_path, ranks, overrides):
-    config = tiny_config(tmp_path, *overrides)
-    run(config, ranks)
+def test_losses_and_norms_do_not_depend_on_the_layout(trained, ranks, overrides):
+    config = trained[ranks, overrides]
     expected_losses, expected_norms = zip(*plain_run(config, 4), strict=True)
     assert min(expected_norms) > config.train.clip_grad, "a norm that clips nothing would hide a wrong one"
     assert losses(config) == pytest.approx(expected_losses, rel=1e-6)
@@ -77,27 +86,40 @@ def test_initial_weights_of_stages_are_bitwise_those_of_the_whole_model(tmp_path
 INTERLEAVED = ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.stages_per_rank=2")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides"),
-    [
-        (1, ("train.precision=bf16",)),
-        (2, ("train.precision=bf16", "parallel.pp=2")),
-        (2, ("train.precision=bf16", *INTERLEAVED)),
-        (2, ("train.precision=bf16", "parallel.sharding=optim_grads_params")),
-        (2, ("train.precision=fp32", "parallel.sharding=optim_grads_params")),
-        (2, ("train.precision=bf16", "parallel.sharding=optim")),
-    ],
-    ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v),
-)
-def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path, ranks, overrides):
-    options = ("checkpoint.every=2", *overrides)
-    whole = tiny_config(tmp_path, *options, run="whole")
-    run(whole, ranks)
-    cut = tiny_config(tmp_path, *options, run="cut")
-    shutil.copytree(whole.run.dir, cut.run.dir)
-    # As if the run had died after the checkpoint of step 2.
-    shutil.rmtree(dist_ckpt.retention.step_path(Path(cut.run.dir) / "checkpoints", 4))
-    run(cut, ranks)
+RESUMED = [
+    (1, ("train.precision=bf16",)),
+    (2, ("train.precision=bf16", "parallel.pp=2")),
+    (2, ("train.precision=bf16", *INTERLEAVED)),
+    (2, ("train.precision=bf16", "parallel.sharding=optim_grads_params")),
+    (2, ("train.precision=fp32", "parallel.sharding=optim_grads_params")),
+    (2, ("train.precision=bf16", "parallel.sharding=optim")),
+]
+
+
+@pytest.fixture(scope="module")
+def whole_and_cut(tmp_path_factory):
+    """Of every layout a run that never stopped, and one that went on after the checkpoint of step 2."""
+    folder = tmp_path_factory.mktemp("resumed")
+
+    def configs(name: str) -> list[TrainConfig]:
+        return [
+            tiny_config(folder, "checkpoint.every=2", *options, run=f"{name}{n}")
+            for n, (_, options) in enumerate(RESUMED)
+        ]
+
+    ranks, wholes, cuts = [ranks for ranks, _ in RESUMED], configs("whole"), configs("cut")
+    run_all(zip(ranks, wholes, strict=True))
+    for whole, cut in zip(wholes, cuts, strict=True):
+        shutil.copytree(whole.run.dir, cut.run.dir)
+        # As if the run had died after the checkpoint of step 2.
+        shutil.rmtree(dist_ckpt.retention.step_path(Path(cut.run.dir) / "checkpoints", 4))
+    run_all(zip(ranks, cuts, strict=True))
+    return dict(zip(RESUMED, zip(wholes, cuts, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), RESUMED, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(whole_and_cut, ranks, overrides):
+    whole, cut = whole_and_cut[ranks, overrides]
     assert [entry["step"] for entry in lines(cut, "resume")] == [2]
     assert losses(cut)[4:] == losses(whole)[2:]
     assert_same_tensors(final_tensors(whole), final_tensors(cut))
@@ -117,9 +139,9 @@ def killed_after_save(rank: int, ranks: int, text: str) -> None:
 
 
 def test_killed_as_a_pipeline_and_resumed_as_sharded_data_parallel(tmp_path):
-    config = tiny_config(tmp_path, "parallel.pp=2", "checkpoint.every=2", "run.timeout_seconds=8")
+    config = tiny_config(tmp_path, "parallel.pp=2", "checkpoint.every=2")
     with pytest.raises(ranktest.RankFailed, match="rank 1"):
-        ranktest.run_ranks(killed_after_save, 2, config.to_toml(), timeout=60)
+        ranktest.run_ranks(killed_after_save, 2, config.to_toml(), timeout=JOB_S)
     assert len(losses(config)) == 3
     resumed = replace(config, parallel=replace(config.parallel, pp=1, dp=2))
     assert run(resumed, 2)[0][0] == 4

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpt_helpers import tiny_config
+from run_helpers import JOB_S
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
@@ -33,7 +34,7 @@ def losses(config):
 def test_an_index_is_built_in_shares_and_read_by_all(order, tmp_path):
     options = (f"data.order={order}", "train.steps=2")
     config = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/shared", run="shared")
-    built = ranktest.run_ranks(train_rank, 2, config.to_toml())
+    built = ranktest.run_ranks(train_rank, 2, config.to_toml(), timeout=JOB_S)
     assert sum(built) == 4, "two datasets in two parts"
     assert min(built) >= 1
     alone = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/alone", run="alone")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from gpt_helpers import tiny_config
-from run_helpers import lines, losses, world_of
+from run_helpers import JOB_S, lines, losses, world_of
 from torch import nn
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
-from sixfold.gpt import TrainConfig
+from sixfold.gpt import ConfigError, TrainConfig
 from sixfold.gpt.loop import train_in
 
 
@@ -60,7 +60,7 @@ def told(rank: int, ranks: int, text: str) -> list[tuple]:
 
 def test_a_provider_is_told_which_stage_it_builds_and_with_which_layers(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=4", "train.steps=1")
-    assert ranktest.run_ranks(told, 4, config.to_toml()) == [
+    assert ranktest.run_ranks(told, 4, config.to_toml(), timeout=JOB_S) == [
         [(True, False, 0, 0, range(1), 4)],
         [(False, False, 0, 1, range(1, 2), 4)],
         [(False, False, 0, 2, range(2, 3), 4)],
@@ -79,8 +79,27 @@ def same_names(rank: int, ranks: int, text: str) -> None:
 
 def test_stages_of_a_provider_that_share_a_name_are_refused_before_the_first_step(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=2")
-    with pytest.raises(ranktest.RankFailed, match=r"layers\.0\.mix\.bias is a parameter of stage 0 and of stage 1"):
-        ranktest.run_ranks(same_names, 2, config.to_toml())
+    with pytest.raises(ranktest.RankFailed, match=r"layers\.0\.mix\.bias is a name of stage 0 and of stage 1"):
+        ranktest.run_ranks(same_names, 2, config.to_toml(), timeout=JOB_S)
+
+
+def same_buffers(rank: int, ranks: int, text: str) -> str:
+    """A provider of two stages on each rank, each with a buffer of one name."""
+
+    def provider(pre_process, post_process, vp_stage, *, stage, layers):
+        made = Decoder(pre_process, post_process, layers, [])
+        made.register_buffer("frequencies", torch.ones(3))
+        return made
+
+    with pytest.raises(ConfigError, match="or register a buffer") as error:
+        train_in(TrainConfig.from_text(text), world_of(rank, ranks), provider)
+    return str(error.value)
+
+
+def test_stages_that_share_the_name_of_a_buffer_are_refused_before_a_checkpoint_lacks_one(tmp_path):
+    config = tiny_config(tmp_path, "parallel.pp=2", "parallel.schedule=looped_bfs", "parallel.stages_per_rank=2")
+    for text in ranktest.run_ranks(same_buffers, 2, config.to_toml(), timeout=JOB_S):
+        assert text.startswith("frequencies is a name of stage 0 and of stage 1 of the model_provider")
 
 
 def modes_seen(rank: int, ranks: int, text: str) -> tuple[list[bool], list[bool]]:
@@ -101,9 +120,9 @@ def modes_seen(rank: int, ranks: int, text: str) -> tuple[list[bool], list[bool]
 def test_evaluation_runs_a_provider_in_eval_mode_and_gives_each_module_its_own_mode_back(tmp_path):
     options = ("parallel.pp=2", "train.steps=2", "eval.batches=1")
     plain = tiny_config(tmp_path, *options, run="plain")
-    ranktest.run_ranks(modes_seen, 2, plain.to_toml())
+    ranktest.run_ranks(modes_seen, 2, plain.to_toml(), timeout=JOB_S)
     config = tiny_config(tmp_path, *options, "eval.every=1")
-    for rank, (modes, after) in enumerate(ranktest.run_ranks(modes_seen, 2, config.to_toml())):
+    for rank, (modes, after) in enumerate(ranktest.run_ranks(modes_seen, 2, config.to_toml(), timeout=JOB_S)):
         assert modes == [*[True] * 4, *[False] * 4] * 2
         assert after == [False, True, *[True] * rank]
     assert len(lines(config, "eval")) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpt_helpers import tiny_config
-from run_helpers import assert_same_tensors, final_tensors, run, train_rank
+from run_helpers import JOB_S, assert_same_tensors, final_tensors, run, train_rank
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
@@ -29,7 +29,7 @@ def drawing_rank(rank: int, ranks: int, text: str) -> int:
 def drawn_by(ranks, config):
     if ranks == 1:
         return [drawing_rank(0, 1, config.to_toml())]
-    return ranktest.run_ranks(drawing_rank, ranks, config.to_toml())
+    return ranktest.run_ranks(drawing_rank, ranks, config.to_toml(), timeout=JOB_S)
 
 
 # Matrices of many blocks, so that the block that two shards share weighs little.

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from gpt_helpers import tiny_config
-from run_helpers import world_of
+from run_helpers import JOB_S, world_of
 
 import ranktest
 from sixfold.gpt import cli
@@ -31,7 +31,7 @@ def deadlines(rank, ranks, parallel):
     "parallel", [ParallelConfig(pp=2, dp=2), ParallelConfig(dp=4, dp_replicate=2)], ids=["pp2dp2", "hsdp"]
 )
 def test_every_group_of_a_mesh_has_the_deadline_of_the_run(parallel):
-    assert ranktest.run_ranks(deadlines, 4, parallel) == [{7.0}] * 4
+    assert ranktest.run_ranks(deadlines, 4, parallel, timeout=JOB_S) == [{7.0}] * 4
 
 
 def test_a_stopped_rank_ends_the_run_within_its_deadline_and_is_named(tmp_path, capsys):

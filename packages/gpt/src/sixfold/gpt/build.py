@@ -177,19 +177,20 @@ def _taken_by(provider: ModelProvider, which: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
-    """A provider's stages have names of their own: a checkpoint knows a parameter by its name alone.
+    """A provider's stages have names of their own: a checkpoint knows a parameter or buffer by its name alone.
 
     Raises:
         ConfigError: on all ranks: the name and both stages.
     """
-    mine = [name for name, _ in container.named_parameters()]
+    mine = [name for name, kept in container.state_dict(keep_vars=True).items() if torch.is_tensor(kept)]
     stage_of: dict[str, int] = {}
     named = {name for names in gather(mesh.control, mesh.size, mine) for name in names}
     for stage, name in sorted((int(name.partition(".")[0]), canonical(name)) for name in named):
         if stage_of.setdefault(name, stage) != stage:
             raise ConfigError(
-                f"{name} is a parameter of stage {stage_of[name]} and of stage {stage} of the model_provider; let it "
-                f"take the arguments stage and layers, and name parameters by global layer numbers"
+                f"{name} is a name of stage {stage_of[name]} and of stage {stage} of the model_provider; let it take "
+                f"the arguments stage and layers, and name what it keeps by global layer numbers, or register a buffer "
+                f"that can be computed anew with persistent=False"
             )
 
 

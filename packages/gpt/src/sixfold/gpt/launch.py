@@ -6,9 +6,10 @@ The one place of the package that reads a launcher's variables and that makes or
 process without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
 
 [Note: which GPU is a rank's] torchrun and our own ranks show every rank all devices: the local rank counts. srun may
-bind (``--gpus-per-task``, ``--gpu-bind``): a task then sees fewer devices than its step has on the node, and they are
-its own, the first of them is its device. A single visible device is taken in either case; that no two ranks share
-one, and that all have one or none, is checked when they meet.
+bind (``--gpus-per-task``, ``--gpu-bind``): a task then sees fewer devices than its step has on the node, or no more
+than it asked for, and they are its own, the first of them is its device. ``--gpu-bind=none`` beside ``--gpus-per-task``
+shows all to all. A single visible device is taken in either case; that no two ranks share one, and that all have one
+or none, is checked when they meet.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Rendezvous:
         launcher: "torchrun", "srun" or "sixfold".
         url: ``tcp://host:port``, ``env://`` (torchrun's agent may host the store) or ``file:///path``.
         gpus_on_node: what srun says this machine has for the job step; 0 where nobody says.
-        own_gpus: srun was asked to give each task GPUs of its own.
+        gpus_per_task: what srun was asked to give each task; 0 where it was not.
     """
 
     launcher: str
@@ -55,7 +56,7 @@ class Rendezvous:
     local_rank: int
     url: str
     gpus_on_node: int = 0
-    own_gpus: bool = False
+    gpus_per_task: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.launcher}, {self.url})"
@@ -99,7 +100,7 @@ def detect(environ: Mapping[str, str]) -> Rendezvous | None:
         rank, local = _number(environ, "SLURM_PROCID"), _optional(environ, "SLURM_LOCALID", 0)
         found = _checked("srun", rank, tasks, local, _slurm_url(environ))
         on_node = _optional(environ, "SLURM_GPUS_ON_NODE", 0)
-        return replace(found, gpus_on_node=on_node, own_gpus="SLURM_GPUS_PER_TASK" in environ)
+        return replace(found, gpus_on_node=on_node, gpus_per_task=_gpus_per_task(environ))
     if "RANK" in environ and _optional(environ, "WORLD_SIZE", 1) > 1:
         missing = ", ".join(name for name in TORCHRUN if name not in environ)
         raise ConfigError(
@@ -138,6 +139,12 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"{name} is {environ[name]!r}; its launcher sets it to a whole number") from error
 
 
+def _gpus_per_task(environ: Mapping[str, str]) -> int:
+    """SLURM_GPUS_PER_TASK looks like ``2`` or ``volta:3,kepler:1``; 0 where it is not set."""
+    parts = environ.get("SLURM_GPUS_PER_TASK", "0").split(",")
+    return sum(_number({"SLURM_GPUS_PER_TASK": part.rpartition(":")[2]}, "SLURM_GPUS_PER_TASK") for part in parts)
+
+
 def _slurm_url(environ: Mapping[str, str]) -> str:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     hosts = expand_hosts(nodes)
@@ -148,7 +155,9 @@ def _slurm_url(environ: Mapping[str, str]) -> str:
     if "MASTER_PORT" in environ:
         port = _number(environ, "MASTER_PORT")
     else:
-        port = 20000 + (_number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0) % 20000
+        # Steps of one job run side by side on one host; the factor keeps them apart from the jobs numbered next.
+        job, step = _optional(environ, "SLURM_JOB_ID", 0), _optional(environ, "SLURM_STEP_ID", 0)
+        port = 20000 + (job + 1009 * step) % 20000
     return f"tcp://{hosts[0]}:{port}"
 
 
@@ -191,7 +200,8 @@ def device_index(rendezvous: Rendezvous | None, visible: int) -> int:
         return 0
     local_rank = rendezvous.local_rank
     if rendezvous.launcher == "srun":
-        if rendezvous.own_gpus or visible < rendezvous.gpus_on_node or (visible == 1 and not rendezvous.gpus_on_node):
+        alone = visible == 1 and not rendezvous.gpus_on_node
+        if alone or visible < rendezvous.gpus_on_node or visible <= rendezvous.gpus_per_task:
             return 0
     elif rendezvous.launcher == "torchrun" and visible == 1:
         return 0

@@ -94,6 +94,12 @@ def test_an_order_with_an_index_takes_no_changes_and_no_other_number_of_steps(or
         resume_changes(config_with(f"data.order={order}"), config_with(f"data.order={order}", "train.steps=200"))
 
 
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_an_order_with_an_index_has_no_blocks_of_documents(order):
+    with pytest.raises(ConfigError, match=r"data\.document_shuffle is 'block' .* = 'auto' works"):
+        config_with(f"data.order={order}", "data.document_shuffle=block")
+
+
 def test_a_resumed_run_may_change_the_blend_ahead_of_it_alone():
     past, future = "{at = 32, blend = ['data/wiki']}", "{at = 64, blend = ['data/code']}"
     both = config_with(f"data.changes=[{past}, {future}]")
@@ -141,6 +147,7 @@ def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, w
         "parallel.pp=2", "pipeline.lookahead=1", "fsdp.grad_sum=rank_order", "checkpoint.every=5", "eval.every=5",
         "log.every=5", "run.dir=elsewhere", "train.steps=200", "train.micro_batch_size=2", "train.recompute=full",
         "data.blend=['moved/wiki', 'moved/code']", "data.cache_dir=elsewhere", "train.batch_ramp=[[50, 32]]",
+        "data.document_shuffle=block", "data.max_epochs=0",
     ],
 )  # fmt: skip
 def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):

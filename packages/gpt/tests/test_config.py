@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 from config_helpers import MINIMAL, config_with, without, words_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sixfold.gpt.config import DataConfig, GPTConfig, TrainConfig
@@ -38,6 +38,8 @@ changes = []
 eod_mask_loss = false
 split = "98,2,0"
 order = "stateless"
+document_shuffle = "auto"
+max_epochs = 4.0
 document_mask = true
 cache_dir = ""
 tokenizer = ""
@@ -165,6 +167,7 @@ def test_to_toml_reads_back_as_the_same_configuration(overrides, tmp_path):
 @settings(max_examples=40)
 @given(name=st.text(min_size=1).filter(str.isprintable) | st.characters(codec="utf-8"), lr=st.floats(0, 1e300))
 def test_any_text_and_number_survives_to_toml(name, lr):
+    assume("://" not in name and not name.startswith("~"))  # refused in run.dir
     config = config_with()
     config = dataclasses.replace(
         config,

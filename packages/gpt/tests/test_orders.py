@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from gpt_helpers import plain_losses, tiny_config, write_pair
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig
 from sixfold.gpt import ConfigError, global_batches, train
-from sixfold.gpt.data import build_datasets, preflight
+from sixfold.gpt.data import build_datasets, continue_data, preflight
 
 CHANGES = "data.changes=[{{at = 16, weights = [0.0, 1.0]}}, {{at = 24, blend = ['{0}/wiki', '{0}/math']}}]"
 RUNS = {
@@ -87,6 +89,49 @@ def test_a_change_of_the_past_is_refused_when_the_run_is_resumed(tmp_path):
 def test_an_index_without_weights_that_is_too_short_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ConfigError, match=r"once, and 8000 are asked; give data\.weights"):
         train(config_of(tmp_path, "megatron", "data.weights=[]", "train.steps=1000"))
+
+
+def test_a_run_shuffled_in_blocks_goes_on_in_blocks_and_is_else_refused_by_the_key(tmp_path):
+    write_pair(tmp_path / "wiki", 2_500, 1)  # of 2,048 in a part the shuffles differ
+    whole, cut, other, more = (
+        tiny_config(tmp_path, f"data.document_shuffle={kind}", f"train.steps={steps}", run=run)
+        for kind, steps, run in (("block", 3, "whole"), ("block", 2, "cut"), ("auto", 3, "cut"), ("block", 3, "cut"))
+    )
+    train(cut)
+    with pytest.raises(ConfigError, match=r"is 'auto'.* wiki .*data\.document_shuffle = 'block' goes on"):
+        train(other)
+    train(more)
+    train(whole)
+    assert losses(more) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "remedy"),
+    [("0.1.0", "auto", "block"), ("0.1.0", "global", "block"), ("auto", "block", "auto"), ("global", "block", "auto")],
+)
+def test_documents_shuffled_in_another_way_are_refused_by_the_key_that_goes_on(then, now, remedy, tmp_path):
+    write_pair(tmp_path / "wiki", 2_500, 1)
+    was, config = (
+        tiny_config(tmp_path, f"data.document_shuffle={kind.replace('0.1.0', 'block')}") for kind in (then, now)
+    )
+    state = build_datasets(was)[0].state_dict(16)
+    for dataset in state["datasets"].values() if then == "0.1.0" else ():
+        del dataset["document_shuffle"]
+    with pytest.raises(ConfigError, match=rf"is '{now}'.* wiki .*data\.document_shuffle = '{remedy}' goes on"):
+        continue_data(build_datasets(config)[0], state, config)
+    config = replace(config, data=replace(config.data, document_shuffle=remedy))
+    if then != "0.1.0":
+        continue_data(build_datasets(config)[0], state, config)
+
+
+@pytest.mark.parametrize(("limit", "told"), [(4, True), (50, False), (0, False)])
+def test_a_dataset_that_is_read_more_often_than_max_epochs_is_told_of(limit, told, tmp_path):
+    config = tiny_config(tmp_path, "train.steps=300", f"data.max_epochs={limit}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_data, _ = build_datasets(config)
+        train_data.get_batch(range(2399, 2400))
+    assert any("read more often than" in str(one.message) for one in caught) == told
 
 
 def test_data_that_changed_under_a_resumed_index_is_refused(tmp_path):

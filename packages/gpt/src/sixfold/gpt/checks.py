@@ -58,7 +58,11 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 
 # A resumed run may change these; train.batch_ramp and data.changes only in their future.
 _FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "run")
-_FREE_KEYS = ("train.steps", "train.micro_batch_size", "train.recompute", "data.cache_dir")
+# data.document_shuffle is compared with what the checkpoint says of each dataset: 0.1.0 had no such key.
+_FREE_KEYS = (
+    "train.steps", "train.micro_batch_size", "train.recompute", "data.cache_dir", "data.document_shuffle",
+    "data.max_epochs",
+)  # fmt: skip
 
 
 def check_config(config: "TrainConfig") -> None:
@@ -272,12 +276,20 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
 
 
 def _check_changes(config: "TrainConfig") -> None:
-    """A blend changes between two steps, later than the change before it, and only in the order that has no index."""
+    """A blend changes between two steps, later than the change before it, and only in the order that has no index.
+
+    Blocks of documents are of that order alone, too.
+    """
     changes, order = config.data.changes, config.data.order
     if changes and order != "stateless":
         raise ConfigError(
             f"data.changes has {len(changes)} entries and data.order is {order!r}, whose index is built for one blend; "
             "data.order = 'stateless' works"
+        )
+    if config.data.document_shuffle == "block" and order != "stateless":
+        raise ConfigError(
+            f"data.document_shuffle is 'block' and data.order is {order!r}, which shuffles all documents of a dataset "
+            "together; data.document_shuffle = 'auto' works"
         )
     for number, change in enumerate(changes):
         what = f"data.changes[{number}]"

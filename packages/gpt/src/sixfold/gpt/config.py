@@ -154,6 +154,8 @@ class DataConfig(Table):
     split: str = "98,2,0"
     seq_length: Positive
     order: Literal["stateless", "megatron", "apportioned"] = "stateless"
+    document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
+    max_epochs: Size = 4.0  # a dataset that training reads more often is told of; 0 = none is
     document_mask: bool = True
     cache_dir: str = ""
     tokenizer: str = ""

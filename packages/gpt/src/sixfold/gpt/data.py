@@ -10,7 +10,7 @@ nothing. Every rank of a pipeline computes its microbatches itself from the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -120,12 +120,13 @@ def dataset_builder(
         sequence_length=data.seq_length,
         tokenizer=tokenizer_of(data.blend, data.tokenizer),
         order=data.order,
+        document_shuffle=data.document_shuffle,
         changes=changes,
         dataset_names=names,
         eod_mask_loss=data.eod_mask_loss,
         path_to_cache=data.cache_dir or None,
         create_cu_seqlens=True,
-        max_epochs=GPTDatasetConfig.max_epochs if tell else None,
+        max_epochs=(data.max_epochs or None) if tell else None,
         **parts,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, _sizes(config), lambda: True, options, group=group)
@@ -158,6 +159,29 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
     assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
     assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
     return train, valid
+
+
+def continue_data(train: BlendedDataset, state: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse a saved state of the data whose past is not the one that ``train`` has. Moves nothing.
+
+    Raises:
+        ConfigError: documents were shuffled in another way; names the key and its value of then.
+        BlendingError: anything else that fixed the samples given so far differs.
+    """
+    if state.get("order") == "stateless":
+        # 0.1.0, which does not tell, had blocks alone.
+        was = {one["name"]: one.get("document_shuffle", "block") for one in state.get("datasets", {}).values()}
+        now = {one.name: one.document_shuffle for one in train.datasets}
+        other = [name for name in was if now.get(name, was[name]) != was[name]]
+        if other:
+            now_key = config.data.document_shuffle
+            # Small datasets say "block" under every key, and "auto" says "block" of huge ones.
+            then = "block" if set(was.values()) == {"block"} else "global" if now_key == "auto" else "auto"
+            raise ConfigError(
+                f"data.document_shuffle is {now_key!r}, which shuffles {other[0]} by {now[other[0]]!r}, and the run "
+                f"has read it by {was[other[0]]!r}; data.document_shuffle = {then!r} goes on with it"
+            )
+    train.load_state_dict(dict(state))
 
 
 def epochs_of(train: BlendedDataset, config: TrainConfig) -> dict[str, float]:

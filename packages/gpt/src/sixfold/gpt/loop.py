@@ -27,7 +27,7 @@ from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
-from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, dataset_builder, epochs_of
+from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, continue_data, dataset_builder, epochs_of
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
@@ -296,7 +296,9 @@ def _restore(run: Run, newest: Path | None, source: Path | None) -> None:
     """Continue from ``newest``, or take the weights of ``source``, or stay with those that were drawn."""
     if newest is not None:
         run.progress, common = checkpoint.load(run.rank, newest)
-        together(run.rank.mesh.control, run.rank.mesh.size, lambda: run.train_data.load_state_dict(common["data"]))
+        together(
+            run.rank.mesh.control, run.rank.mesh.size, lambda: continue_data(run.train_data, common["data"], run.config)
+        )
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=run.rank.mesh.layout)
     elif source is not None:
         checkpoint.load_weights(run.rank, source)

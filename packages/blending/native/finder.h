@@ -69,9 +69,7 @@ typedef struct {
 } Found;
 
 /* The ranges of pieces, in their order; `epochs` are all that they hold. How many are found, or a negative number.
-   Without the GIL; one function per level. */
-#define FIND_ARGUMENTS Piece *pieces, int64_t number, Epoch *const *epochs, Found *found
-typedef int64_t (*Find)(FIND_ARGUMENTS);
-Find find_at(int level);
+   Without the GIL. */
+int64_t find_ranges(int level, Piece *pieces, int64_t number, Epoch *const *epochs, Found *found);
 
 #endif

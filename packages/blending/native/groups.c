@@ -15,15 +15,16 @@
 /* What is summed up. */
 typedef struct {
     Permutation by;
+    Block block, back; /* of the level in use */
     const any_i4 *lengths;
     const any_i8 *pointers;
     int64_t documents, held, group, first, item_bytes; /* held: in the source */
 } Groups;
 
 /* Which documents stand at so many places from one on; they are asked for. */
-INLINE void fetch_documents(const Groups *all, int64_t place, int number, uint64_t *document) {
+static void fetch_documents(const Groups *all, int64_t place, int number, uint64_t *document) {
     for (int at = 0; at < number; at++) document[at] = (uint64_t)(place + at);
-    permute_block(&all->by, document, number);
+    all->block(&all->by, document, number);
     for (int at = 0; at < number; at++) {
         document[at] += (uint64_t)all->first;
         __builtin_prefetch(all->lengths + document[at]);
@@ -39,7 +40,7 @@ INLINE int fits(const Groups *all, uint64_t document, int64_t length) {
 }
 
 /* The sums of groups from `begin` on; how many, fewer if the next one has a document that does not fit. */
-INLINE int64_t sum_groups(const Groups *all, int64_t begin, int64_t groups, int64_t *out) {
+static int64_t sum_groups(const Groups *all, int64_t begin, int64_t groups, int64_t *out) {
     uint64_t document[2][CHUNK];
     int64_t together = CHUNK / all->group, place = begin * all->group, end = (begin + groups) * all->group;
     if (end > all->documents) end = all->documents;
@@ -65,21 +66,16 @@ INLINE int64_t sum_groups(const Groups *all, int64_t begin, int64_t groups, int6
     return groups;
 }
 
-#define SUM_ARGUMENTS const Groups *all, int64_t begin, int64_t groups, int64_t *out
-static int64_t sum_plain(SUM_ARGUMENTS) { return sum_groups(all, begin, groups, out); }
-AVX2 static int64_t sum_avx2(SUM_ARGUMENTS) { return sum_groups(all, begin, groups, out); }
-AVX512 static int64_t sum_avx512(SUM_ARGUMENTS) { return sum_groups(all, begin, groups, out); }
-
 /* Add the length of every document to the sum of the group that it stands in. The documents are read in their own
    order, and only the sums, a fraction of them, are met at random. Whether all fit. */
-INLINE int64_t scatter(const Groups *all, int64_t *out) {
+static int64_t scatter(const Groups *all, int64_t *out) {
     uint64_t place[PERMUTED_AT_ONCE];
     int shift = __builtin_ctzll((uint64_t)all->group);
     for (int64_t begin = 0; begin < all->documents; begin += PERMUTED_AT_ONCE) {
         int64_t left = all->documents - begin;
         int number = (int)(left < PERMUTED_AT_ONCE ? left : PERMUTED_AT_ONCE);
         for (int at = 0; at < number; at++) place[at] = (uint64_t)(begin + at);
-        permute_block_back(&all->by, place, number);
+        all->back(&all->by, place, number);
         for (int at = 0; at < number; at++) {
             uint64_t document = (uint64_t)(all->first + begin + at);
             int64_t length = all->lengths[document];
@@ -89,10 +85,6 @@ INLINE int64_t scatter(const Groups *all, int64_t *out) {
     }
     return 1;
 }
-
-static int64_t scatter_plain(const Groups *all, int64_t *out) { return scatter(all, out); }
-AVX2 static int64_t scatter_avx2(const Groups *all, int64_t *out) { return scatter(all, out); }
-AVX512 static int64_t scatter_avx512(const Groups *all, int64_t *out) { return scatter(all, out); }
 
 /* group_sums(key, numbers, lengths, pointers, out) -> groups done. numbers: i8 (documents, first group, documents in a
    group: a power of two, number in the source of the first, item_bytes: a power of two); lengths i4, pointers i8: of the
@@ -118,7 +110,10 @@ KERNEL(group_sums) {
         if (!fit)
             refuse("group_sums: numbers do not describe groups of the documents there are");
         else {
+            int level = current_level();
             Groups all = {.by = permutation_of(key, (uint64_t)numbers[0]),
+                          .block = AT_LEVEL(level, block),
+                          .back = AT_LEVEL(level, back),
                           .lengths = lengths.data,
                           .pointers = pointers.data,
                           .documents = numbers[0],
@@ -126,14 +121,13 @@ KERNEL(group_sums) {
                           .group = numbers[2],
                           .first = numbers[3],
                           .item_bytes = numbers[4]};
-            int level = current_level();
             int64_t done, *out = arrays[1].data;
             Py_BEGIN_ALLOW_THREADS
             if (groups == (numbers[0] - 1) / numbers[2] + 1) {
                 memset(out, 0, (size_t)groups * sizeof *out);
-                done = AT_LEVEL(level, scatter)(&all, out) ? groups : 0;
+                done = scatter(&all, out) ? groups : 0;
             } else
-                done = AT_LEVEL(level, sum)(&all, numbers[1], groups, out);
+                done = sum_groups(&all, numbers[1], groups, out);
             Py_END_ALLOW_THREADS
             result = PyLong_FromLongLong(done);
         }

@@ -6,11 +6,43 @@
 
 #include "permute.h"
 
-static void block_plain(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number); }
-AVX2 static void block_avx2(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number); }
-AVX512 static void block_avx512(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number); }
+#define FEW 4 /* numbers from which a pass over many is faster than one by one */
 
-typedef void (*Block)(const Permutation *, uint64_t *, int);
+/* All numbers make one pass together, in vector instructions; those that are still outside of the permutation are moved
+   to the front and make another. */
+INLINE void permute_block(const Permutation *by, uint64_t *x, int number, int back) {
+    uint64_t walking[PERMUTED_AT_ONCE];
+    int16_t slot[PERMUTED_AT_ONCE];
+    int left = number;
+    for (int at = 0; at < number; at++) walking[at] = x[at], slot[at] = (int16_t)at;
+    while (left > FEW) {
+        for (int at = 0; at < left; at++)
+            walking[at] = back ? feistel_back(by, walking[at]) : feistel(by, walking[at]);
+        int kept = 0;
+        for (int at = 0; at < left; at++) {
+            uint64_t moved = walking[at];
+            int16_t to = slot[at];
+            x[to] = moved;
+            walking[kept] = moved;
+            slot[kept] = to;
+            kept += moved >= by->size;
+        }
+        left = kept;
+    }
+    for (int at = 0; at < left; at++) {
+        uint64_t moved = walking[at];
+        do moved = back ? feistel_back(by, moved) : feistel(by, moved);
+        while (moved >= by->size);
+        x[slot[at]] = moved;
+    }
+}
+
+void block_plain(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 0); }
+AVX2 void block_avx2(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 0); }
+AVX512 void block_avx512(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 0); }
+void back_plain(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 1); }
+AVX2 void back_avx2(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 1); }
+AVX512 void back_avx512(const Permutation *by, uint64_t *x, int number) { permute_block(by, x, number, 1); }
 
 /* Numbers that share one key and size. */
 static void permute_run(Block block, const Permutation *by, const int64_t *index, int64_t *out, int64_t number) {

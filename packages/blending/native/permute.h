@@ -1,6 +1,6 @@
 /* The keyed permutation of 0..n-1 for one number; permute.py states it in Python.
 
-       key, n --> permutation_of --> permute_one (this file) --> permute.c and kernels that permute on their way */
+       key, n --> permutation_of --> permute_one (this file), block_* (permute.c) --> kernels that permute on their way */
 
 #ifndef SIXFOLD_BLENDING_PERMUTE_H
 #define SIXFOLD_BLENDING_PERMUTE_H
@@ -10,7 +10,6 @@
 #define ROUNDS 6
 #define LARGEST ((int64_t)1 << 53)
 #define PERMUTED_AT_ONCE 1024
-#define FEW 4 /* numbers from which a pass over many is faster than one by one */
 
 typedef struct {
     uint64_t round_key[ROUNDS];
@@ -65,38 +64,14 @@ INLINE uint64_t permute_one(const Permutation *by, uint64_t x) {
     return x;
 }
 
-/* Permute x[0..number-1] in place, number <= PERMUTED_AT_ONCE. All make one pass together, in vector instructions; those
-   that are still outside of the permutation are moved to the front and make another. */
-INLINE void permute_block_to(const Permutation *by, uint64_t *x, int number, int back) {
-    uint64_t walking[PERMUTED_AT_ONCE];
-    int16_t slot[PERMUTED_AT_ONCE];
-    int left = number;
-    for (int at = 0; at < number; at++) walking[at] = x[at], slot[at] = (int16_t)at;
-    while (left > FEW) {
-        for (int at = 0; at < left; at++)
-            walking[at] = back ? feistel_back(by, walking[at]) : feistel(by, walking[at]);
-        int kept = 0;
-        for (int at = 0; at < left; at++) {
-            uint64_t moved = walking[at];
-            int16_t to = slot[at];
-            x[to] = moved;
-            walking[kept] = moved;
-            slot[kept] = to;
-            kept += moved >= by->size;
-        }
-        left = kept;
-    }
-    for (int at = 0; at < left; at++) {
-        uint64_t moved = walking[at];
-        do moved = back ? feistel_back(by, moved) : feistel(by, moved);
-        while (moved >= by->size);
-        x[slot[at]] = moved;
-    }
-}
-
-INLINE void permute_block(const Permutation *by, uint64_t *x, int number) { permute_block_to(by, x, number, 0); }
-
-/* Which numbers are sent to x[0..number-1]. */
-INLINE void permute_block_back(const Permutation *by, uint64_t *x, int number) { permute_block_to(by, x, number, 1); }
+/* Permute x[0..number-1] in place, number <= PERMUTED_AT_ONCE, or say which numbers are sent there (back). One function
+   per level, compiled in permute.c alone: they are large. */
+typedef void (*Block)(const Permutation *by, uint64_t *x, int number);
+void block_plain(const Permutation *by, uint64_t *x, int number);
+void block_avx2(const Permutation *by, uint64_t *x, int number);
+void block_avx512(const Permutation *by, uint64_t *x, int number);
+void back_plain(const Permutation *by, uint64_t *x, int number);
+void back_avx2(const Permutation *by, uint64_t *x, int number);
+void back_avx512(const Permutation *by, uint64_t *x, int number);
 
 #endif

@@ -106,9 +106,32 @@ INLINE int lengths_of_block(const Finder *line, int64_t begin, int size, int32_t
     return fits;
 }
 
+/* What gains by vector instructions, at one level; all else is compiled once. */
+#define PLACES uint64_t key, int size, uint8_t *member
+#define LENGTHS const Finder *line, int64_t begin, int size, int32_t *lengths, int64_t *sum
+typedef struct {
+    Block permute;
+    void (*places)(PLACES);
+    int (*lengths)(LENGTHS);
+} Means;
+
+static void places_plain(PLACES) { permute_places(key, size, member); }
+AVX2 static void places_avx2(PLACES) { permute_places(key, size, member); }
+AVX512 static void places_avx512(PLACES) { permute_places(key, size, member); }
+
+static int lengths_plain(LENGTHS) { return lengths_of_block(line, begin, size, lengths, sum); }
+AVX2 static int lengths_avx2(LENGTHS) { return lengths_of_block(line, begin, size, lengths, sum); }
+AVX512 static int lengths_avx512(LENGTHS) { return lengths_of_block(line, begin, size, lengths, sum); }
+
+static const Means MEANS[] = {
+    [LEVEL_PLAIN] = {block_plain, places_plain, lengths_plain},
+    [LEVEL_AVX2] = {block_avx2, places_avx2, lengths_avx2},
+    [LEVEL_AVX512] = {block_avx512, places_avx512, lengths_avx512},
+};
+
 /* The documents at the places of a slot from `begin` on, of a line that is permuted as a whole: number in the source and
    length of each; false if one is damaged. They lie anywhere, so all are asked for before the first is looked at. */
-INLINE int documents_of_places(const Finder *line, uint64_t key, int64_t begin, int size, uint64_t *sequence,
+INLINE int documents_of_places(const Finder *line, const Means *means, uint64_t key, int64_t begin, int size, uint64_t *sequence,
                                int32_t *lengths, int64_t *sum) {
     Permutation by = permutation_of(key, (uint64_t)line->sequences);
     const any_i4 *length = line->lengths.data;
@@ -116,7 +139,7 @@ INLINE int documents_of_places(const Finder *line, uint64_t key, int64_t begin, 
     int64_t tokens = 0;
     int fits = 1;
     for (int at = 0; at < size; at++) sequence[at] = (uint64_t)(begin + at);
-    permute_block(&by, sequence, size);
+    means->permute(&by, sequence, size);
     for (int at = 0; at < size; at++) {
         sequence[at] = line->members.items ? (uint64_t)members[sequence[at]] : (uint64_t)line->first + sequence[at];
         __builtin_prefetch(length + sequence[at]);
@@ -131,8 +154,8 @@ INLINE int documents_of_places(const Finder *line, uint64_t key, int64_t begin, 
 }
 
 /* The ranges of one slot from its token `local` on, of a line that is permuted as a whole. 1, or a negative number. */
-INLINE int64_t ranges_of_places(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done,
-                                Found *found) {
+INLINE int64_t ranges_of_places(const Piece *piece, const Means *means, const Epoch *epoch, int64_t slot, int64_t local,
+                                int64_t *done, Found *found) {
     const Finder *line = piece->finder;
     const any_i8 *before = epoch->before.data;
     int64_t begin = slot * line->block, left = line->sequences - begin, sum;
@@ -140,7 +163,7 @@ INLINE int64_t ranges_of_places(const Piece *piece, const Epoch *epoch, int64_t 
     uint64_t sequence[BLOCK_AT_MOST];
     int32_t lengths[BLOCK_AT_MOST];
     uint64_t key = key_of(&line->names, &epoch->number, 1);
-    if (size < 1 || !documents_of_places(line, key, begin, size, sequence, lengths, &sum)) return LEFT_TO_NUMPY;
+    if (size < 1 || !documents_of_places(line, means, key, begin, size, sequence, lengths, &sum)) return LEFT_TO_NUMPY;
     if (sum != difference(before[slot + 1], before[slot])) return LEFT_TO_NUMPY;
     if (sum == 0) return 1;
     if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
@@ -158,8 +181,8 @@ INLINE int64_t ranges_of_places(const Piece *piece, const Epoch *epoch, int64_t 
 }
 
 /* The ranges of one slot from its token `local` on, at most until the piece is done. 1, or a negative number. */
-INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t slot, int64_t local, int64_t *done,
-                              Found *found) {
+INLINE int64_t ranges_of_slot(const Piece *piece, const Means *means, const Epoch *epoch, int64_t slot, int64_t local,
+                              int64_t *done, Found *found) {
     const Finder *line = piece->finder;
     const any_i8 *before = epoch->before.data;
     int64_t block = ((const any_i4 *)epoch->block.data)[slot], sum;
@@ -168,13 +191,13 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
     int size = (int)(left < line->block ? left : line->block), place = 0;
     int32_t lengths[BLOCK_AT_MOST];
     uint8_t member[BLOCK_AT_MOST] = {0};
-    if (!lengths_of_block(line, begin, size, lengths, &sum)) return LEFT_TO_NUMPY;
+    if (!means->lengths(line, begin, size, lengths, &sum)) return LEFT_TO_NUMPY;
     if (sum != difference(before[slot + 1], before[slot])) return LEFT_TO_NUMPY;
     if (sum == 0) return 1; /* checked as the others are */
     if (local < 0 || local >= sum) return LEFT_TO_NUMPY;
     if (line->block > 1) {
         int64_t numbers[2] = {epoch->number, block};
-        permute_places(key_of(&line->names, numbers, 2), size, member);
+        means->places(key_of(&line->names, numbers, 2), size, member);
     }
     while (local >= lengths[member[place]]) local -= lengths[member[place++]]; /* local < sum: it ends */
     for (; place < size && *done < piece->range.length; place++, local = 0) {
@@ -190,7 +213,7 @@ INLINE int64_t ranges_of_slot(const Piece *piece, const Epoch *epoch, int64_t sl
     return 1;
 }
 
-INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found *found) {
+INLINE int64_t ranges_of_stretch(const Piece *piece, const Means *means, Epoch *const *epochs, Found *found) {
     const Finder *line = piece->finder;
     int64_t done = 0, slot = piece->slot;
     int64_t inside = piece->range.begin - piece->epoch * line->tokens;
@@ -198,8 +221,8 @@ INLINE int64_t ranges_of_stretch(const Piece *piece, Epoch *const *epochs, Found
     for (int64_t number = 0; number < piece->epochs; number++, slot = 0) {
         for (; slot < epochs[number]->block.items; slot++, local = 0) {
             if (done == piece->range.length) return 1;
-            int64_t status = line->whole ? ranges_of_places(piece, epochs[number], slot, local, &done, found)
-                                         : ranges_of_slot(piece, epochs[number], slot, local, &done, found);
+            int64_t status = line->whole ? ranges_of_places(piece, means, epochs[number], slot, local, &done, found)
+                                         : ranges_of_slot(piece, means, epochs[number], slot, local, &done, found);
             if (status < 0) return status;
         }
     }
@@ -272,7 +295,8 @@ INLINE void fetch_block(const Piece *piece, Epoch *const *epochs) {
     for (int64_t at = 0; at <= 8 * line->block; at += 64) __builtin_prefetch(pointers + at);
 }
 
-INLINE int64_t find_all(Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
+int64_t find_ranges(int level, Piece *pieces, int64_t number, Epoch *const *epochs, Found *found) {
+    const Means *means = &MEANS[level];
     for (int64_t begin = 0; begin < number; begin += GROUP) {
         int64_t end = number - begin < GROUP ? number : begin + GROUP;
         find_slots(pieces + begin, end - begin, epochs);
@@ -281,15 +305,9 @@ INLINE int64_t find_all(Piece *pieces, int64_t number, Epoch *const *epochs, Fou
             const Piece *piece = &pieces[at];
             if (at + AHEAD < end) fetch_block(&pieces[at + AHEAD], epochs);
             int64_t status = piece->finder->indexed ? ranges_of_row(piece, found)
-                                                    : ranges_of_stretch(piece, epochs + piece->held, found);
+                                                    : ranges_of_stretch(piece, means, epochs + piece->held, found);
             if (status < 0) return status;
         }
     }
     return found->found;
 }
-
-static int64_t find_plain(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
-AVX2 static int64_t find_avx2(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
-AVX512 static int64_t find_avx512(FIND_ARGUMENTS) { return find_all(pieces, number, epochs, found); }
-
-Find find_at(int level) { return AT_LEVEL(level, find); }

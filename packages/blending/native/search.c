@@ -141,9 +141,8 @@ static PyObject *answer(Call *call, int64_t status, const Array *ranges) {
     if (status > 0) {
         Found found = {.ranges = ranges->data, .room = ranges->items / RANGE_FIELDS};
         int level = current_level();
-        Find find = find_at(level);
         Py_BEGIN_ALLOW_THREADS
-        status = find(call->pieces, call->number, call->epochs, &found);
+        status = find_ranges(level, call->pieces, call->number, call->epochs, &found);
         Py_END_ALLOW_THREADS
     } else if (status == MISSING) {
         PyObject *what = PyErr_Occurred() ? NULL : Py_BuildValue("(LL)", call->missing_source, call->missing);

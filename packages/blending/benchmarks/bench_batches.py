@@ -207,21 +207,26 @@ def test_blends_of_many_datasets_beside_one(benchmark, say, full_size, D):
     say(told(f"a blend of D = {D:,}", rates, "one dataset alone"))
 
 
+@pytest.mark.parametrize("at_a_time", [1, B])
 @pytest.mark.parametrize("D", [10, 100, 1_000])
-def test_which_dataset_a_position_is_beside_grain(benchmark, say, D):
-    """Random single positions: ours 16 at a time, as a batch asks them; Grain's selection one by one."""
+def test_which_dataset_a_position_is_beside_grain(benchmark, say, D, at_a_time):
+    """Random positions. Equal work is one a call, on both sides.
+
+    Grain selects one by one whatever is asked (its ``_getitems`` loops); ours, 16 a call, is what ``get_batch`` does.
+    """
     grain = pytest.importorskip("grain", reason="needs grain, a peer that only benchmarks use")
     weights = (np.random.default_rng(0).random(D) + 0.01).tolist()
     mixed = grain.MapDataset.mix([grain.MapDataset.range(10**9) for _ in range(D)], weights=weights)
     source, made = Source(2000), config()
     parts = [GPTDataset(source, str(n), range(2000), 0, Split.train, made) for n in range(D)]
     blend = BlendedDataset(parts, weights, 10**9, made)
-    positions = np.random.default_rng(1).integers(0, len(mixed), (200, B))
+    positions = np.random.default_rng(1).integers(0, len(mixed), 200 * B)
+    ours = positions.reshape(-1, at_a_time).tolist()
     rates = in_turn(
-        benchmark, lambda: [blend.locate(some) for some in positions],
-        lambda: [mixed._selection_map[n] for n in positions[:10].ravel().tolist()], positions.size, 10 * B,
+        benchmark, lambda: [blend.locate(some) for some in ours],
+        lambda: [mixed._selection_map[n] for n in positions[: 10 * B].tolist()], positions.size, 10 * B,
     )  # fmt: skip
-    say(told(f"position to dataset and sample, D = {D:,}", rates, "Grain's mix"))
+    say(told(f"position to dataset and sample, D = {D:,}, {at_a_time} a call", rates, "Grain's mix, one by one"))
 
 
 def tokens_loader(folder, source):
@@ -247,18 +252,23 @@ def tokens_loader(folder, source):
 
 @pytest.mark.filterwarnings("ignore")
 def test_batches_beside_litdata(benchmark, say, tmp_path):
-    """Its loader copies S + 1 ids of a chunk from a known place, in their type: no labels, masks or documents."""
+    """Both sides end with new arrays of whole batches: theirs stacked, as its loader's collate function does.
+
+    Its loader copies S + 1 ids of a chunk from a known place, in their type: no labels, masks or documents, no search.
+    """
     source = Source(20_000)
     loader, blocks, where = tokens_loader(tmp_path, source)
-    numbers = np.random.default_rng(0).integers(0, blocks, B * BATCHES).tolist()
+    numbers = np.random.default_rng(0).integers(0, blocks, (BATCHES, B)).tolist()
     assert np.array_equal(loader.load_item_from_chunk(3, *where).numpy(), source.tokens[3 * (S + 1) :][: S + 1])
+    from torch.utils.data import default_collate
+
     data = dataset(source)
-    out = data.get_batch(range(B))
     rates = in_turn(
-        benchmark, lambda: read(data, out), lambda: [loader.load_item_from_chunk(n, *where) for n in numbers],
+        benchmark, lambda: read(data),
+        lambda: [default_collate([loader.load_item_from_chunk(n, *where) for n in batch]) for batch in numbers],
         B * BATCHES, B * BATCHES,
     )  # fmt: skip
-    say(told("all arrays of a batch", rates, "litdata's TokensLoader (ids alone)"))
+    say(told("all arrays of a batch", rates, "litdata's TokensLoader, stacked (ids alone)"))
 
 
 def test_batches_beside_a_copy_from_known_places(benchmark, say):

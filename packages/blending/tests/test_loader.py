@@ -1,6 +1,7 @@
 """A plain DataLoader over positions: any number of workers and ranks, the same samples. Others are in tests/ranks."""
 
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
@@ -89,17 +90,50 @@ def steps_of(ranks, *args, **more):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("samples", [0, 1, 7, 12, 103])
-def test_a_sampler_with_an_end_gives_every_sample_once_and_every_rank_as_many_steps(samples, ranks):
-    steps = steps_of(ranks, 5, 4, end=5 + samples)
-    assert [p for step in steps for batch in step for p in batch] == list(range(5, 5 + samples))
-    assert all(len(batch) == 4 for step in steps[:-1] for batch in step)
-    for batches in steps[-1:]:
-        assert max(map(len, batches)) - min(map(len, batches)) <= 1, "the rest is shared evenly"
-    assert len(sampler(5, 4, 0, ranks, end=5 + samples)) == len(steps)
+@pytest.mark.parametrize("samples", [0, 1, 7, 12, 33, 103])
+def test_a_sampler_with_an_end_gives_every_sample_once_and_no_rank_an_empty_batch(samples, ranks):
     whole = steps_of(ranks, 5, 4, end=5 + samples, drop_last=True)
     assert [p for step in whole for batch in step for p in batch] == list(range(5, 5 + samples - samples % (4 * ranks)))
     assert len(sampler(5, 4, 0, ranks, end=5 + samples, drop_last=True)) == len(whole)
+    if 0 < samples < ranks:
+        with pytest.raises(BlendingError, match=rf"has {samples} samples for {ranks} ranks.*drop_last=True"):
+            sampler(5, 4, 0, ranks, end=5 + samples)
+        return
+    steps = steps_of(ranks, 5, 4, end=5 + samples)
+    assert [p for step in steps for batch in step for p in batch] == list(range(5, 5 + samples))
+    assert all(len(batch) == 4 for step in steps[:-2] for batch in step)
+    for batches in steps[-2:]:
+        assert max(map(len, batches)) - min(map(len, batches)) <= 1, "the rest is shared evenly"
+        assert min(map(len, batches)) >= 1
+    assert len(sampler(5, 4, 0, ranks, end=5 + samples)) == len(steps) == -(-samples // (4 * ranks))
+
+
+@pytest.mark.parametrize("ramp", [(), ((16, 1),), ((10, 3), (18, 2))])
+def test_whatever_its_end_a_sampler_has_no_empty_batch_or_is_refused_before_its_first_step(ramp):
+    refused = 0
+    for begin, batch_size, ranks, end in product((0, 3), (1, 2), (2, 3, 5), range(3, 41)):
+        try:
+            steps = steps_of(ranks, begin, batch_size, end=end, ramp=ramp)
+        except BlendingError:
+            refused += 1
+            assert end - begin < ranks or 1 in (batch_size, *(size for _, size in ramp)), "one a rank cannot leave more"
+            continue
+        assert [p for step in steps for batch in step for p in batch] == list(range(begin, end))
+        assert all(batch for step in steps for batch in step)
+        assert len(sampler(begin, batch_size, 0, ranks, end=end, ramp=ramp)) == len(steps)
+        for number, step in enumerate(steps):  # a restart meets the same steps
+            assert steps_of(ranks, step[0][0], batch_size, end=end, ramp=ramp) == steps[number:]
+    assert refused
+
+
+def test_a_state_behind_which_too_few_samples_are_left_is_refused_on_every_rank():
+    for rank in range(4):
+        one = sampler(0, 2, rank, 4, end=16)
+        one.load_state_dict({"position": 13})
+        with pytest.raises(BlendingError, match="the last step from 13 on has 3 samples for 4 ranks"):
+            iter(one)
+        with pytest.raises(BlendingError, match="the last step from 13 on has 3 samples for 4 ranks"):
+            iter(sampler(0, 2, rank, 4, end=16)).load_state_dict({"position": 13})
 
 
 def test_one_validation_epoch_is_read_to_its_last_sample_also_on_more_ranks_than_are_left():

@@ -40,7 +40,8 @@ class PositionSampler(Sampler[list[int]]):
 
     The step that begins at position p gives rank r ``p + r * batch_size`` and the next ``batch_size - 1`` positions;
     the next step begins at ``p + ranks * batch_size``. What is left before the end is shared evenly among the ranks:
-    all have as many steps, and where fewer samples than ranks are left some get an empty batch. With
+    all have as many steps, and none an empty batch, whose mean is NaN and which a loader cannot stack. Where fewer
+    samples than ranks would be left, the step before leaves one for each; if it cannot, the end is refused. With
     ``DataLoader(dataset, sampler=PositionSampler(...), batch_size=None)`` each batch is one ``get_batch``; as
     ``batch_sampler=`` the loader stacks the samples of one batch itself.
 
@@ -68,7 +69,7 @@ class PositionSampler(Sampler[list[int]]):
             ramp: (position, batch_size), ascending: steps that begin there or behind have that batch size.
         Raises:
             BlendingError: no whole numbers, begin < 0, batch_size < 1, rank not in 0..ranks-1, an end before the
-                begin or none to drop the last of, a ramp out of order.
+                begin or none to drop the last of or with too few samples before it, a ramp out of order.
         """
         self.begin, self.batch_size = whole_number("begin", begin, 0), whole_number("batch_size", batch_size, 1)
         self.rank, self.ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)
@@ -87,6 +88,7 @@ class PositionSampler(Sampler[list[int]]):
         for number, ((earlier, _), (later, _)) in enumerate(pairwise(self.ramp), 1):
             if later <= earlier:
                 raise BlendingError(f"ramp[{number}] at {later} is not behind the one at {earlier}; positions ascend")
+        self._refuse_empty_batches(self.begin)
         self._next: int | None = None  # where the next iterator begins, after load_state_dict
         self._latest: Steps | None = None
 
@@ -103,13 +105,36 @@ class PositionSampler(Sampler[list[int]]):
         """
         if self.end is None:
             raise TypeError("a PositionSampler without an end has no length")
-        steps, position = 0, self.begin
-        for stop in [*(at for at, _ in self.ramp if self.begin < at < self.end), self.end]:
+        return sum(steps for _, steps, _ in self._runs(self.begin, self.end))
+
+    def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(Position, steps, samples per step) of the steps of one batch size each; the last may be filled in part."""
+        position = begin
+        for stop in [*(at for at, _ in self.ramp if begin < at < end), end]:
             whole = self.batch_size_at(position) * self.ranks
-            last = stop == self.end and self.drop_last
-            more = max(0, stop - position) // whole if last else -(-max(0, stop - position) // whole)
-            steps, position = steps + more, position + more * whole
-        return steps
+            there = max(0, stop - position)
+            steps = there // whole if stop == end and self.drop_last else -(-there // whole)
+            if steps:
+                yield position, steps, whole
+            position += steps * whole
+
+    def _refuse_empty_batches(self, begin: int) -> None:
+        """Refuse a last step that would leave ranks without a sample; see the class."""
+        if self.end is None or self.drop_last:
+            return
+        wholes = [
+            (position + step * whole, whole)
+            for position, steps, whole in self._runs(begin, self.end)
+            for step in range(max(0, steps - 2), steps)
+        ]
+        if not wholes:
+            return
+        left = self.end - wholes[-1][0]
+        if left < self.ranks and (len(wholes) == 1 or wholes[-2][1] == self.ranks):
+            raise BlendingError(
+                f"end is {self.end}: the last step from {begin} on has {left} samples for {self.ranks} ranks, and one "
+                f"without any would have no batch; drop_last=True leaves them out, and so does end={self.end - left}"
+            )
 
     def batch_size_at(self, position: int) -> int:
         """Samples per rank of a step that begins at ``position``."""
@@ -135,6 +160,10 @@ class Steps(Iterator[list[int]]):
 
     def __init__(self, sampler: PositionSampler, position: int) -> None:
         self._sampler = sampler
+        self._begin_at(position)
+
+    def _begin_at(self, position: int) -> None:
+        self._sampler._refuse_empty_batches(position)
         self._position = position
 
     def __iter__(self) -> Self:
@@ -144,9 +173,12 @@ class Steps(Iterator[list[int]]):
         sampler, first = self._sampler, self._position
         share = sampler.batch_size_at(first)
         whole = share * sampler.ranks
-        left = whole if sampler.end is None else min(whole, sampler.end - first)
+        there = whole if sampler.end is None else sampler.end - first
+        left = min(whole, there)
         if left <= 0 or (left < whole and sampler.drop_last):
             raise StopIteration
+        if 0 < there - whole < sampler.ranks and not sampler.drop_last:
+            left = there - sampler.ranks  # one for each rank is left to the last step
         self._position += left
         begin, stop = (first + left * rank // sampler.ranks for rank in (sampler.rank, sampler.rank + 1))
         return list(range(begin, stop))
@@ -156,8 +188,8 @@ class Steps(Iterator[list[int]]):
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the position of a state; BlendingError if it has none."""
-        self._position = _position_of(state)
+        """Go on at the position of a state; BlendingError if it has none, or too few samples behind it."""
+        self._begin_at(_position_of(state))
 
 
 def _position_of(state: Mapping[str, Any]) -> int:

@@ -2,6 +2,9 @@
 
 import copy
 import random
+from argparse import Namespace
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -314,3 +317,26 @@ def test_a_load_of_objects_alone_reads_no_window(tmp_path):
     dist_ckpt.save(state, tmp_path / "c", None)
     for verify in ("touched", "full", "off"):
         assert dist_ckpt.load({"o": state["o"].without_data()}, tmp_path / "c", verify=verify)["o"] == [1]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_records_and_common_data_of_a_dict_come_back_in_the_order_of_the_request(tmp_path, kind):
+    state = {"model": kind(w=one("w", torch.ones(1)), step=3, b=one("b", torch.ones(1)), last=4), "it": 1, "a": 2}
+    dist_ckpt.save(state, tmp_path / "c")
+    loaded = dist_ckpt.load(state, tmp_path / "c")
+    assert list(loaded) == ["model", "it", "a"]
+    assert list(loaded["model"]) == ["w", "step", "b", "last"]
+    loaded = dist_ckpt.load({"new": {}, "model": {"b": state["model"]["b"]}}, tmp_path / "c")
+    assert list(loaded["model"]) == ["b", "step", "last"]
+    common = {"z": {"b": 1, "a": 2}}
+    dist_ckpt.save(common, tmp_path / "common")
+    assert list(dist_ckpt.load({"z": {"a": 0, "b": 0}}, tmp_path / "common")["z"]) == ["b", "a"], "as it was saved"
+
+
+def test_a_record_in_a_namespace_is_refused_at_save_and_at_load(tmp_path):
+    record = one("w", torch.zeros(1))
+    dist_ckpt.save({"w": one("w", torch.ones(1))}, tmp_path / "c")
+    for call in (dist_ckpt.save, dist_ckpt.load):
+        for holder in (Namespace(w=[record]), SimpleNamespace(w=record)):
+            with pytest.raises(ShardingError, match=r"^a is a \w*Namespace that holds a ShardedTensor"):
+                call({"a": holder}, tmp_path / "c")

@@ -7,7 +7,7 @@ import torch
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, MismatchError, ShardedObject, StrictHandling
+from sixfold.dist_ckpt import CheckpointError, MismatchError, ShardedObject, ShardedTensorFactory, StrictHandling
 
 
 @pytest.fixture
@@ -82,3 +82,15 @@ def test_ignore_all_says_nothing(folder):
 def test_another_mode_is_refused(folder):
     with pytest.raises(CheckpointError, match="strict is 'sometimes'; it is one of"):
         dist_ckpt.load({}, folder, strict="sometimes")
+
+
+def test_a_factory_that_lost_all_its_records_is_left_out_as_a_record_is(folder):
+    def factory(*keys):
+        parts = [one(key, torch.zeros(2)) for key in keys]
+        return ShardedTensorFactory("f", torch.zeros(2), lambda *_: parts, torch.cat)
+
+    request = {"d": {"w": one("w", torch.zeros(2)), "f": factory("n1", "n2")}, "l": [factory("n3"), factory("w")]}
+    loaded = dist_ckpt.load(request, folder, strict="ignore_all", validate_access_integrity=False)
+    assert list(loaded["d"]) == ["w"]
+    assert loaded["l"][0] is None
+    assert loaded["l"][1].tolist() == [1.0, 1.0]

@@ -1,7 +1,11 @@
 """Calls of Megatron-LM on several ranks: async_sharded_save, cached_distribution, checkpointable tensors, log lines."""
 
 import logging
+import os
+import signal
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -150,3 +154,36 @@ def test_each_rank_logs_how_its_common_data_differs_in_the_peers_words(tmp_path)
         "Rank 1 common state dict differs from rank 0 common state dict. Keys only on rank 0: ['only0'], "
         "Keys only on 1: ['only1'], Mismatched keys: ['lr']"
     ]
+
+
+def stop_in_a_queue(rank, ranks, folder, stage):
+    """Rank 1 is stopped while its request runs, or before it comes to finalise; rank 0 lets it go on afterwards."""
+    calls, queue, pids = [], AsyncCallsQueue(timeout_s=0.4), [0] * ranks
+    dist.all_gather_object(pids, os.getpid())
+
+    def stop():
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    queue.schedule_async_request(AsyncRequest(stop if stage == "request" else None, (), [lambda: calls.append("end")]))
+    if stage == "poll":
+        stop()
+    start = time.monotonic()
+    try:
+        queue.maybe_finalize_async_calls(blocking=stage == "request")
+        told = "no error", ""
+    except CheckpointError as error:
+        told = type(error).__name__, str(error)
+    seconds = time.monotonic() - start
+    if rank == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    return *told, seconds, calls
+
+
+@pytest.mark.parametrize("stage", ["request", "poll"])
+def test_a_rank_that_is_stopped_ends_the_wait_of_a_queue_at_the_deadline(tmp_path, stage):
+    (kind, text, seconds, calls), (_, _, _, calls_of_1) = run_ranks(stop_in_a_queue, 2, tmp_path, stage)
+    assert kind == "LostPeerError"
+    assert "rank 1 of 2 is dead, absent or later than" in text
+    assert seconds < 5
+    assert calls == calls_of_1 == []

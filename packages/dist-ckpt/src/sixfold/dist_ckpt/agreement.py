@@ -14,21 +14,20 @@ import logging
 import pickle
 import sys
 import warnings
-from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt import tree
+from sixfold.dist_ckpt import plain, tree
 from sixfold.dist_ckpt.crc import crc32
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.frame import tensor_bytes
 
 _MOST_SHOWN = 20
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _log = logging.getLogger("sixfold.dist_ckpt")
 
 
@@ -47,34 +46,28 @@ def digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> di
 
 def summary(found: dict[str, Digest]) -> int:
     """One number for all of them."""
-    return crc32(repr(sorted(found.items())).encode())
+    return crc32(repr(sorted((path, value) for path, (value, _) in found.items())).encode("utf-8", "surrogatepass"))
 
 
 def digest_of(leaf: Any) -> Digest:
     """The digest of a leaf, by what it holds and not by how it lies in memory."""
+    if type(leaf) in _ATOMS:  # most leaves: pickled alone, they give equal bytes for equal values
+        return Digest(crc32(pickle.dumps(leaf, 4)))
     if isinstance(leaf, torch.Tensor):
         return Digest(_of_tensor(leaf), True)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
         return Digest(crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode())), True)
-    parts = _parts(leaf)
-    if parts is None:
+    parts = plain.parts_of(leaf)
+    if not parts:
         return Digest(_of_object(leaf))
-    found = [digest_of(part) for part in parts]
+    found = [digest_of(part) for _, part in parts]
     if isinstance(leaf, set | frozenset):
         found.sort()  # the order of a set of texts is another in each process
+    elif not isinstance(leaf, tuple | list | deque):
+        found += [digest_of(name) for name, _ in parts]
     text = f"{type(leaf).__qualname__}{[digest.value for digest in found]}"
     return Digest(crc32(text.encode()), any(digest.is_data for digest in found))
-
-
-def _parts(leaf: Any) -> Sequence[Any] | None:
-    if isinstance(leaf, tuple | list | set | frozenset | deque):
-        return list(leaf)
-    if isinstance(leaf, dict):
-        return [part for entry in leaf.items() for part in entry]
-    if isinstance(leaf, Namespace | SimpleNamespace):
-        return [part for entry in vars(leaf).items() for part in entry]
-    return None
 
 
 def _of_tensor(tensor: torch.Tensor) -> int:

@@ -6,13 +6,12 @@ loaded dict --> merge (this file) --> result
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt import tree
+from sixfold.dist_ckpt import plain, tree
 from sixfold.dist_ckpt.dtensor import is_dtensor
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
@@ -69,7 +68,7 @@ def check_leaf(leaf: Any, path: tree.Path) -> None:
 
     Raises:
         ShardingError: torch's ShardedTensor, an object that has a state dict of its own, a record or a DTensor inside a
-            tuple, a set or a dict or list of another class.
+            tuple, a set, a namespace or a dict or list of another class.
     """
     if type(leaf) in _PLAIN or isinstance(leaf, ShardedBase | LocalNonpersistentObject | type):
         return
@@ -84,35 +83,38 @@ def check_leaf(leaf: Any, path: tree.Path) -> None:
             f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, an object with a state dict of its own; "
             "pass its .state_dict(), and hand what is loaded to its load_state_dict"
         )
-    if isinstance(leaf, tuple | set | frozenset | deque | dict | list):
-        hidden = _hidden(leaf)
-        if hidden is not None:
-            raise ShardingError(
-                f"{where} is a {type(leaf).__qualname__} that holds a {type(hidden).__qualname__}; records and "
-                "DTensors stand in dicts, OrderedDicts, defaultdicts and lists. Make it one of these"
-            )
+    hidden = _hidden(leaf)
+    if hidden is not None:
+        raise ShardingError(
+            f"{where} is a {type(leaf).__qualname__} that holds a {type(hidden).__qualname__}; records and "
+            "DTensors stand in dicts, OrderedDicts, defaultdicts and lists. Make it one of these"
+        )
 
 
 _PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter})
 
 
 def _hidden(node: Any) -> Any:
-    """The first record, DTensor or torch ShardedTensor in a container of any kind; None if there is none."""
-    if isinstance(node, ShardedBase | LocalNonpersistentObject) or is_dtensor(node) or hasattr(node, "local_shards"):
-        return node
-    if isinstance(node, tuple | set | frozenset | deque | list):
-        return next((found for child in node if (found := _hidden(child)) is not None), None)
-    if isinstance(node, dict):
-        return next((found for child in node.values() if (found := _hidden(child)) is not None), None)
+    """The first record, DTensor or torch ShardedTensor below a container of any kind; None if there is none."""
+    for _, part in plain.parts_of(node):
+        is_record = isinstance(part, ShardedBase | LocalNonpersistentObject) or is_dtensor(part)
+        found = part if is_record or hasattr(part, "local_shards") else _hidden(part)
+        if found is not None:
+            return found
     return None
 
 
 def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.Path]) -> None:
     """Apply the merge functions to ``result``, inner ones first.
 
-    A factory that lost a leaf to ``strict`` has nothing to merge: its sub dict stays as it is.
+    A factory that lost a leaf to ``strict`` has nothing to merge: its sub dict stays as it is. One that lost all of
+    them is left out as a record is.
     """
     for path, merge_fn in reversed(merges):
-        incomplete = any(lost[: len(path)] == path for lost in left_out)
-        if not incomplete and (sub_dict := tree.get(result, path)) is not tree.GONE:
+        sub_dict = tree.get(result, path)
+        if sub_dict is tree.GONE:
+            continue
+        if not any(lost[: len(path)] == path for lost in left_out):
             tree.put(result, path, merge_fn(sub_dict))
+        elif isinstance(sub_dict, dict | list) and not sub_dict:
+            tree.drop(result, path)

@@ -212,10 +212,10 @@ def thaw(node: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def parts_of(node: Any) -> list[tuple[Any, Any]]:
-    """What a value that is not walked through holds, by name or place: for errors that say where."""
+    """What a value that is not walked through holds, by name or place; nothing for a value without parts."""
     if isinstance(node, dict):
         return list(node.items())
-    if isinstance(node, list | tuple | deque):
+    if isinstance(node, list | tuple | deque | set | frozenset):
         return list(enumerate(node))
     if isinstance(node, Namespace | SimpleNamespace):
         return list(vars(node).items())

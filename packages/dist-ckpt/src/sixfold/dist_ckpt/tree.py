@@ -120,14 +120,16 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
 
     Common leaves of the request count for nothing. A record without a value (left out by
     ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved, or of the request's
-    kind where nothing common was, and at the top.
+    kind where nothing common was, and at the top; its order is the request's, what else was saved comes after.
     """
     if isinstance(request, ShardedBase | LocalNonpersistentObject):
         return values.get(path, GONE)
     if is_dict(request):
         saved = common if is_dict(common) else {}
-        merged = rebuilt(saved if saved and path else request, saved.items())
-        _merge_children(merged, request.items(), values, path)
+        found = dict(saved)
+        _merge_children(found, request.items(), values, path)
+        order = saved if len(found) == len(saved) else dict.fromkeys((*request, *saved))
+        merged = rebuilt(saved if saved and path else request, [(name, found[name]) for name in order if name in found])
         return merged if merged or _holds_record(request) else common
     if type(request) is list:
         at: dict[int, Any] = dict(enumerate(common)) if type(common) is list else {}
@@ -141,7 +143,7 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
 
 def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any], path: Path) -> None:
     for name, child in items:
-        value = assemble(into.get(name, GONE), child, values, (*path, name))  # get: no entry in a defaultdict
+        value = assemble(into.get(name, GONE), child, values, (*path, name))
         if value is not GONE:
             into[name] = value
 
@@ -163,6 +165,15 @@ def get(tree: Any, path: Path) -> Any:
 def put(tree: Any, path: Path, value: Any) -> None:
     """Replace the node at ``path``, which exists."""
     get(tree, path[:-1])[path[-1]] = value
+
+
+def drop(tree: Any, path: Path) -> None:
+    """Take away the node at ``path``, which exists; in a list None takes its place, so that others keep theirs."""
+    parent = get(tree, path[:-1])
+    if is_dict(parent):
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = None
 
 
 def nest(values: Mapping[Path, Any]) -> dict[Any, Any]:

@@ -155,7 +155,8 @@ def _key_problems(key: str, found: list[tuple[int, ShardReport]], verb: str) -> 
 def _overlap(key: str, shape: tuple[int, ...], a: tuple[int, Box], b: tuple[int, Box], verb: str) -> str:
     return (
         f"{describe(key, a[1], shape)} of rank {a[0]} and {describe(key, b[1], shape)} of rank {b[0]} overlap, and "
-        f"both are main replicas: each element is {verb} by one; give the copies another replica_id than 0"
+        f"both are main replicas: each element is {verb} by one; give the copies another replica_id than 0 "
+        "(of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
     )
 
 

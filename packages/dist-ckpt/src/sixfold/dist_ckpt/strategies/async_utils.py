@@ -151,6 +151,7 @@ class AsyncCallsQueue:
             no_dist: ask this rank only.
         Raises:
             CheckpointError: a request failed, on any rank; it leaves the queue, and its functions are not called.
+                What a finalize function raises is raised on its own rank alone.
         """
         ended: list[int] = []
         while self._calls and (blocking or self._ended(self._calls[0].running, no_dist)):

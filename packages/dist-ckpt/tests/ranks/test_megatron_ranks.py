@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,8 @@ def stop_in_a_queue(rank, ranks, folder, stage):
     queue.schedule_async_request(AsyncRequest(stop if stage == "request" else None, (), [lambda: calls.append("end")]))
     if stage == "poll":
         stop()
+    while rank == 0 and " T " not in Path(f"/proc/{pids[1]}/stat").read_text():
+        time.sleep(0.01)
     start = time.monotonic()
     try:
         queue.maybe_finalize_async_calls(blocking=stage == "request")

@@ -15,7 +15,6 @@ import pathlib
 import random
 import types
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +22,13 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, ShardingError, UnsafeError, weights_only
+
+try:
+    import numpy as np
+except ImportError:  # torch alone is enough for this package
+    np = None
+
+needs_numpy = pytest.mark.skipif(np is None, reason="needs numpy")
 
 
 class Color(enum.Enum):
@@ -53,10 +59,7 @@ def trained():
     return layer, adam
 
 
-def kept():
-    layer, adam = trained()
-    schedule = torch.optim.lr_scheduler
-    parts = [schedule.LinearLR(adam), schedule.CosineAnnealingLR(adam, 4)]
+def kept_of_numpy():
     return {
         "array": np.arange(6).reshape(2, 3),
         "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -68,6 +71,16 @@ def kept():
         "numpy types": [np.dtype("f4"), np.float32],
         "numpy generator": np.random.get_state(),
         "numpy bit generator": np.random.default_rng(0).bit_generator.state,
+        "arguments with arrays": argparse.Namespace(a=np.ones(2), inner=argparse.Namespace(a=np.ones(2))),
+        "deque of arrays": collections.deque([1, np.ones(1)], maxlen=3),
+    }
+
+
+def kept():
+    layer, adam = trained()
+    schedule = torch.optim.lr_scheduler
+    parts = [schedule.LinearLR(adam), schedule.CosineAnnealingLR(adam, 4)]
+    return {
         "torch generator": torch.get_rng_state(),
         "python generator": random.getstate(),
         "dates": [
@@ -77,13 +90,13 @@ def kept():
             datetime.time(1),
         ],
         "paths": [pathlib.Path("/a/b"), pathlib.PurePosixPath("c")],
-        "arguments": argparse.Namespace(lr=0.1, shape=[1, 2], inner=argparse.Namespace(t=torch.ones(2), a=np.ones(2))),
+        "arguments": argparse.Namespace(lr=0.1, shape=[1, 2], inner=argparse.Namespace(t=torch.ones(2))),
         "namespace": types.SimpleNamespace(a=1),
         "ordered": collections.OrderedDict(b=1, a=collections.OrderedDict()),
         "default": collections.defaultdict(list, {1: [2]}),
         "default of none": collections.defaultdict(None, {1: 2}),
         "counter": collections.Counter("aab"),
-        "deque": collections.deque([1, np.ones(1)], maxlen=3),
+        "deque": collections.deque([1, torch.ones(1)], maxlen=3),
         "sets": [{1, "a"}, frozenset([1])],
         "bytes": [b"\x00\xff", bytearray(b"a")],
         "numbers": [2**200, -(2**70), 1 + 2j, True, None, float("inf"), 1e-320],
@@ -109,7 +122,7 @@ def kept():
             schedule.SequentialLR(adam, parts, [2]).state_dict(),
         ],
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
-    }
+    } | ({} if np is None else kept_of_numpy())
 
 
 def same(a, b):
@@ -123,7 +136,7 @@ def same(a, b):
         x, y = (t.dequantize() if t.is_quantized else t.float() if t.dtype.itemsize == 1 else t for t in dense)
         facts = [(t.dtype, t.shape, t.layout, t.requires_grad) for t in (a, b)]
         return facts[0] == facts[1] and torch.equal(x, y)
-    if isinstance(a, np.ndarray):
+    if np is not None and isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all()) and b.flags.writeable
     if isinstance(a, dict):
         attributes = [getattr(d, "default_factory", None) for d in (a, b)] + [0]
@@ -192,10 +205,6 @@ REFUSED = {
     "function": (lambda: len, "add_safe_globals"),
     "partial": (lambda: functools.partial(int, "3"), "functools.partial"),
     "default of a lambda": (lambda: collections.defaultdict(lambda: 1), "is a collections.defaultdict"),
-    "objects": (lambda: np.array([None, 1], dtype=object), "holds object"),
-    "records": (lambda: np.zeros(2, dtype=[("a", "f4")]), "numbers, truth values and texts"),
-    "numpy dates": (lambda: np.datetime64("2020-01-01"), "datetime64"),
-    "long double": (lambda: np.longdouble(1), "longdouble"),
     "module": (lambda: torch.nn.Linear(1, 1), r"pass its \.state_dict\(\)"),
     "optimizer": (lambda: trained()[1], r"pass its \.state_dict\(\)"),
     "live optimizer state": (lambda: trained()[1].state, "tensors as keys"),
@@ -206,11 +215,17 @@ REFUSED = {
         r"leaf is a Namespace that holds a .*ShardedTensor",
     ),
 }
+REFUSED_OF_NUMPY = {
+    "objects": (lambda: np.array([None, 1], dtype=object), "holds object"),
+    "records": (lambda: np.zeros(2, dtype=[("a", "f4")]), "numbers, truth values and texts"),
+    "numpy dates": (lambda: np.datetime64("2020-01-01"), "datetime64"),
+    "long double": (lambda: np.longdouble(1), "longdouble"),
+}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *(pytest.param(name, marks=needs_numpy) for name in REFUSED_OF_NUMPY)])
 def test_what_would_not_come_back_is_refused_at_save_by_path_type_and_remedy(tmp_path, name):
-    make, pattern = REFUSED[name]
+    make, pattern = (REFUSED | REFUSED_OF_NUMPY)[name]
     with pytest.raises(ShardingError, match=f"(?s){pattern}") as caught:
         dist_ckpt.save({"model": {"leaf": make()}}, tmp_path / "c")
     assert "model.leaf" in str(caught.value)
@@ -237,14 +252,20 @@ def peers_common(folder, value):
     return folder
 
 
+@needs_numpy
 def test_numpys_own_pickles_of_peers_are_read_without_calling_numpys_rebuilding(tmp_path, monkeypatch):
-    values = {name: value for name, value in kept().items() if name not in ("default", "default of none", "deque")}
+    values = {
+        name: value
+        for name, value in kept().items()
+        if name not in ("default", "default of none", "deque", "deque of arrays")
+    }
     folder = peers_common(tmp_path / "c", {**values, "again": (values["array"], [values["array"]])})
     loaded = dist_ckpt.load({"w": one("w", torch.ones(1))}, folder)
     assert all(same(value, loaded[name]) for name, value in values.items())
     assert loaded["again"][0] is loaded["again"][1][0] is loaded["array"]
 
 
+@needs_numpy
 @pytest.mark.parametrize("count", range(1, 6))
 def test_names_that_the_caller_lets_through_are_the_callers(tmp_path, count):
     """megatron-core lets numpy's own rebuilding through when it is imported; files of both kinds still load."""
@@ -273,10 +294,11 @@ class Crafted:
         return np.dtype, ("V8", False, True), self.state
 
 
+@needs_numpy
 @pytest.mark.parametrize(
     "state",
     [
-        (3, "|", None, ("a",), {"a": (np.dtype("O"), 100_000)}, 8, 1, 63),
+        (3, "|", None, ("a",), {"a": (np and np.dtype("O"), 100_000)}, 8, 1, 63),
         (3, "<", None, None, None, 400_000, 4, 0),
         (4, "<", None, None, None, -1, -1, 0),
     ],
@@ -287,6 +309,7 @@ def test_a_crafted_dtype_is_refused_and_never_reaches_numpy(tmp_path, state):
         dist_ckpt.load_common_state_dict(folder)
 
 
+@needs_numpy
 @pytest.mark.parametrize(("shape", "code"), [((10**12,), "<f8"), ((-1,), "<f8"), ((1,), "O"), ((1,), "<f8, <f8")])
 def test_a_crafted_array_is_refused_before_memory_is_asked_for(tmp_path, shape, code):
     class Array:

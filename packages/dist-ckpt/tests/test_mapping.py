@@ -1,11 +1,22 @@
 """Records: what they accept, what they refuse, and where their data lies."""
 
-import numpy as np
 import pytest
 import torch
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardingError
+
+try:
+    import numpy as np
+except ImportError:  # torch alone is enough for this package
+    np = None
+
+
+def of_numpy(kind, value):
+    """A number of a type of numpy's, for a table of cases."""
+    if np is None:
+        return pytest.param(None, id=kind, marks=pytest.mark.skip(reason="needs numpy"))
+    return pytest.param(getattr(np, kind)(value), id=kind)
 
 
 def test_rank_offsets_give_offset_and_global_shape_per_axis():
@@ -170,9 +181,9 @@ class Counted:
         return 2
 
 
-@pytest.mark.parametrize("two", [2, np.int64(2), np.uint8(2), torch.tensor(2), Counted()])
+@pytest.mark.parametrize("two", [2, of_numpy("int64", 2), of_numpy("uint8", 2), torch.tensor(2), Counted()])
 def test_integers_of_any_kind_are_integers(tmp_path, two):
-    zero = type(two)(0) if isinstance(two, np.generic) else 0
+    zero = two - two if np is not None and isinstance(two, np.generic) else 0
     data = torch.arange(4.0).reshape(2, 2)
     records = [
         ShardedTensor("plain", data, data.dtype, (two, 2), (two, 2), (zero, 0), (1, 1), zero, zero),
@@ -190,7 +201,7 @@ def test_integers_of_any_kind_are_integers(tmp_path, two):
     assert torch.equal(dist_ckpt.load_plain_tensors(tmp_path / "c")["plain"], data)
 
 
-@pytest.mark.parametrize("wrong", [2.0, True, np.float32(2), np.bool_(True), "2", None])
+@pytest.mark.parametrize("wrong", [2.0, True, of_numpy("float32", 2), of_numpy("bool_", True), "2", None])
 @pytest.mark.parametrize("field", ["local_shape", "global_shape", "global_offset", "replica_id", "flattened_range"])
 def test_floats_and_truth_values_are_no_integers(wrong, field):
     fields = {"local_shape": (2,), "global_shape": (2,), "global_offset": (0,), "axis_fragmentations": None}

@@ -240,6 +240,41 @@ def test_a_store_that_does_not_answer_is_no_empty_run(here, monkeypatch, functio
                     RETENTION[function]("memory://run")
 
 
+@pytest.mark.parametrize("gone", [".metadata", "integrity.json"])
+def test_a_step_that_another_process_prunes_while_a_store_is_looked_at_does_not_count(here, monkeypatch, gone):
+    for step in (1, 2):
+        dist_ckpt.save(state(), retention.step_path("memory://run", step), group=None)
+    store = fsspec.filesystem("memory")
+    plain = type(store).cat_file
+
+    def cat_file(self, path, *arguments, **options):
+        if path.endswith(f"step-00000002/{gone}") and store.exists(path):
+            store.rm("/run/step-00000002", recursive=True)
+        return plain(self, path, *arguments, **options)
+
+    monkeypatch.setattr(type(store), "cat_file", cat_file)
+    assert retention.latest("memory://run") == "memory://run/step-00000001"
+    assert retention.checkpoints("memory://run") == [(1, "memory://run/step-00000001")]
+    dist_ckpt.save(state(), retention.step_path("memory://run", 2), group=None)
+    with pytest.raises(dist_ckpt.StorageError, match=r"step-00000002/.* was replaced or removed while it was read"):
+        dist_ckpt.load_common_state_dict("memory://run/step-00000002")
+
+
+def test_files_that_another_process_has_deleted_do_not_end_a_prune_of_a_store(here, monkeypatch):
+    for step in (1, 2):
+        dist_ckpt.save(state(), retention.step_path("memory://run", step), group=None)
+    memory = type(fsspec.filesystem("memory"))
+    plain = memory.rm_file
+
+    def rm_file(self, path):
+        plain(self, path)
+        plain(self, path)
+
+    monkeypatch.setattr(memory, "rm_file", rm_file)
+    assert retention.prune("memory://run", keep_last=1) == ["memory://run/step-00000001"]
+    assert retention.checkpoints("memory://run") == [(2, "memory://run/step-00000002")]
+
+
 def test_a_folder_that_cannot_be_read_is_no_missing_checkpoint(here, monkeypatch):
     """A run that took it for one would begin from zero."""
     dist_ckpt.save(state(), here / "step-00000003", group=None)

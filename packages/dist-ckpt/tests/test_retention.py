@@ -27,7 +27,7 @@ def steps_of(root):
     return [step for step, _ in retention.checkpoints(root)]
 
 
-@pytest.mark.parametrize("step", [-1, "7", 1.0])
+@pytest.mark.parametrize("step", [-1, "7", 1.0, True])
 def test_a_step_is_an_integer_from_zero_on(tmp_path, step):
     with pytest.raises(dist_ckpt.CheckpointError, match=r"step is .*; it is an integer >= 0"):
         retention.step_path(tmp_path, step)
@@ -134,7 +134,11 @@ def test_a_folder_that_cannot_be_moved_is_a_typed_error_and_stays(tmp_path, mode
     assert steps_of(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("options", [{"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_last": -1}, {"keep_last": 1.5}, {"keep_last": True}, {"keep_last": "1"}]
+    + [{"keep_last": 1, "keep_every": wrong} for wrong in (0, 2.5, True, "2")],
+)
 def test_rules_that_cannot_work_are_refused(tmp_path, options):
     with pytest.raises(CheckpointError):
         retention.prune(tmp_path, **options)

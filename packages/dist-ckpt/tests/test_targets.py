@@ -167,6 +167,31 @@ def test_a_disk_that_is_full_before_or_midway_leaves_the_old_checkpoint(tmp_path
     assert lines[-1] == "['c'] {'it': 3}"
 
 
+def test_the_working_folder_of_a_process_is_not_replaced(tmp_path, monkeypatch):
+    """The process would be left in a folder that is gone, and no relative path would work any more."""
+    (tmp_path / "c").mkdir()
+    monkeypatch.chdir(tmp_path / "c")
+    for save in (dist_ckpt.save, lambda *a: dist_ckpt.save(*a, ("zarr", 1))):
+        with pytest.raises(StorageError, match=r"is the working folder of this process.*such as .*/c/checkpoint"):
+            save(state(1), ".")
+    assert os.getcwd() == str(tmp_path / "c")
+    assert names(tmp_path) == ["c"]
+    assert names(tmp_path / "c") == []
+
+
+def test_a_path_that_leads_nowhere_is_an_error_of_the_system(tmp_path, monkeypatch):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for place in (tmp_path / "circle", "c"):
+        for call in (lambda p: dist_ckpt.save(state(1), p), dist_ckpt.load_common_state_dict):
+            with pytest.raises(StorageError):
+                call(place)
+    monkeypatch.chdir(tmp_path)
+    assert names(tmp_path) == ["circle"]
+
+
 def while_it_reads(monkeypatch, action):
     def run(reader, *arguments, plain=Reader.run):
         action()
@@ -271,7 +296,8 @@ def test_a_save_to_another_folder_does_not_wait(in_flight, tmp_path):
 
 
 def test_a_background_save_that_another_process_overtakes_says_so(in_flight, tmp_path):
-    script = "import sys; from sixfold import dist_ckpt; dist_ckpt.save({'it': 5}, sys.argv[1])"
+    script = "import sys; from sixfold import dist_ckpt; dist_ckpt.save({'it': 5}, sys.argv[1]); "
+    script += "assert not {'sympy', 'torch.distributed.checkpoint'} & {*sys.modules}, 'imports that take seconds'"
     subprocess.run([sys.executable, "-c", script, tmp_path / "c"], check=True, timeout=100)
     rouse(in_flight)
     with pytest.raises(StorageError, match=OVERTAKEN):

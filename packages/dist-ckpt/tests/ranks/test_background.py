@@ -1,5 +1,6 @@
 """Background saves of several ranks: no collective meets the trainer's, and every rank hears the same end."""
 
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ from sixfold.dist_ckpt import CheckpointError, ShardedTensor, background, contro
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
+ODD_WORKER = str(Path(__file__).parents[1] / "odd_worker.py")
+
 
 def state(rank, ranks, value):
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((30,), float(value)), (0, rank, ranks)), "it": value}
@@ -31,9 +34,13 @@ def first_save(rank, ranks, folder):
 
 def ending(handle, timeout_s=30):
     """How a save ended and how long that took."""
+    return ending_of(lambda: handle.wait(timeout_s))
+
+
+def ending_of(call):
     start = time.monotonic()
     try:
-        handle.wait(timeout_s)
+        call()
     except CheckpointError as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "committed", "", time.monotonic() - start
@@ -80,9 +87,10 @@ def lose_a_worker(rank, ranks, folder, victim, signals):
     dist.barrier()
     left, old = names(folder), loaded_value(folder / "c")
     dist.barrier()
+    refused = start_no_worker(rank, ranks, folder, victim)
     again = dist_ckpt.async_save(state(rank, ranks, 3), folder / "c", timeout_s=60)
     again.wait()
-    return kind, text, seconds, left, old, loaded_value(folder / "c"), worker != again.worker_pid
+    return kind, text, seconds, left, old, loaded_value(folder / "c"), worker != again.worker_pid, refused
 
 
 def fail_on_one_rank(rank, ranks, folder):
@@ -127,6 +135,21 @@ def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
     return seen, names(folder), loaded_value(folder / "c")
 
 
+def start_no_worker(rank, ranks, folder, victim):
+    """One rank has lost its worker and may start no process."""
+    start = background._start_worker
+
+    def refuse(fds):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    if rank == victim:
+        background._start_worker = refuse
+    try:
+        return ending_of(lambda: dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=20))
+    finally:
+        background._start_worker = start
+
+
 LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
 
 
@@ -166,7 +189,7 @@ def test_the_trainers_collectives_run_on_while_the_workers_save(lives):
 @pytest.mark.parametrize(("victim", "signals"), LOSSES)
 def test_a_dead_or_stopped_worker_raises_on_every_rank_and_is_replaced(lives, victim, signals):
     results = [life[victim, signals] for life in lives]
-    for rank, (kind, text, seconds, left, old, new, is_fresh) in enumerate(results):
+    for rank, (kind, text, seconds, left, old, new, is_fresh, _) in enumerate(results):
         assert kind == "LostPeerError"
         assert text == results[0][1], "the same text on every rank"
         assert f"rank {victim}" in text or f"ranks [{victim}]" in text
@@ -178,6 +201,12 @@ def test_a_dead_or_stopped_worker_raises_on_every_rank_and_is_replaced(lives, vi
 def test_an_error_of_one_worker_is_raised_on_every_rank(lives):
     for life in lives:
         assert life["error"] == ("ShardingError", "w[30] is nan on rank 1, and check_finite is set", ["c"], 1)
+
+
+def test_a_worker_that_one_rank_cannot_start_is_told_by_the_call_on_every_rank(lives):
+    for life in lives:
+        for loss in LOSSES:
+            assert life[loss][-1][:2] == ("StorageError", "Resource temporarily unavailable")
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):
@@ -224,8 +253,7 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
 
 def slow_saves(rank, ranks, folder):
     """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
-    script = str(Path(__file__).parents[1] / "odd_worker.py")
-    background._WORKER = (script, "slow:0.4" if rank == 1 else "slow:0")
+    background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
     seen, saver = {}, background.AsyncSaver(timeout_s=60)
     one_thread = TorchDistSaveShardedStrategy(thread_count=1)
 
@@ -267,8 +295,7 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
-    script = str(Path(__file__).parents[1] / "odd_worker.py")
-    background._WORKER = (script, "slow:0.4" if rank == 0 else "slow:0")
+    background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 0 else "slow:0")
     saver = background.AsyncSaver(timeout_s=60)
     saver.save(state(rank, ranks, 1), folder / "c").wait(60)
     saver._timeout_s = 1.6

@@ -1,6 +1,7 @@
 """The worker of one process: values at the call, and what a dead, stopped or full worker leaves."""
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -160,6 +162,72 @@ def test_an_error_that_nobody_waited_for_is_told_by_the_next_call(saver, tmp_pat
     saver.save({"w": one("w", torch.tensor([1.0, torch.inf]))}, tmp_path / "c", check_finite=True)
     with pytest.warns(UserWarning, match=r"nobody waited for it: w\[1\] is inf on rank 0"):
         saver.save(state(3), tmp_path / "c").wait(60)
+
+
+def test_where_warnings_are_errors_the_next_call_raises_it_once(saver, tmp_path):
+    saver.save({"w": one("w", torch.tensor([torch.inf]))}, tmp_path / "c", check_finite=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="nobody waited for it"):
+            saver.save(state(3), tmp_path / "c")
+        saver.save(state(3), tmp_path / "c").wait(60)
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_threads_that_save_at_the_same_time_each_save_their_own_values(saver, tmp_path):
+    """There is one arena: of two calls at a time the second would copy over the first one's values."""
+    handles = {}
+
+    def save(value):
+        handles[value] = saver.save(state(value, 1 << 20), tmp_path / str(value))
+
+    threads = [threading.Thread(target=save, args=(value,)) for value in range(2, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for value in range(2, 8):
+        handles[value].wait(60)
+        loaded = dist_ckpt.load({"w": one("w", torch.zeros(1 << 20))}, tmp_path / str(value), group=None)
+        assert (loaded["it"], loaded["w"].unique().tolist()) == (value, [value])
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_refused(saver, tmp_path, monkeypatch):
+    """It would copy its values over those that the interrupted save has copied already."""
+    copy, refused = background.AsyncSaver._copy, []
+
+    def interrupt(number, frame):
+        with pytest.raises(CheckpointError, match="let the handler set a flag") as caught:
+            saver.save(state(9), tmp_path / "d")
+        refused.append(caught.value)
+
+    def copy_and_be_interrupted(*arguments):
+        found = copy(*arguments)
+        signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    monkeypatch.setattr(background.AsyncSaver, "_copy", copy_and_be_interrupted)
+    try:
+        saver.save(state(2), tmp_path / "c").wait(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(refused) == 1
+    assert loaded_value(tmp_path / "c") == 2
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_saver_that_nobody_keeps_lives_until_its_save_has_ended(saver, stopped, tmp_path):
+    """The interpreter's end waits for the savers that live."""
+    other, open_savers = background.AsyncSaver(group=None, timeout_s=60), background._open_savers(os.getpid())
+    other._worker, other._arena = saver._worker, saver._arena  # a worker takes a second to start
+    handle, count = other.save(state(2), tmp_path / "c"), len(open_savers)
+    del other
+    gc.collect()
+    assert len(open_savers) == count
+    os.kill(stopped, signal.SIGCONT)
+    handle.wait(60)
+    assert loaded_value(tmp_path / "c") == 2
 
 
 def test_a_disk_that_fills_in_the_worker_leaves_the_old_checkpoint(saver, tmp_path):

@@ -25,8 +25,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing.util import Finalize
@@ -38,7 +38,7 @@ from sixfold.dist_ckpt import control, paths, saving, storage
 from sixfold.dist_ckpt.arena import Arena, Place
 from sixfold.dist_ckpt.channel import Channel, Gauge
 from sixfold.dist_ckpt.control import Alive, ControlFolder, Job
-from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.exchange import Group, Outcome, told_to_all
 from sixfold.dist_ckpt.mapping import ShardedTensor
 from sixfold.dist_ckpt.saving import SaveRequest
@@ -108,6 +108,8 @@ class AsyncSave:
 class AsyncSaver:
     """A worker process and its arena, for one group of ranks; ``async_save`` keeps one per process.
 
+    Threads that save by one saver take turns: there is one arena.
+
     Args:
         group: as in ``save``; every rank of it makes a saver and calls it together.
         timeout_s: longest wait, in a call, for a peer; after it, of a save that stands still. Seconds.
@@ -119,6 +121,7 @@ class AsyncSaver:
         self._worker: _Worker | None = None
         self._flight: _Flight | None = None
         self._is_closed, self._pid = False, os.getpid()
+        self._turn, self._is_busy = threading.RLock(), False
         _open_savers(os.getpid()).add(self)
 
     def save(
@@ -154,14 +157,17 @@ class AsyncSaver:
         """
         if self._pid != os.getpid():
             return
-        self._let_go()
-        if self._worker is not None:
-            self._worker.stop()
-        self._worker = None
-        if not self._is_closed:
-            self._arena.close()
-        self._is_closed = True
-        _open_savers(os.getpid()).discard(self)
+        with self._in_turn():
+            try:
+                self._let_go()
+            finally:
+                if self._worker is not None:
+                    self._worker.stop()
+                self._worker = None
+                if not self._is_closed:
+                    self._arena.close()
+                self._is_closed = True
+                _open_savers(os.getpid()).discard(self)
 
     def __enter__(self) -> AsyncSaver:
         return self
@@ -174,9 +180,31 @@ class AsyncSaver:
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()
             engine = _engine_for(request.path, sharded_strategy, common_strategy)
-        self._let_go()
-        await_saves_to(paths.local(request.path, ""))
-        worker = self._ready_worker()
+        with self._in_turn():
+            flight = self._launched(request, engine)
+        return AsyncSave(flight.target, start, flight.worker_pid, flight)
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One call at a time: of two, the second would copy its tensors over those of the first."""
+        with self._turn:
+            if self._is_busy:
+                raise CheckpointError(
+                    "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
+                    "a flag, and save when that call has returned"
+                )
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+    def _launched(self, request: SaveRequest, engine: SaveEngine) -> _Flight:
+        with told_to_all(request.group, request.timeout_s):
+            self._check_is_usable()  # it may have been closed meanwhile
+            self._let_go()
+            await_saves_to(paths.local(request.path, ""))
+            worker = typed(self._ready_worker)
         agreed = saving.agree_on(request, engine)
         sign: list[Alive] = []
         try:
@@ -188,8 +216,8 @@ class AsyncSaver:
                     alive.remove_folder()
             agreed.abandon()
             raise
-        self._flight = _Flight(worker, job, sign[0] if sign else None)
-        return AsyncSave(Path(agreed.ticket.target), start, worker.process.pid, self._flight)
+        self._flight = _Flight(self, worker, job, sign[0] if sign else None)
+        return self._flight
 
     def _check_is_usable(self) -> None:
         if self._is_closed:
@@ -204,14 +232,15 @@ class AsyncSaver:
         if self._flight is None:
             return
         self._flight.join()
-        if self._flight.error is not None and not self._flight.told:
-            warnings.warn(f"a background save failed and nobody waited for it: {self._flight.error}", stacklevel=4)
-        self._flight = None
+        flight, self._flight = self._flight, None  # before the warning, which may be an error (-W error)
+        if flight.error is not None and not flight.told:
+            warnings.warn(f"a background save failed and nobody waited for it: {flight.error}", stacklevel=5)
 
     def _ready_worker(self) -> _Worker:
         if self._worker is None or not self._worker.is_alive():
-            if self._worker is not None:
-                self._worker.stop()
+            old, self._worker = self._worker, None
+            if old is not None:
+                old.stop()
             self._worker = _Worker(self._arena.fd)
         return self._worker
 
@@ -269,28 +298,34 @@ def _without_data(record: ShardedTensor) -> ShardedTensor:
     return twin
 
 
+def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, *_WORKER, *map(str, fds), str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+
+
 class _Worker:
     """The process, started and not waited for: it imports torch while the trainer copies."""
 
     def __init__(self, arena_fd: int) -> None:
         ours, theirs = socket.socketpair()
         self.channel, self.gauge = Channel(ours), Gauge()
+        self._is_killed = False
         fds = theirs.fileno(), self.gauge.fd, arena_fd
         # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
         # process group, and a trainer answers them by ending in order, after its save in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, *_WORKER, *map(str, fds), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-            )
+            self.process = _start_worker(fds)
+        except BaseException:
+            self.channel.close()
+            self.gauge.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+            theirs.close()
 
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return not self._is_killed and self.process.poll() is None
 
     def processor_ticks(self) -> int:
         """Processor time that it has used, in clock ticks; 0 if it is gone."""
@@ -311,21 +346,26 @@ class _Worker:
     def kill(self) -> str:
         """End it at once, if it has not ended; says how it ended."""
         self.process.kill()
+        self._is_killed = True  # also if it hangs in the system, where SIGKILL waits
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_S)
         return f"exit code {self.process.poll()}"
 
 
 class _Flight:
-    """One save in flight: a thread hands the job to the worker and waits for what becomes of it."""
+    """One save in flight: a thread hands the job to the worker and waits for what becomes of it.
 
-    def __init__(self, worker: _Worker, job: Job, sign: Alive | None) -> None:
+    It keeps its saver alive, whoever else does: the end of the interpreter waits for the saves of all savers.
+    """
+
+    def __init__(self, saver: AsyncSaver, worker: _Worker, job: Job, sign: Alive | None) -> None:
         self.ended = threading.Event()
         self.ended_at: float | None = None  # on the monotonic clock
         self.error: CheckpointError | None = None
         self.told = False
+        self._saver: AsyncSaver | None = saver
         self._worker, self._job, self._sign = worker, job, sign
-        self.target = Path(job.ticket.target)
+        self.target, self.worker_pid = Path(job.ticket.target), worker.process.pid
         self._gauge, self._still = worker.gauge, control.Stillness()
         self._gauge.reset()
         self._idle_moves = self._gauge.moves
@@ -356,6 +396,7 @@ class _Flight:
             self.ended_at = time.monotonic()
             self._acknowledge()
             self.ended.set()
+            self._saver = None
 
     def _outcome(self) -> Outcome:
         channel = self._worker.channel
@@ -469,7 +510,7 @@ def await_saves_to(target: Path) -> None:
     """Wait until no background save of this process to a folder is in flight; their handles tell how they end."""
     for saver in list(_open_savers(os.getpid())):
         flight = saver._flight
-        if flight is not None and flight.target == target.resolve():
+        if flight is not None and flight.target == paths.resolved(target):
             flight.join()
 
 

@@ -29,7 +29,7 @@ from sixfold.dist_ckpt.integrity import Integrity
 from sixfold.dist_ckpt.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.maps import Mapped, Maps
 
-_LOOKS = 5  # at a folder that others write to meanwhile
+LOOKS = 5  # at a folder that others write to meanwhile
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -114,7 +114,7 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     if verify not in VERIFY_MODES:
         raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
     folder = paths.local(path, "this is opened by load and by the functions of the top level")
-    return typed(lambda: _open(folder.resolve(), verify))
+    return typed(lambda: _open(paths.resolved(folder), verify))
 
 
 def _open(folder: Path, verify: str) -> Checkpoint:
@@ -195,7 +195,7 @@ def is_complete(path: str | Path) -> bool:
     Raises:
         StorageError: the system does not let us see, which is not taken for a "no".
     """
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         try:
             open_checkpoint(path, verify="off")
         except StorageError as error:

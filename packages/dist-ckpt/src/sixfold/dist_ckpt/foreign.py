@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt import factory, integrity, loading, metadata, plan, saving, storage, tree, validation
+from sixfold.dist_ckpt import factory, integrity, loading, metadata, paths, plan, saving, storage, tree, validation
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
-from sixfold.dist_ckpt.exchange import Exchange
+from sixfold.dist_ckpt.exchange import Exchange, told_to_all
 from sixfold.dist_ckpt.loading import LoadRequest
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.reader import check_policy
@@ -52,7 +52,8 @@ def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: S
     if request.check_finite:
         raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
     exchange = Exchange(request.group, request.timeout_s)
-    target = Path(request.path).resolve()
+    with told_to_all(request.group, request.timeout_s):
+        target = paths.resolved(Path(request.path))
     (expanded, parts), _ = exchange.together(lambda: (_split(request.state), None), lambda _: None)
     agreed = saving.agree_on(replace(request, state=expanded, path=target), SaveEngine())
     staging = Path(agreed.ticket.staging)
@@ -157,7 +158,8 @@ def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: L
     """As ``serialization.load``, with strategies that read by themselves."""
     check_policy(request.dtype_policy)
     strict = validation.parse_strict(request.strict)
-    folder = Path(request.path).resolve()
+    with told_to_all(request.group, request.timeout_s):
+        folder = paths.resolved(Path(request.path))
     exchange = Exchange(request.group, request.timeout_s)
 
     def decide(asked: list[_Asked]) -> tuple[set[str], set[str]]:

@@ -29,6 +29,9 @@ CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+# What torch writes as CURRENT_DCP_VERSION. A test compares; importing it here would take every first save, and each
+# worker, a second or two: it brings DTensor and sympy along.
+_DCP_VERSION = "1.0.0"
 
 
 def encode_config() -> bytes:
@@ -80,15 +83,7 @@ def encode(index: dcp_pickle.Index) -> bytes:
     One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
     megatron writes it: that nearly doubles the file and nobody needs it.
     """
-    return b"".join(dcp_pickle.encode(index, _dcp_version()))
-
-
-def _dcp_version() -> str | None:
-    try:
-        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-    except ImportError:  # before torch 2.6; there None is what DCP writes
-        return None
-    return str(CURRENT_DCP_VERSION)
+    return b"".join(dcp_pickle.encode(index, _DCP_VERSION))
 
 
 def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:

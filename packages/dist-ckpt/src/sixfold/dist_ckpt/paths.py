@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _CUT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*:/")
@@ -63,6 +63,18 @@ def local(place: Any, what: str) -> Path:
     if isinstance(found, str):
         raise CheckpointError(f"{found}: {what}")
     return found
+
+
+def resolved(place: Path) -> Path:
+    """From the root and without links.
+
+    Raises:
+        StorageError: links that lead in a circle; the working folder of this process is gone.
+    """
+    try:
+        return place.resolve()
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"{place}: {error}", getattr(error, "errno", None)) from error
 
 
 def is_url(place: Any) -> bool:

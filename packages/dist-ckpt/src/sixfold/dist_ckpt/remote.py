@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,8 +60,13 @@ class Store:
         return {name.removeprefix(prefix): info["size"] for name, info in found.items() if name.startswith(prefix)}
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a file, or all."""
-        data: bytes = self._told(lambda: self._fs.cat_file(self._path(name), start, stop))
+        """Bytes [start, stop) of a file that was listed, or all."""
+        try:
+            data: bytes = self._told(lambda: self._fs.cat_file(self._path(name), start, stop))
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self.url}/{name} was replaced or removed while it was read; load it again", errno.ESTALE
+            ) from error
         return data
 
     def put(self, local: Path, name: str) -> None:
@@ -73,8 +78,9 @@ class Store:
         self._told(lambda: self._fs.pipe_file(self._path(name), data))
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
-        self._told(lambda: self._fs.rm_file(self._path(name)))
+        """Delete a file; that others have done so is no error."""
+        with suppress(FileNotFoundError):
+            self._told(lambda: self._fs.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
@@ -253,11 +259,16 @@ def is_complete(url: str) -> bool:
     Raises:
         StorageError: the store does not answer, which is not taken for a "no".
     """
-    try:
-        with local_view(url) as folder:
-            return folder_of.is_complete(folder)
-    except MismatchError:
-        return False
+    for _ in range(folder_of.LOOKS):
+        try:
+            with local_view(url) as folder:
+                return folder_of.is_complete(folder)
+        except MismatchError:
+            return False
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return False
 
 
 def load(request: LoadRequest, url: str, engine: LoadEngine | None) -> Any:

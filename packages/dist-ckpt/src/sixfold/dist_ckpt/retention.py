@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 from sixfold.dist_ckpt import paths, remote, storage
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -40,13 +40,17 @@ def step_path(root: str | Path, step: int) -> Path | str:
         CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
     """
     place = paths.located(root, "root")
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
+    if not _is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
-    return paths.child(place, _name(number))
+    return paths.child(place, _name(operator.index(step)))
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    """Whether this is an integer of any kind, and no truth value, of at least so much."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
 
 
 @overload
@@ -91,11 +95,11 @@ def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) ->
     Returns:
         The deleted places.
     Raises:
-        CheckpointError: ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot be moved, a
-            store does not answer.
+        CheckpointError: no integers, ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot
+            be moved, a store does not answer.
     """
-    if keep_last < 0 or (keep_every is not None and keep_every < 1):
-        raise CheckpointError(f"keep_last is {keep_last}, keep_every {keep_every}; they are >= 0 and >= 1")
+    if not _is_integer(keep_last, 0) or not (keep_every is None or _is_integer(keep_every, 1)):
+        raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
     run = _run_at(root)
     run.sweep()
     found = [step for step in run.steps() if run.is_complete(step)]

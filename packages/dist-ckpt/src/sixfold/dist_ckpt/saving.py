@@ -31,7 +31,7 @@ from sixfold.dist_ckpt import (
 from sixfold.dist_ckpt.dcp_pickle import Index
 from sixfold.dist_ckpt.dense import check_readable
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
-from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.manifest import ByteRange
 from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -164,7 +164,8 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
     exchange = Exchange(request.group, request.timeout_s)
     place = f"{exchange.rank} of {exchange.ranks}"
     kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    target = Path(paths.located(request.path)).resolve()
+    with told_to_all(request.group, request.timeout_s):
+        target = paths.resolved(Path(paths.located(request.path)))
     host = _Host(target, request.if_exists, kept)
 
     def described() -> tuple[tuple[Content, _Report], _Report]:

@@ -310,7 +310,17 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def stage(target: Path, save_id: str) -> Path:
-    """Make the empty staging folder of a save, beside the target; what is written into it inherits as there."""
+    """Make the empty staging folder of a save, beside the target; what is written into it inherits as there.
+
+    Raises:
+        StorageError: the target is the working folder of this process, which would be left without one.
+    """
+    if target.exists() and os.path.samefile(target, os.curdir):
+        raise StorageError(
+            f"{target} is the working folder of this process, and a save puts another folder in its place; nothing "
+            f"was written. Save into a folder in it, such as {target / 'checkpoint'}",
+            errno.EBUSY,
+        )
     staging = target.with_name(f".{target.name}.tmp-{save_id}")
     staging.mkdir(parents=True)
     if target.exists():

@@ -88,8 +88,14 @@ def test_the_default_is_four_and_an_error_on_request():
     with pytest.raises(BlendingError, match=r"'small' from position \d+ on.*max_epochs is 4"):
         blend(NAMED, [3, 1], size=200, max_epochs=4, max_epochs_error=True)
     data = blend(NAMED, [3, 1], size=10, max_epochs=4, max_epochs_error=True)
-    with pytest.raises(BlendingError, match="'small' from position"):
-        data.get_batch([199])
+    for _ in range(2):  # who goes on after an error meets it again
+        with pytest.raises(BlendingError, match="'small' from position"):
+            data.get_batch([199])
+    assert data.get_batch([9])["tokens"].shape == (1, 8)
+    alone = dataset(NAMED["small"], max_epochs=np.int64(4), max_epochs_error=True)
+    for _ in range(2):
+        with pytest.raises(BlendingError, match="from position 12 on"):
+            alone.get_batch([50])
     for wrong in (0, -1, float("nan"), "four", True):
         with pytest.raises(BlendingError, match="max_epochs is"):
             config(max_epochs=wrong)

@@ -121,6 +121,8 @@ def test_weights_without_a_size_are_counts_of_samples_as_the_peer_takes_them(ord
     exact = by_hand([len(part) for part in whole.datasets], order)
     for array, other in zip(whole.locate(range(len(whole))), exact.locate(range(len(exact))), strict=True):
         assert np.array_equal(array, other)
+    floats = by_hand([44.0, 12.0, 7.0], order)
+    assert all(map(np.array_equal, floats.locate(range(63)), data.locate(range(63)))), "whole floats, as the peer"
     for wrong, problem in (
         ([44, 99, 7], r"99 samples of dataset 1 \(b\), which has \d+"),
         ([0.5, 0.3, 0.2], "weight 0 is 0.5.*without a size weights are whole numbers of samples"),
@@ -143,3 +145,24 @@ def test_ids_that_are_text_are_said_to_be_text():
         GPTDataset(Words(), "a", range(2), 10, Split.train, made).get_batch([0])
     with pytest.raises(BlendingError, match=r"text '17'.*whole numbers"):
         ListSource([[1, 2], ["17", 3]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "told"),
+    [
+        ([70_000], np.uint16, "id 70000; ids of uint16 are whole numbers 0..65535"),
+        ([3, -1], np.uint16, "id -1;"),
+        ([200], np.int8, "id 200; ids of int8 are whole numbers -128..127"),
+        (np.array([5, -20_000], dtype=np.int16), np.uint16, "id np.int16.-20000.;"),
+        ([2**63], np.uint64, "id 9223372036854775808;"),
+        ([2**63, -1], np.int64, "id 9223372036854775808;"),
+        ([1.0], np.int64, "id 1.0;"),
+        ([None], np.int64, "id None;"),
+    ],
+)
+def test_ids_that_a_list_source_cannot_hold_are_refused_and_not_made_others(ids, dtype, told):
+    with pytest.raises(BlendingError, match=told):
+        ListSource([[1, 2], ids], dtype)
+    kept = ListSource([[1, 2], [np.uint64(7), np.int8(3)]], dtype)
+    assert kept.tokens.tolist() == [1, 2, 7, 3]
+    assert kept.tokens.dtype == dtype

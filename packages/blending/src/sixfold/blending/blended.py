@@ -293,7 +293,8 @@ def _refuse_another_number_of_weights(
 def _samples_of_each(weights: Weights, datasets: Sequence[MegatronDataset]) -> list[int]:
     """Weights without a size, which are numbers of samples."""
     for number, (weight, dataset) in enumerate(zip(weights, datasets, strict=True)):
-        if not isinstance(weight, int | np.integer) or weight < 0:
+        whole = isinstance(weight, int | np.integer | float | np.floating) and float(weight).is_integer()
+        if not whole or weight < 0:
             rule = "without a size weights are whole numbers of samples"
             raise BlendingError(f"weight {number} is {weight!r}; {rule}: give a size, or None for the weights")
         has = len(dataset) if dataset.num_samples else dataset.samples_per_epoch

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
+from typing import Any
+
+import numpy as np
 
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.native import F64, I64
@@ -19,9 +22,13 @@ _TOLD = 8  # datasets that a message lists
 _ENDLESS = 2**62  # samples
 
 
-def refuse_max_epochs(max_epochs: object) -> None:
+def refuse_max_epochs(max_epochs: Any) -> None:
     """BlendingError for a limit that is none."""
-    number = max_epochs if isinstance(max_epochs, int | float) and not isinstance(max_epochs, bool) else 0
+    number = (
+        max_epochs
+        if isinstance(max_epochs, int | float | np.integer | np.floating) and not isinstance(max_epochs, bool)
+        else 0
+    )
     if max_epochs is not None and not (isfinite(number) and number > 0):
         raise BlendingError(f"max_epochs is {max_epochs!r}; it is a number > 0, or None for no limit")
 
@@ -49,7 +56,7 @@ class EpochWatch:
     Attributes:
         names: (D,) of the datasets.
         within: (D,) samples of each that lie within ``max_epochs``.
-        error: raise it instead.
+        error: raise it instead, whenever it is asked for.
         next: the first position that may have something to tell.
     """
 
@@ -75,12 +82,11 @@ class EpochWatch:
         Raises:
             BlendingError: one is read too often, and ``error`` says so.
         """
-        self.next = max(self.next, end)
         given = counts(end).tolist()
         more = [i for i in range(len(given)) if given[i] > self.within[i] and i not in self._told]
         if not more:
+            self.next = max(self.next, end)
             return
-        self._told.update(more)
         read = epochs(end)
         told = [
             f"{self.names[number]!r} "
@@ -93,8 +99,10 @@ class EpochWatch:
             + (f" and {len(more) - _TOLD} more" if len(more) > _TOLD else "")
             + f"; max_epochs is {self.max_epochs}: give such a dataset less weight, or raise max_epochs"
         )
-        if self.error:
+        if self.error:  # each time: who goes on after one would read what was refused
             raise BlendingError(message)
+        self._told.update(more)
+        self.next = max(self.next, end)
         warnings.warn(message, stacklevel=2)
 
     def plan(self, find: Callable[[int, int], int]) -> None:

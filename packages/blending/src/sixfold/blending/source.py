@@ -41,22 +41,32 @@ class DocumentSource(Protocol):
         """Ids ``offset`` to ``offset + length`` of sequence ``idx``."""
 
 
+def _refuse_ids(ids: Sequence[Any], dtype: np.dtype[Any]) -> None:
+    """BlendingError for the first that is no whole number, or none that ``dtype`` and int64 hold."""
+    array, least, most = np.array(ids), int(np.iinfo(dtype).min), min(int(np.iinfo(dtype).max), 2**63 - 1)
+    if not ids or (array.dtype.kind in "iu" and least <= int(array.min()) and int(array.max()) <= most):
+        return
+    for token in ids:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not least <= token <= most:
+            what = "text" if isinstance(token, str | bytes) else "id"
+            raise BlendingError(
+                f"a sequence has the {what} {token!r}; ids of {dtype} are whole numbers {least}..{most}"
+            )
+
+
 class ListSource:
     """Lists of ids in memory as a ``DocumentSource``, for trials and tests."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], dtype: npt.DTypeLike = np.int64) -> None:
         self.dtype = np.dtype(dtype)
-        ids = np.array([token for sequence in sequences for token in sequence])
-        if ids.size and (ids.dtype.kind not in "iuf" or (ids.dtype.kind == "f" and self.dtype.kind in "iu")):
-            every = (token for sequence in sequences for token in sequence)
-            token = next(token for token in every if not isinstance(token, int | np.integer) or token >= 2**63)
-            what = "text" if isinstance(token, str | bytes) else "id"
-            raise BlendingError(f"a sequence has the {what} {token!r}; ids are whole numbers below 2^63")
+        flat = [token for sequence in sequences for token in sequence]
+        if self.dtype.kind in "iu":
+            _refuse_ids(flat, self.dtype)
         self.sequence_lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
         self.sequence_pointers = (np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths) * (
             self.dtype.itemsize
         )
-        self.tokens = ids.astype(self.dtype)
+        self.tokens = np.array(flat, dtype=self.dtype)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         begin = int(self.sequence_pointers[idx]) // self.dtype.itemsize + offset

@@ -1,5 +1,7 @@
 """train.compile: the same losses, one graph for all layers, and what it needs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpt_helpers import tiny_config
@@ -30,12 +32,13 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
-def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(tmp_path, graphs):
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(tmp_path, graphs, recompute):
     options = ("train.steps=2", "data.document_mask=false")
     plain, compiled = (tiny_config(tmp_path, *options, f"train.compile={on}", run=on) for on in ("false", "true"))
     train(plain)
     assert not graphs
-    train(compiled)
+    train(replace(compiled, train=replace(compiled.train, recompute=recompute)))
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-6)
     assert len(graphs) == 1, "one for all of the four layers, the four microbatches and the two steps"
 

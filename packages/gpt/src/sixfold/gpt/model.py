@@ -91,12 +91,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """(b, s, hidden) -> (b, s, hidden)."""
-        # Recomputed inside the layer, not around it: hooks on the layer see one forward.
-        if rows.recompute == "full" and torch.is_grad_enabled():
-            return _again(self._layer, x, rows)
-        return self._layer(x, rows)
+        out: Tensor = self._layer(x, rows)
+        return out
 
     def _layer(self, x: Tensor, rows: Rows) -> Tensor:
+        # Recomputed inside the layer, not around it: hooks on the layer see one forward. Inside what is compiled too:
+        # around it backward meets another graph than forward, and torch refuses its tensors.
+        if rows.recompute == "full" and torch.is_grad_enabled():
+            return _again(self._parts, x, rows)
+        return self._parts(x, rows)
+
+    def _parts(self, x: Tensor, rows: Rows) -> Tensor:
         if rows.recompute == "selective" and torch.is_grad_enabled():
             x = x + _again(self._attend, x, rows)
         else:

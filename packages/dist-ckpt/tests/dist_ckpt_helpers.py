@@ -90,6 +90,9 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
 def in_child(action: Callable[[], Any]) -> Any:
     """What ``action`` returns in a forked child, whose limits and peaks are its own; its error fails the test."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -114,31 +117,15 @@ def in_child(action: Callable[[], Any]) -> Any:
     return value
 
 
-def peak_growth_mib(action: Callable[[], Any], *, anonymous: bool = False) -> float:
-    """MiB by which a forked child's memory grows at most while ``action`` runs.
+def peak_growth_mib(action: Callable[[], Any]) -> float:
+    """MiB of memory that this process holds at most while ``action`` runs, what it returns included.
 
-    With ``anonymous`` the pages of mapped files do not count, which the kernel takes back when it needs them: then the
-    memory is sampled, a thousand times a second.
+    For a rank of ranktest: a fresh process, in which glibc returns memory from 64 KiB on when it is freed. In one that
+    lives long, what an allocation costs depends on the holes of its heap: for tensors, which are aligned, up to thrice
+    their size. Pages of mapped files do not count, which the kernel takes back when it needs them; so the memory is
+    sampled, a thousand times a second.
     """
-
-    def run() -> float:
-        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before the fork would hide what is allocated now
-        if anonymous:
-            return sampled(action)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
-        before = kib_of_status("VmRSS")
-        action()
-        return (kib_of_status("VmHWM") - before) / 1024
-
-    return in_child(run)
-
-
-def kib_of_status(name: str) -> int:
-    """A line of /proc/self/status."""
-    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
-
-
-def sampled(action: Callable[[], Any]) -> float:
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16) == 1
     before = most = kib_of_status("RssAnon")
     ended = threading.Event()
 
@@ -150,8 +137,15 @@ def sampled(action: Callable[[], Any]) -> float:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        action()
+        result = action()
+        most = max(most, kib_of_status("RssAnon"))
+        del result
     finally:
         ended.set()
         watcher.join()
     return (most - before) / 1024
+
+
+def kib_of_status(name: str) -> int:
+    """A line of /proc/self/status."""
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])

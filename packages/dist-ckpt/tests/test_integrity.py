@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -80,6 +81,26 @@ def test_sha256_of_another_writer_is_checked_too(tmp_path):
     assert read.check_blocks(tmp_path, read.all_blocks()) == 5
     (tmp_path / "f").write_bytes(b"hellO")
     with pytest.raises(CorruptError, match="bytes 4:5"):
+        read.check_blocks(tmp_path, read.all_blocks())
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "sha256"])
+@pytest.mark.parametrize("block_bytes", [2**40, 2 * BLOCK_BYTES + 1, 1000])
+def test_blocks_of_any_claimed_size_are_hashed_in_little_memory(tmp_path, algorithm, block_bytes):
+    data = bytes(range(251)) * (20_000 if block_bytes > 1000 else 13)
+    (tmp_path / "f").write_bytes(data)
+    hashed = (lambda b: f"{zlib.crc32(b):08x}") if algorithm == "crc32" else (lambda b: hashlib.sha256(b).hexdigest())
+    digests = tuple(hashed(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes))
+    files = {"f": FileDigest(len(data), digests)}
+    read = decode(PATH, Integrity(save_id="x", files=files, algorithm=algorithm, block_bytes=block_bytes).encode())
+    tracemalloc.start()
+    try:
+        assert read.check_blocks(tmp_path, read.all_blocks()) == len(data)
+        assert tracemalloc.get_traced_memory()[1] < BLOCK_BYTES + 2**20
+    finally:
+        tracemalloc.stop()
+    (tmp_path / "f").write_bytes(data[:-1] + b"?")
+    with pytest.raises(CorruptError, match=f":{len(data)} are not those"):
         read.check_blocks(tmp_path, read.all_blocks())
 
 

@@ -100,9 +100,8 @@ def to_safetensors(
     def values() -> Iterator[torch.Tensor]:
         done, total = 0, sum(map(nbytes_of, tensors.values()))
         for batch in batches({key: tensors[key] for file in plan.files for key in file.keys}):
-            for tensor in read(source, batch):
-                yield tensor
-                done += tensor.numel() * tensor.element_size()
+            yield from read(source, batch)
+            done += sum(prod(part.local_shape) * part.dtype.itemsize for part in batch)
             progress(done, total)
 
     def write() -> None:
@@ -222,6 +221,7 @@ def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTen
     for batch in batches({record.key: record}):
         for part, tensor in zip(batch, read(source, batch), strict=True):
             whole[part.global_slice() if part.global_shape else ...] = tensor
+        del tensor  # it may be the whole batch, and the next one is read before it is overwritten
     return replace(record, data=whole)
 
 

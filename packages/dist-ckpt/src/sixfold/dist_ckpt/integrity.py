@@ -110,7 +110,8 @@ class Integrity:
     def check_blocks(self, folder: Path, blocks: Iterable[Block]) -> int:
         """Read and hash ``blocks``; CorruptError names the first that differs. Returns the bytes read."""
         total, handle, opened = 0, None, None
-        buffer = memoryview(bytearray(self.block_bytes))  # one for all: fresh memory costs more than the hash
+        # One buffer for all: fresh memory costs more than the hash. The file may claim blocks of any size.
+        buffer = bytearray(min(self.block_bytes, BLOCK_BYTES))
         try:
             for block in sorted(blocks):
                 if block.file != opened:
@@ -119,8 +120,9 @@ class Integrity:
                     opened, handle = block.file, (folder / block.file).open("rb", buffering=0)
                 assert handle is not None, block
                 handle.seek(block.number * self.block_bytes)
-                count = _read_full(handle, buffer)
-                self._compare(folder / block.file, block.number, buffer[:count])
+                hasher = self.hasher()
+                count = _hash_file(handle, self.block_bytes, buffer, hasher)
+                self.compare(folder / block.file, block.number, hasher.hexdigest())
                 total += count
         finally:
             if handle:
@@ -143,12 +145,14 @@ class Integrity:
         self.compare(path, index, digest(self.algorithm, data))
 
 
-def _read_full(file: RawIOBase, buffer: memoryview) -> int:
-    """Fill ``buffer`` as far as the file goes; one read may give less than it is asked for."""
-    filled = 0
-    while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
-        filled += count
-    return filled
+def _hash_file(file: RawIOBase, most: int, buffer: bytearray, hasher: Hasher) -> int:
+    """Hash the next ``most`` bytes of a file, fewer where it ends; returns how many."""
+    done, view = 0, memoryview(buffer)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    while done < most and (count := file.readinto(view[: min(len(view), most - done)])):
+        hasher.update_at(address, count)
+        done += count
+    return done
 
 
 def cut_at_blocks(data: memoryview, start: int) -> Iterator[memoryview]:

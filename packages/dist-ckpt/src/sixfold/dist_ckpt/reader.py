@@ -10,7 +10,8 @@ page cache: each byte is read once, whoever wants it.
 [Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its
 own blocks of a window, then copies out of the window before what others have read and hashed. So reading
 and copying overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a
-window are given back after it; what is converted passes in parts of ``PART_BYTES``, some four of them for each thread.
+window are given back after it; what is converted passes in parts of ``PART_BYTES``, some four of them for each thread
+(of which glibc may keep thrice as much: memory of tensors is aligned, and pieces that come and go fragment its heap).
 """
 
 from __future__ import annotations

@@ -128,9 +128,8 @@ def write(folder: Path, export: Export, values: Iterator[torch.Tensor]) -> None:
             file.write(planned.head)
             left = planned.nbytes
             while left:
-                data = tensor_bytes(next(values).contiguous())
-                file.write(data)
-                left -= len(data)
+                # Nothing here keeps a tensor while the next batch of them is read.
+                left -= file.write(tensor_bytes(next(values).contiguous()))
             assert left == 0, f"{planned.name} got {-left} bytes too many"
             file.flush()
             os.fsync(file.fileno())

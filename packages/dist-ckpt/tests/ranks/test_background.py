@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_worker import Forked
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -162,6 +163,7 @@ def live_through_everything(rank, ranks, folder):
         "error": fail_on_one_rank(rank, ranks, folder),
         "unshared": save_where_one_rank_sees_another_file_system(rank, ranks, folder),
     }
+    background._start_worker = Forked
     for victim, signals in LOSSES:
         dist.barrier()
         seen[victim, signals] = lose_a_worker(rank, ranks, folder, victim, signals)
@@ -216,7 +218,8 @@ def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):
         assert life["unshared"] == ([("StorageError", text)] * 2, ["c"], 1)
 
 
-def lose_a_rank(rank, ranks, folder, victim):
+def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
+    background._start_worker = start_worker
     worker = first_save(rank, ranks, folder)
     if rank == victim:
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
@@ -240,7 +243,7 @@ def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
 def lose_a_rank_without_locks(rank, ranks, folder):
     control.is_locked = lambda *_: False  # this rank says so before the save, and no rank relies on locks then
     control.STALE_S = 1.5
-    return lose_a_rank(rank, ranks, folder, 0)
+    return lose_a_rank(rank, ranks, folder, 0, background._start_worker)  # a forked one would say so, too
 
 
 def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
@@ -254,6 +257,7 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
 def slow_saves(rank, ranks, folder):
     """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
     background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
+    background._start_worker = Forked
     seen, saver = {}, background.AsyncSaver(timeout_s=60)
     one_thread = TorchDistSaveShardedStrategy(thread_count=1)
 
@@ -296,6 +300,7 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 0 else "slow:0")
+    background._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
     saver.save(state(rank, ranks, 1), folder / "c").wait(60)
     saver._timeout_s = 1.6

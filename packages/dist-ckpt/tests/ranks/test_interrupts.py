@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from dist_ckpt_helpers import one
+from forked_worker import Forked
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -140,6 +141,7 @@ STAGES = [
 
 
 def test_a_worker_that_dies_at_any_stage_leaves_the_old_checkpoint_or_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_start_worker", Forked)
     dist_ckpt.save(state(0), tmp_path / "c", group=None)
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         for value, (stage, expected) in enumerate(STAGES, 1):

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from forked_worker import Forked
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -106,6 +107,7 @@ def lose_workers(rank, ranks, folder, kills, seed, first):
     worker = save_in_background(rank, ranks, folder, first + 1).worker_pid
     journal.note(first + 1)
     usual_s = time.perf_counter() - start
+    background._start_worker = Forked
     for value in range(first + 2, first + 2 + 2 * kills, 2):
         victim, after_s = rng.randrange(ranks), 1.2 * rng.random() * usual_s
         killer = threading.Timer(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from dist_ckpt_helpers import one
+from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject, background, channel
@@ -31,7 +32,12 @@ def names(folder):
 
 
 @pytest.fixture
-def stopped(tmp_path):
+def forked(monkeypatch):
+    monkeypatch.setattr(background, "_start_worker", Forked)
+
+
+@pytest.fixture
+def stopped(tmp_path, forked):
     """A saver whose worker is stopped, with a deadline of a second."""
     saver = background.AsyncSaver(group=None, timeout_s=1.0)
     saver._timeout_s = 60.0
@@ -106,7 +112,7 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
 
 
-def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch):
+def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch, forked):
     monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
     with background.AsyncSaver(group=None, timeout_s=30) as saver:
         saver.save({"it": 1}, tmp_path / "c").wait(60)  # the worker is up
@@ -131,10 +137,10 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
 
 
 def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_its_start_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "late:3"))
-    with background.AsyncSaver(group=None, timeout_s=2.0) as saver:
+    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "late:1.5"))
+    with background.AsyncSaver(group=None, timeout_s=1.0) as saver:
         handle = saver.save({"it": 1}, tmp_path / "c")
-        time.sleep(2.5)
+        time.sleep(1.4)
         assert not handle.done(), "its deadline has passed, and it still starts"
         saver._flight._job = replace(saver._flight._job, timeout_s=60.0)  # a busy disk may stand still for seconds
         handle.wait(60)
@@ -161,7 +167,7 @@ def test_messages_of_any_size_pass_a_channel_whole_and_in_order():
     theirs.close()
 
 
-def test_a_forked_process_uses_neither_its_parents_saver_nor_its_handles(tmp_path):
+def test_a_forked_process_uses_neither_its_parents_saver_nor_its_handles(tmp_path, forked):
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         handle = saver.save({"it": 1}, tmp_path / "c")
         ours, theirs = os.pipe()
@@ -185,7 +191,7 @@ def test_a_forked_process_uses_neither_its_parents_saver_nor_its_handles(tmp_pat
         assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 3}
 
 
-def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_path):
+def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_path, forked):
     saver = background.AsyncSaver(group=None, timeout_s=60)
     saver.save({"it": 1}, tmp_path / "c").wait(60)
     if (pid := os.fork()) == 0:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
+from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError, background, control
@@ -46,8 +47,10 @@ def is_running(pid):
 
 @pytest.fixture(scope="module")
 def shared_saver():
-    """Workers take a second to start, so that most tests use one."""
-    with background.AsyncSaver(group=None, timeout_s=60) as saver:
+    """Workers take a second to start, so that most tests use one; those that take its place are forked."""
+    with background.AsyncSaver(group=None, timeout_s=60) as saver, pytest.MonkeyPatch.context() as patch:
+        saver._ready_worker()
+        patch.setattr(background, "_start_worker", Forked)
         yield saver
 
 
@@ -337,7 +340,8 @@ def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].unique().tolist() in ([1.0], [2.0])
 
 
-def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path):
+def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_start_worker", Forked)
     pids = set()
     for value in (1, 2):
         handle = dist_ckpt.async_save(state(value), tmp_path / "c", group=None)

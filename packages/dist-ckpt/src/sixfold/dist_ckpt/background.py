@@ -94,7 +94,7 @@ class AsyncSave:
         """
         if self._pid != os.getpid():
             raise CheckpointError(f"the save to {self.checkpoint_dir} is of process {self._pid}; wait for it there")
-        if not self._flight.ended.wait(timeout_s):
+        if not self._flight.ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise LostPeerError(
                 f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
                 "it goes on, wait again"

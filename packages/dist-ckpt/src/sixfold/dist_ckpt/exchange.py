@@ -28,6 +28,7 @@ Message = TypeVar("Message")
 Decision = TypeVar("Decision")
 Group = dist.ProcessGroup | Literal["world"] | None
 
+_LONGEST_S = 1e8  # three years stand for infinity, which gloo's clock does not know
 _TAG = 0x5C4B  # keeps these messages apart from a trainer's own on the same group
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -46,9 +47,9 @@ class Exchange:
     def __init__(self, group: Group, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise CheckpointError(f"timeout_s is {timeout_s}; it is > 0")
-        self.timeout_s = timeout_s
+        self.timeout_s = min(timeout_s, _LONGEST_S)
         self.group = _resolve(group)
-        self._group = _cpu_group(self.group, timeout_s)
+        self._group = _cpu_group(self.group, self.timeout_s)
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         self.ranks = 1 if self._group is None else dist.get_world_size(self._group)
 

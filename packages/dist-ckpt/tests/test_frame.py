@@ -1,6 +1,7 @@
 """Frames against torch.save, torch.load and zipfile."""
 
 import io
+import weakref
 import zipfile
 from zlib import crc32
 
@@ -79,3 +80,14 @@ def test_no_damage_of_a_frame_makes_parse_fail_in_another_way():
     for length in range(len(data)):
         with pytest.raises(CorruptError):
             frame.parse(memoryview(data[:length]))
+
+
+def test_the_bytes_of_a_tensor_keep_it_alive():
+    tensor = torch.arange(1 << 16)
+    alive = weakref.ref(tensor)
+    raw = frame.tensor_bytes(tensor)[8:]
+    del tensor
+    assert alive() is not None
+    assert bytes(raw[:8]) == (1).to_bytes(8, "little")
+    del raw
+    assert alive() is None

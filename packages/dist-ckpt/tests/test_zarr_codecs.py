@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 import pickle
 import struct
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, MismatchError, UnsafeError, tools
+from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedTensor, UnsafeError, tools
 
 WHOLE = torch.arange(24, dtype=torch.int32).view(4, 6)
 
@@ -223,3 +224,53 @@ def test_without_the_library_its_codecs_say_what_to_install(tmp_path, monkeypatc
     folder = folder_of(tmp_path, two_chunks(bytes), compressor={"id": name})
     with pytest.raises(MismatchError, match=rf"{name}.*sixfold-dist-ckpt\[zarr\]"):
         dist_ckpt.load_plain_tensors(folder)
+
+
+def with_an_absent_chunk(path, dtype, **header):
+    """Two chunks of four elements, of which the second was never written."""
+    parts = [ShardedTensor.from_rank_offsets("w", torch.ones(4, dtype=dtype), (0, i, 2)) for i in range(2)]
+    dist_ckpt.save({"w": parts}, path, ("zarr", 1))
+    content = json.loads((path / "w/.zarray").read_text()) | header
+    (path / "w/.zarray").write_text(json.dumps(content))
+    (path / "w/1").unlink()
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        (torch.uint8, 300),
+        (torch.uint8, -1),
+        (torch.int64, 2**70),
+        (torch.int32, 1.5),
+        (torch.int32, math.nan),
+        (torch.int32, "NaN"),
+        (torch.float16, 1e30),
+        (torch.float32, 10**400),
+        (torch.bool, 7),
+    ],
+)
+def test_a_fill_value_that_the_dtype_does_not_hold_is_damage(tmp_path, dtype, fill):
+    path = with_an_absent_chunk(tmp_path / "c", dtype, fill_value=fill)
+    with pytest.raises(CorruptError, match=r"\.zarray: fill_value"):
+        dist_ckpt.load_plain_tensors(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("word", "number"), [("NaN", math.nan), ("Infinity", math.inf), ("-Infinity", -math.inf)])
+def test_fill_values_that_json_has_no_number_for_are_words(tmp_path, word, number):
+    loaded = dist_ckpt.load_plain_tensors(with_an_absent_chunk(tmp_path / "c", torch.float32, fill_value=word))["w"]
+    assert torch.equal(loaded.nan_to_num(7.0, 8.0, 9.0)[4:], torch.full((4,), number).nan_to_num(7.0, 8.0, 9.0))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_chunk_that_claims_more_than_its_array_is_not_decompressed(tmp_path):
+    """A file of some kilobytes must not take gigabytes: what is decompressed is bounded by the array."""
+    path = with_an_absent_chunk(tmp_path / "c", torch.float32, chunks=[1 << 28], compressor={"id": "zlib"})
+    with pytest.raises(CorruptError, match="larger than the array"):
+        dist_ckpt.load_plain_tensors(path)
+    (path / "w/0").write_bytes(zlib.compress(bytes(400)))
+    header = json.loads((path / "w/.zarray").read_text()) | {"chunks": [100]}
+    (path / "w/.zarray").write_text(json.dumps(header))
+    assert dist_ckpt.load_plain_tensors(path)["w"].tolist() == [0.0] * 8  # padded, as zarr writes small arrays

@@ -52,12 +52,14 @@ class Layout(NamedTuple):
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. The caller keeps the tensor alive while the view is used."""
+    """The memory of a contiguous CPU tensor, which lives as long as any view of this."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 class _StoragePickler(pickle.Pickler):

@@ -14,8 +14,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+from math import inf, isinf, nan, prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,8 @@ _DTYPES = {
 }
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _MOST_CHUNKS = 1_000_000
+_PADDED_BYTES = 1 << 26  # a chunk may be larger than its array up to here: it is decompressed whole
+_FILLS = {"NaN": nan, "Infinity": inf, "-Infinity": -inf}  # words of zarr v2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +141,8 @@ def parse_header(path: Path) -> Header:
     dtype = _BY_NAME.get(name.replace(">", "<")) if isinstance(name, str) else None
     if dtype is None:
         raise MismatchError(f"{path}: dtype {name!r}; known are {sorted(_BY_NAME)}")
-    number = fill if isinstance(fill, int | float) else None
+    if prod(chunk) > max(prod(shape), _PADDED_BYTES // dtype.itemsize):
+        raise CorruptError(f"{path}: chunks {chunk} of {dtype} are larger than the array, {shape}")
     return Header(
         dtype=dtype,
         shape=shape,
@@ -147,8 +151,24 @@ def parse_header(path: Path) -> Header:
         big=big,
         columns=order == "F",
         separator=separator,
-        fill=number,
+        fill=_fill(path, fill, dtype),
     )
+
+
+def _fill(path: Path, value: Any, dtype: torch.dtype) -> int | float | bool | None:
+    """The value of absent chunks, which the dtype holds; None if there may be none."""
+    number = _FILLS.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int | float):
+        return None
+    try:
+        held = torch.full((), number, dtype=dtype, device="cpu").item()
+        rounded = dtype.is_floating_point or dtype.is_complex
+        fits = held == number or (rounded and isinf(abs(held)) == isinf(number))
+    except (RuntimeError, OverflowError):
+        fits = False
+    if not fits:
+        raise CorruptError(f"{path}: fill_value {value!r} is none of {dtype}")
+    return number
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -6,6 +6,7 @@ a few tensors is seen.
 
 import os
 import warnings
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -24,7 +25,9 @@ BLOCK_MIB = 4
 BATCH_MIB = 4 * MIB
 NOISE_MIB = 1.0  # objects and stacks of threads
 SAVE_BOUND_MIB = (4 * 2 + 6) * PART_MIB + NOISE_MIB  # transfer.py, two threads
-FORMATS = ["torch_dist", "zarr", "safetensors"]
+HAS_SAFETENSORS = find_spec("safetensors") is not None
+NEEDS_SAFETENSORS = pytest.mark.skipif(not HAS_SAFETENSORS, reason="needs the extra safetensors")
+FORMATS = ["torch_dist", "zarr", *(["safetensors"] if HAS_SAFETENSORS else [])]
 LOAD_THREADS = min(4, len(os.sched_getaffinity(0)))
 LOAD_BOUND_MIB = 4 * LOAD_THREADS * PART_MIB + NOISE_MIB  # reader.py
 
@@ -131,7 +134,7 @@ def test_a_background_copy_needs_the_arena_alone(peaks):
     assert peaks["arena"] <= NOISE_MIB
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", ["torch_dist", "zarr", pytest.param("safetensors", marks=NEEDS_SAFETENSORS)])
 def test_a_conversion_holds_a_batch_and_never_the_checkpoint(peaks, to):
     assert peaks["convert", to] <= max(BATCH_MIB, BLOCK_MIB) + NOISE_MIB < ALL_MIB / 3
 

@@ -1,5 +1,7 @@
 """DTensors as leaves of a state dict: saved at one mesh they load at another, here and by torch's own checkpoints."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,10 +40,16 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def mesh_of(shape):
+    """One mesh per shape and rank: each makes groups of its own."""
+    return init_device_mesh("cpu", shape)
+
+
 def state_of(fill):
     state = {}
     for name, (mesh_shape, shape, placements) in LAYOUTS.items():
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = mesh_of(mesh_shape)
         value = whole(shape) if fill else torch.zeros(shape)
         state[name] = distribute_tensor(value, mesh, placements)
     return {"model": {"layers": [{"w": state.pop("even")}, state], "step": 3}, "lr": 0.5}

@@ -13,16 +13,11 @@ import inspect
 import sys
 from pathlib import Path
 
-from sixfold.pipeline import Costs, Program, draw, schedules, simulate, verify
+from sixfold.pipeline import Costs, draw, schedules, simulate, verify
 
 FOLDER = Path(__file__).parents[1] / "docs" / "gallery"
 RANKS, MICROBATCHES = 4, 8
-EXTRA = {
-    "interleaved": {"chunks": 2},
-    "looped_bfs": {"chunks": 2},
-    "hanayo": {"waves": 1},
-    "pipedream_2bw": {"steps": 2},
-}
+EXTRA = {"chunks": 2, "waves": 1, "steps": 2}  # where a schedule takes such an argument
 HEAD = f"""# Gallery of schedules
 
 Every schedule of `sixfold.pipeline` on {RANKS} ranks with {MICROBATCHES} microbatches, where F, I and W take the same
@@ -37,16 +32,17 @@ time and messages none. Darker boxes are later chunks of a rank; the number is t
 def pages() -> dict[str, str]:
     """File name -> content, for every file of the gallery."""
     files, rows, sections = {}, [], []
-    for name in schedules.__all__:
-        program: Program = getattr(schedules, name)(RANKS, MICROBATCHES, **EXTRA.get(name, {}))
+    for schedule in schedules.registered():
+        name, extra = schedule.name, {key: value for key, value in EXTRA.items() if key in schedule.arguments}
+        program = schedule.make(RANKS, MICROBATCHES, **extra)
         timeline = simulate(program, Costs.per_rank(program))
-        arguments = "".join(f", {key}={value}" for key, value in EXTRA.get(name, {}).items())
+        arguments = "".join(f", {key}={value}" for key, value in extra.items())
         files[f"{name}.svg"] = draw(timeline, format="svg")
         rows.append(
             f"| [{name}](#{name}) | {timeline.bubble_over_ideal:.4f} | {timeline.span_over_ideal:.4f} | "
             f"{max(timeline.peak_activations):g} | {verify(program).messages} |\n"
         )
-        module = inspect.getmodule(getattr(schedules, name))
+        module = inspect.getmodule(schedule.make)
         summary = (inspect.getdoc(module) or "").split("\n\n")[0].replace("\n", " ")
         call = f"`{name}({RANKS}, {MICROBATCHES}{arguments})`"
         sections.append(f"\n## {name}\n\n{call} {summary}\n\n![{name}]({name}.svg)\n")

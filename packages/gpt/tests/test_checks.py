@@ -16,7 +16,7 @@ from sixfold.gpt.errors import ConfigError
         ("parallel.tp=3", "model.num_attention_heads is 4 and parallel.tp is 3; tp divides it: parallel.tp = 2 works"),
         ("parallel.layers_per_stage=[2, 2]", "has 2 entries and parallel.pp * stages_per_rank is 1"),
         ("parallel.layers_per_stage=[3]", "parallel.layers_per_stage sums to 3 and model.num_layers is 4"),
-        ("parallel.stages_per_rank=2", "parallel.schedule = 'interleaved', 'looped_bfs' or 'hanayo' takes several"),
+        ("parallel.stages_per_rank=2", "parallel.schedule = 'hanayo' or 'interleaved' or 'looped_bfs' takes several"),
         ("pipeline.group=-1", "pipeline.group is -1; it is >= 0"),
         ("pipeline.group=4", "pipeline.group = 0 works, or parallel.schedule = 'interleaved'"),
         ("pipeline.waves=1", "pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"),

@@ -216,7 +216,7 @@ def test_a_configuration_is_read_without_importing_torch(tmp_path):
         ("train.stpes=1", "train.stpes is not a key of [train]; the nearest is train.steps"),
         ("optimiser.lr=1", "[optimiser] is not a table of the configuration; the nearest is [optimizer]"),
         ("train.precision=bf15", "train.precision is 'bf15'; it is one of bf16, fp32, fp8; the nearest is bf16"),
-        ("parallel.schedule=1f1b", "parallel.schedule is '1f1b'; it is one of naive, gpipe, one_f_one_b"),
+        ("parallel.schedule=1f1b", "parallel.schedule is '1f1b'; it is one of dualpipe_v, eager_one_f_one_b"),
         ("train.steps=10.5", "train.steps is 10.5 (float); it is a whole number"),
         ("train.steps=true", "train.steps is True (bool); it is a whole number"),
         ("train.deterministic=1", "train.deterministic is 1 (int); it is true or false"),

@@ -16,3 +16,7 @@ spec.loader.exec_module(make_drawings)
 @pytest.mark.parametrize("name", schedules.__all__)
 def test_a_schedule_looks_as_it_did(name):
     assert make_drawings.drawing(name) == (GOLDEN / "drawings" / f"{name}.txt").read_text()
+
+
+def test_the_names_that_type_checkers_see_are_those_that_are_found():
+    assert make_drawings.STUB.read_text() == make_drawings.stub(), "run make_drawings.py"

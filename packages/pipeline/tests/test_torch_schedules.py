@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from sixfold.pipeline import Program, ScheduleError, verify
+from sixfold.pipeline import Program, ScheduleError, schedules, verify
 from sixfold.pipeline.passes import lower, optimizer_step, reduce_grad, unshard
 
 theirs = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch's schedules are the oracle")
@@ -91,6 +92,42 @@ def test_their_late_receives_of_zero_bubble_take_each_others_tensors(name):
     schedule = generated(LOOPED[name][0], 2, 4, 2, defer_pp_recv=True)
     with pytest.raises(ScheduleError, match="an edge keeps its order"):
         verify(Program.from_csv(csv(schedule.pipeline_order_with_comms)), transport="buffered")
+
+
+def same(theirs: Program, ours: Program) -> bool:
+    return (theirs.ranks, theirs.placement) == (ours.ranks, ours.placement)
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_an_alias_is_their_schedule_or_says_in_what_theirs_differs(name):
+    make, every_chunks = LOOPED[name]
+    entry = schedules.by_name(name)
+    assert name in entry.aliases
+    for ranks, microbatches, chunks in itertools.product((1, 2, 3, 4), (1, 2, 3, 4, 6, 8), every_chunks):
+        try:
+            program = Program.from_csv(csv(generated(make, ranks, microbatches, chunks).pipeline_order))
+        except (ValueError, IndexError):  # sizes that PyTorch refuses
+            continue
+        if entry.arguments_for(chunks) is None:
+            assert entry.aliases[name] == "takes several stages per rank too"
+        elif name == "LoopedBFS":  # in each list the same forwards and the backwards of each stage the other way round
+            turned = str(entry.with_chunks(ranks, microbatches, chunks))
+            turned = re.sub("B([0-9]+)", lambda k, m=microbatches: f"B{m - 1 - int(k[1])}", turned)
+            assert str(program) == turned and "descending" in entry.aliases[name]
+        elif name == "DualPipeV":
+            ours = entry.with_chunks(ranks, microbatches, chunks)
+            assert microbatches >= 2 * ranks and str(program).count("OVERLAP") > str(ours).count("OVERLAP")
+            assert [[str(part) for e in row for part in e.each()] for row in program.ranks] == [
+                [str(part) for e in row for part in e.each()] for row in ours.ranks
+            ]
+        else:
+            assert same(program, entry.with_chunks(ranks, microbatches, chunks))
+
+
+def test_every_name_that_torchtitan_writes_is_known():
+    for name in ("1F1B", "GPipe", *LOOPED):
+        assert theirs.get_schedule_class(name)
+        assert schedules.by_name(name) == schedules.by_name(name.lower())
 
 
 def test_their_gpipe_passes_and_their_table_of_1f1b_is_refused_by_both():

@@ -58,15 +58,9 @@ def canonical(name: str) -> str:
 def make_program(config: TrainConfig, microbatches: int) -> pipeline.Program:
     """The lowered program of a step of ``microbatches`` microbatches, for every rank of a pipeline."""
     p = config.parallel
-    schedule = getattr(pipeline, p.schedule)
-    options: dict[str, Any] = {}
-    if p.schedule == "interleaved":
-        options = {"chunks": p.stages_per_rank, "group": config.pipeline.group or None}
-    elif p.schedule == "looped_bfs":
-        options = {"chunks": p.stages_per_rank}
-    elif p.schedule == "hanayo":
-        options = {"waves": p.stages_per_rank // 2}
-    return pipeline.passes.lower(schedule(p.pp, microbatches, **options))
+    schedule = pipeline.schedules.by_name(p.schedule)
+    options = {"group": config.pipeline.group} if config.pipeline.group else {}
+    return pipeline.passes.lower(schedule.with_chunks(p.pp, microbatches, p.stages_per_rank, **options))
 
 
 @dataclass(kw_only=True)

@@ -14,12 +14,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.errors import ConfigError
+from sixfold.pipeline.schedules import by_name, registered
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-_ONE_STAGE_PER_RANK = ("naive", "gpipe", "one_f_one_b", "eager_one_f_one_b")
-_SCHEDULES = (*_ONE_STAGE_PER_RANK, "interleaved", "looped_bfs", "hanayo")
+# Without weight versions, and with whole backwards.
+_SCHEDULES = tuple(entry.name for entry in registered() if entry.flushed and not entry.split)
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -214,10 +215,11 @@ def _check_stages(config: "TrainConfig") -> None:
         raise ConfigError(
             f"parallel.layers_per_stage sums to {sum(cut)} and model.num_layers is {layers}; they are equal"
         )
-    if parallel.schedule in _ONE_STAGE_PER_RANK and parallel.stages_per_rank > 1:
+    if by_name(parallel.schedule).chunks == 1 and parallel.stages_per_rank > 1:
+        several = [repr(name) for name in _SCHEDULES if by_name(name).chunks != 1]
         raise ConfigError(
             f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
-            f"one stage on a rank; parallel.schedule = 'interleaved', 'looped_bfs' or 'hanayo' takes several"
+            f"one stage on a rank; parallel.schedule = {' or '.join(several)} takes several"
         )
     if parallel.schedule == "hanayo":
         waves = config.pipeline.waves or parallel.stages_per_rank // 2

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from sixfold.gpt.checks import check_config, check_world, refuse_path, resume_changes
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.tables import AtLeast, Count, Fraction, Positive, Rate, Size, Table, build
+from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
 from sixfold.gpt.toml import read_file, read_tables, write_tables
+from sixfold.pipeline.schedules import registered
 
 __all__ = [
     "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
@@ -23,10 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
-ScheduleName = Literal[
-    "naive", "gpipe", "one_f_one_b", "eager_one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v",
-    "v_half", "v_min", "hanayo", "dualpipe_v", "pipedream", "pipedream_2bw",
-]  # fmt: skip
+ScheduleName = Annotated[str, OneOf(tuple(entry.name for entry in registered()))]
 _BUFFER_KEYS = (
     "gathered_bytes", "prefetch_bytes", "reduce_buffers", "align_bytes", "user_buffers", "bucket_bytes",
     "nccl_min_ctas", "nccl_max_ctas", "offload",

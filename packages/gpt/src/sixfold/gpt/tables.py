@@ -50,6 +50,20 @@ class Below:
         return "" if value < self.bound else f"it is < {self.bound}"
 
 
+@dataclass(frozen=True)
+class OneOf:
+    """One of the names that another package knows; a Literal says those of ours."""
+
+    names: tuple[str, ...]
+
+    def refuse(self, value: str) -> str:
+        """The rule in words when ``value`` breaks it, else an empty text."""
+        if value in self.names:
+            return ""
+        near = nearest(value, self.names)
+        return f"it is one of {', '.join(self.names)}{f'; the nearest is {near}' if near else ''}"
+
+
 Positive = Annotated[int, AtLeast(1)]
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[float, AtLeast(0)]

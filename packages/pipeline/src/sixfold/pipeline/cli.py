@@ -9,7 +9,6 @@ Ends with 0, with 1 for a program or plan that cannot be, with 2 for arguments t
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from sixfold.pipeline.draw import draw, draw_png
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.plan import plan_over
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules import Schedule
 from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.trace import read_trace
 from sixfold.pipeline.verify import verify
@@ -161,9 +161,8 @@ def _draw(options: argparse.Namespace) -> int:
 
 def _program(options: argparse.Namespace) -> Program:
     """The named schedule, or the program in the file."""
-    name = options.schedule.replace("-", "_")
-    if name in schedules.__all__:
-        return _generated(name, options)
+    if (schedule := schedules.find(options.schedule)) is not None:
+        return _generated(schedule, options)
     if options.schedule != "-" and not Path(options.schedule).exists():
         raise UsageError(f"{options.schedule!r} is neither a file nor one of {', '.join(schedules.__all__)}")
     _takes_no("a program in a file", options, "chunks", "waves", "steps")
@@ -193,23 +192,19 @@ def _takes_no(what: str, options: argparse.Namespace, *names: str) -> None:
             raise UsageError(f"{what} takes no --{name}")
 
 
-def _generated(name: str, options: argparse.Namespace) -> Program:
+def _generated(schedule: Schedule, options: argparse.Namespace) -> Program:
     if options.ranks is None or options.microbatches is None:
-        raise UsageError(f"{name} needs --ranks and --microbatches")
-    make = getattr(schedules, name)
-    known = inspect.signature(make).parameters
+        raise UsageError(f"{schedule.name} needs --ranks and --microbatches")
     arguments = {"ranks": options.ranks, "microbatches": options.microbatches}
     for extra in ("chunks", "waves", "steps"):
-        if extra not in known:
-            _takes_no(name, options, extra)
+        if extra not in schedule.arguments:
+            _takes_no(schedule.name, options, extra)
         elif (value := getattr(options, extra)) is not None:
             arguments[extra] = value
     try:
-        program = make(**arguments)
+        return schedule.make(**arguments)
     except ScheduleError as error:
         raise UsageError(str(error)) from None
-    assert isinstance(program, Program), f"schedules.{name} makes programs"
-    return program
 
 
 def _costs(program: Program, options: argparse.Namespace) -> Costs:

@@ -342,28 +342,11 @@ def _known(shop: Shop) -> Iterator[Program]:
 
 def _known_makers(shop: Shop) -> list[Callable[[], Program]]:
     """What makes them, the quickest first."""
-    ranks, microbatches, chunks = shop.ranks, shop.microbatches, shop.stages // shop.ranks
-    makers: list[Callable[[], Program]] = []
-    if shop.placement == placements.linear(ranks):
-        makers += (partial(make, ranks, microbatches) for make in _OF_ONE_CHUNK)
-    if chunks > 1 and shop.placement == placements.looped(ranks, chunks):
-        looped = (schedules.interleaved, schedules.looped_bfs)
-        makers += (partial(make, ranks, microbatches, chunks) for make in looped)
-    if chunks == 2 and shop.placement == placements.vee(ranks):
-        makers += (partial(make, ranks, microbatches) for make in _ON_A_V)
-    if chunks % 2 == 0 and shop.placement == placements.wave(ranks, chunks):
-        makers.append(partial(schedules.hanayo, ranks, microbatches, chunks // 2))
-    return makers
-
-
-_OF_ONE_CHUNK = (
-    schedules.one_f_one_b,
-    schedules.eager_one_f_one_b,
-    schedules.gpipe,
-    schedules.zb_h1,
-    schedules.zb_h2,
-)
-_ON_A_V = (schedules.zb_v, schedules.dualpipe_v, schedules.v_half, schedules.v_min)
+    ranks, chunks = shop.ranks, shop.stages // shop.ranks
+    known = [entry for entry in schedules.registered() if entry.flushed and entry.arguments_for(chunks) is not None]
+    known = [entry for entry in known if entry.placement(ranks, chunks) == shop.placement]
+    known.sort(key=lambda entry: entry.searched)
+    return [partial(entry.with_chunks, ranks, shop.microbatches, chunks) for entry in known]
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

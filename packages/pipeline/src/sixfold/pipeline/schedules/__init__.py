@@ -4,39 +4,39 @@
 
 On each stage the F's, the input gradients and the ends of weight gradients each
 come in ascending microbatch order, so that sums have the bits of the plain loop.
-A new schedule is one more file here, one line below and its picture in the tests.
+A new schedule is one more file here, whose function has ``@schedule``, and its picture in the tests; it is found here
+by name. ``__init__.pyi`` repeats the names for type checkers (``tests/golden/make_drawings.py`` writes it).
 """
 
-from sixfold.pipeline.schedules.dualpipe_v import dualpipe_v
-from sixfold.pipeline.schedules.eager_one_f_one_b import eager_one_f_one_b
-from sixfold.pipeline.schedules.gpipe import gpipe
-from sixfold.pipeline.schedules.hanayo import hanayo
-from sixfold.pipeline.schedules.interleaved import interleaved
-from sixfold.pipeline.schedules.looped_bfs import looped_bfs
-from sixfold.pipeline.schedules.naive import naive
-from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
-from sixfold.pipeline.schedules.pipedream import pipedream
-from sixfold.pipeline.schedules.pipedream_2bw import pipedream_2bw
-from sixfold.pipeline.schedules.v_half import v_half
-from sixfold.pipeline.schedules.v_min import v_min
-from sixfold.pipeline.schedules.zb_h1 import zb_h1
-from sixfold.pipeline.schedules.zb_h2 import zb_h2
-from sixfold.pipeline.schedules.zb_v import zb_v
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "dualpipe_v",
-    "eager_one_f_one_b",
-    "gpipe",
-    "hanayo",
-    "interleaved",
-    "looped_bfs",
-    "naive",
-    "one_f_one_b",
-    "pipedream",
-    "pipedream_2bw",
-    "v_half",
-    "v_min",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+from sixfold.pipeline.schedules.registry import Schedule, called, collected, unknown
+
+_ENTRIES = collected(import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__))
+__all__ = [entry.name for entry in _ENTRIES]
+globals().update({entry.name: entry.make for entry in _ENTRIES})
+
+
+def registered() -> tuple[Schedule, ...]:
+    """Every schedule of this package, by name."""
+    return _ENTRIES
+
+
+def find(name: str) -> Schedule | None:
+    """The schedule that is called ``name`` here, in torch or in torchtitan ("1F1B", "ZBVZeroBubble"), if there is one.
+
+    Capitals count as small letters and ``-`` as ``_``.
+    """
+    return called(name, _ENTRIES)
+
+
+def by_name(name: str) -> Schedule:
+    """As ``find``.
+
+    Raises:
+        ScheduleError: there is none; it lists those there are.
+    """
+    if (schedule := find(name)) is None:
+        raise unknown(name, _ENTRIES)
+    return schedule

@@ -17,13 +17,15 @@ p + 1/2 microbatches are held; messages are 4 m (p - 1).
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, vee
+from sixfold.pipeline.placement import at_least_one, vee, wave
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.phases import numbered
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["dualpipe_v"]
 
 
+@schedule(placement=wave, chunks=2, split=True, aliases={"DualPipeV": "more pairs overlap; m >= 2 ranks"})
 def dualpipe_v(ranks: int, microbatches: int) -> Program:
     """DualPipeV's phases for max(m, 2p) microbatches, without those beyond m.
 

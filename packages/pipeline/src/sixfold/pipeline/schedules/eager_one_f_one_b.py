@@ -16,13 +16,15 @@ microbatches. Source: arXiv 2211.05322.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["eager_one_f_one_b"]
 
 
+@schedule(placement=looped)
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Program:
     """2 (p - 1 - r) warm-up forwards on rank r, then F B in turn, then the drain; stage r on rank r.
 

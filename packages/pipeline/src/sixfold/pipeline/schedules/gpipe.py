@@ -13,12 +13,14 @@ bubble_over_ideal is (p - 1) / m; every rank holds m microbatches.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["gpipe"]
 
 
+@schedule(placement=looped, aliases={"GPipe": ""})
 def gpipe(ranks: int, microbatches: int) -> Program:
     """m forwards, then m backwards in the same order; stage r on rank r.
 

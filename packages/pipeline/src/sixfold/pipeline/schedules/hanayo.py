@@ -19,10 +19,12 @@ from sixfold.pipeline.action import Kind
 from sixfold.pipeline.placement import at_least_one, wave
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.list_scheduling import list_schedule
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["hanayo"]
 
 
+@schedule(placement=wave, chunks=None, searched=True)
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     """The shortest of a few list schedules of ``2 * waves`` chunks; of equally short ones that which holds least.
 

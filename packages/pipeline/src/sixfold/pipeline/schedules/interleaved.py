@@ -23,10 +23,12 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.placement import at_least_one, looped
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["interleaved"]
 
 
+@schedule(placement=looped, chunks=None, aliases={"Interleaved1F1B": "m is a multiple of max(1, m // ranks)"})
 def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Interleaved 1F1B of ``chunks`` stages per rank; stage s on rank ``s % ranks``.
 

@@ -18,10 +18,16 @@ from __future__ import annotations
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.placement import at_least_one, looped
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["looped_bfs"]
 
 
+@schedule(
+    placement=looped,
+    chunks=None,
+    aliases={"LoopedBFS": "backwards in descending microbatch order: sums differ in their last bits"},
+)
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
     """m forwards of chunk 0, then of chunk 1, ...; backward through the chunks in reverse; stage s on rank ``s % p``.
 

@@ -14,12 +14,14 @@ that derive GPipe's formula for it are wrong); at most one microbatch is held.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["naive"]
 
 
+@schedule(placement=looped)
 def naive(ranks: int, microbatches: int) -> Program:
     """F then B of one microbatch after another; stage r on rank r.
 

@@ -14,8 +14,9 @@ microbatches: rank 0 the most.
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["alternate", "one_f_one_b"]
 
@@ -29,6 +30,7 @@ def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> t
     return (*actions, *backwards[len(forwards) - warmup :])
 
 
+@schedule(placement=looped, aliases={"1F1B": ""})
 def one_f_one_b(ranks: int, microbatches: int) -> Program:
     """p - 1 - r warm-up forwards on rank r, then F B in turn, then the drain; stage r on rank r.
 

@@ -18,12 +18,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sixfold.pipeline.passes import optimizer_step
+from sixfold.pipeline.placement import looped
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["pipedream"]
 
 
+@schedule(placement=looped, flushed=False)
 def pipedream(ranks: int, microbatches: int) -> Program:
     """1F1B with ``STEP k`` of a stage directly behind its backward of microbatch k; stage r on rank r.
 

@@ -20,13 +20,15 @@ from dataclasses import replace
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.passes import optimizer_step
-from sixfold.pipeline.placement import at_least_one
+from sixfold.pipeline.placement import at_least_one, looped
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["pipedream_2bw"]
 
 
+@schedule(placement=looped, flushed=False)
 def pipedream_2bw(ranks: int, microbatches: int, steps: int = 2) -> Program:
     """1F1B over ``steps * microbatches`` microbatches, a STEP behind each m-th backward; stage r on rank r.
 

@@ -15,9 +15,10 @@ and 0.099 at (8, 32). Messages are 4 m (p - 1).
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one
+from sixfold.pipeline.placement import at_least_one, wave
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.list_scheduling import best_v
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["v_half"]
 
@@ -26,6 +27,7 @@ __all__ = ["v_half"]
 _TRIES = (*(("F1 F0 I0 I1 W0 W1", pace) for pace in (0, 2, 3, 4)), ("I1 I0 F1 F0 W0 W1", 2))
 
 
+@schedule(placement=wave, chunks=2, split=True, searched=True)
 def v_half(ranks: int, microbatches: int) -> Program:
     """The shortest of five list schedules within p / 2 + 1 microbatches of memory.
 

@@ -15,9 +15,10 @@ The optimum at (4, 8) is 0.167, which ``plan`` finds. Messages are 4 m (p - 1).
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one
+from sixfold.pipeline.placement import at_least_one, wave
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.list_scheduling import best_v
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["v_min"]
 
@@ -26,6 +27,7 @@ __all__ = ["v_min"]
 _TRIES = (*(("I0 I1 F1 F0 W0 W1", pace) for pace in (0, 3, 4)), *(("I1 I0 F1 F0 W1 W0", pace) for pace in (2, 3)))
 
 
+@schedule(placement=wave, chunks=2, split=True, searched=True)
 def v_min(ranks: int, microbatches: int) -> Program:
     """The shortest of five list schedules within p / 3 + 1.5 microbatches of memory.
 

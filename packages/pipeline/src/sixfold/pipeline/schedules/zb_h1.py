@@ -15,13 +15,19 @@ a third of 1F1B's. Every rank holds at most min(m, p) microbatches: 1F1B's rank 
 from __future__ import annotations
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["with_late_weights", "zb_h1"]
 
 
+@schedule(
+    placement=looped,
+    split=True,
+    aliases={"InterleavedZeroBubble": "takes several stages per rank too"},
+)
 def zb_h1(ranks: int, microbatches: int) -> Program:
     """1F1B's order of F and I; rank r runs the W of a microbatch r turns after its I; stage r on rank r.
 

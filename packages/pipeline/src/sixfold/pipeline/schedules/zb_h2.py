@@ -15,13 +15,15 @@ At most 2 p - 1 microbatches are held.
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, linear
+from sixfold.pipeline.placement import at_least_one, linear, looped
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.registry import schedule
 from sixfold.pipeline.schedules.zb_h1 import with_late_weights
 
 __all__ = ["zb_h2"]
 
 
+@schedule(placement=looped, split=True)
 def zb_h2(ranks: int, microbatches: int) -> Program:
     """2 (p - r) - 1 forwards on rank r before its first I, and W 2 r turns after I; stage r on rank r.
 

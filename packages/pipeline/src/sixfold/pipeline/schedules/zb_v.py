@@ -15,13 +15,15 @@ messages are 4 m (p - 1), since the turn of the V stays within a rank.
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, vee
+from sixfold.pipeline.placement import at_least_one, vee, wave
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.phases import numbered
+from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["zb_v"]
 
 
+@schedule(placement=wave, chunks=2, split=True, aliases={"ZBVZeroBubble": ""})
 def zb_v(ranks: int, microbatches: int) -> Program:
     """ZB-V's phases for max(m, 2p - 1) microbatches, without those beyond m.
 

@@ -1,0 +1,136 @@
+"""What a timeline shows of its costs is found again; what it does not show is said."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from schedule_helpers import SCHEDULES
+
+from sixfold.pipeline import Action, Costs, ScheduleError, interleaved, one_f_one_b, simulate, zb_h1, zb_v
+from sixfold.pipeline.fit import fit
+from sixfold.pipeline.passes import optimizer_step
+from sixfold.pipeline.simulate import measured
+
+
+def some_costs(rng, stages, hop):
+    """Uneven costs; nothing is free."""
+    return Costs(*([rng.uniform(0.5, 2) for _ in range(stages)] for _ in range(3)), hop=hop)
+
+
+def kinds_seen(timeline):
+    """Kinds of each stage's actions outside overlaps."""
+    seen = defaultdict(set)
+    for _, action, *_ in timeline.events:
+        seen[action.stage].add(action.kind.value)
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_simulated_timeline_gives_its_costs_back(name):
+    rng = random.Random(name)
+    for ranks, microbatches in ((1, 2), (2, 3), (3, 6), (4, 8)):
+        program = SCHEDULES[name](ranks, microbatches)
+        costs = some_costs(rng, program.stages, hop=rng.choice((0.0, 0.3, 1.7)))
+        timeline = simulate(program, costs)
+        found, seen = fit(timeline), kinds_seen(timeline)
+        assert found.placement == program.placement
+        assert found.forward == pytest.approx(costs.forward)
+        for stage, (i, w) in enumerate(zip(costs.backward_input, costs.backward_weight, strict=True)):
+            assert found.backward[stage] == pytest.approx(i + w)
+            if len(seen[stage] & {"B", "I", "W"}) >= 2:
+                assert (found.backward_input[stage], found.backward_weight[stage]) == pytest.approx((i, w))
+            else:
+                assert found.backward_input[stage] is found.backward_weight[stage] is None
+        assert all(hop == pytest.approx(costs.hop) for hop in found.hops.values())
+        assert all(limit >= costs.hop - 1e-9 for limit in found.at_most.values())
+        used = {(a, b) for a, b in zip(program.placement, program.placement[1:], strict=False) if a != b}
+        assert {*found.hops, *found.at_most} <= used | {(b, a) for a, b in used}
+        if costs.hop:  # the first forward of every other rank waits, whatever the schedule
+            assert {b for _, b in found.hops} >= set(range(1, ranks))
+
+
+def test_noise_of_a_few_samples_moves_nothing():
+    rng = random.Random(3)
+    program = zb_v(3, 12)
+    costs = some_costs(rng, program.stages, hop=0.4)
+    events = list(simulate(program, costs).events)
+    late = {(rank, str(action)) for rank, action, *_ in rng.sample(events, len(events) // 8)}
+    slow = [(r, a, start, end + 5.0 * ((r, str(a)) in late)) for r, a, start, end in events]
+    found = fit(replace(simulate(program, costs), events=tuple(slow)))
+    assert found.forward == pytest.approx(costs.forward)
+    assert found.backward_input == pytest.approx(costs.backward_input)
+    assert found.backward_weight == pytest.approx(costs.backward_weight)
+
+
+def test_idle_time_of_the_interpreter_is_no_message():
+    """Every action begins 0.01 late: where the rank was waiting, its input's time is the hop and that."""
+    program, costs = one_f_one_b(3, 8), Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, hop=0.5)
+    rows = defaultdict(list)
+    for rank, action, start, end in simulate(
+        program, replace(costs, forward=[1.01] * 3, backward_input=[1.01] * 3)
+    ).events:
+        rows[rank].append((rank, action, start + 0.01, end))
+    found = fit(measured(event for row in rows.values() for event in row))
+    assert found.forward == pytest.approx([1.0] * 3)
+    assert found.backward == pytest.approx([2.0] * 3)
+    assert found.hops and all(hop == pytest.approx(0.51) for hop in found.hops.values())
+
+
+def test_several_timelines_show_more_than_one():
+    costs = Costs([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], hop=0.25)
+    fused, split = simulate(one_f_one_b(2, 4), costs), simulate(zb_h1(2, 4), costs)
+    assert fit(fused).unknown == ("only B was measured on stages 0, 1, not I and W apart",)
+    both = fit([fused, split])
+    assert both.unknown == () and both.backward_input == (3.0, 4.0)
+    mixed = fit([fused, replace(split, events=tuple(e for e in split.events if str(e[1])[1] != "W"))])
+    assert mixed.backward_weight == pytest.approx((5.0, 6.0))  # B less I
+
+
+def test_what_no_message_showed_is_said():
+    costs = Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, hop=0.5)
+    said = fit(simulate(zb_h1(3, 6), costs)).unknown
+    assert "no message went from rank 0 to 2" in said and "no message went from rank 2 to 0" in said
+    slow_end = Costs([9.0, 1.0], [9.0, 1.0], [0.0, 0.0], hop=0.5)  # rank 0 is never idle
+    found = fit(simulate(one_f_one_b(2, 6), slow_end))
+    assert (0, 1) in found.hops
+    events = simulate(one_f_one_b(2, 6), Costs([1.0, 9.0], [1.0, 9.0], [0.0, 0.0], hop=0.5)).events
+    assert fit(measured(events)).hops[0, 1] == pytest.approx(0.5)  # its first forward alone
+
+
+def test_an_overlaps_factor_is_found():
+    program = SCHEDULES["dualpipe_v"](3, 8)
+    assert any(action.parts for _, _, action in program.entries())
+    costs = replace(some_costs(random.Random(4), program.stages, hop=0.1), overlap=0.8)
+    assert fit(simulate(program, costs)).overlap == pytest.approx(0.8)
+    assert fit(simulate(interleaved(2, 4), Costs.per_rank(interleaved(2, 4)))).overlap is None
+
+
+def test_optimizer_steps_are_no_backward():
+    program = optimizer_step(zb_h1(2, 4))
+    timeline = simulate(program, Costs.per_rank(program))
+    assert fit(timeline).backward == (2.0, 2.0) and None not in fit(timeline).step
+
+
+def event(rank, text, start=0.0, end=1.0):
+    """One event."""
+    return rank, Action.parse(text), start, end
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([event(0, "0F0"), event(1, "0B0", 1.0, 2.0)], "stage 0 is on rank 0 and on rank 1"),
+        ([event(0, "0F0")], "stage 0 has no backward"),
+        ([event(0, "0B0")], "stage 0 has no forward"),
+        ([event(0, "0F0"), event(0, "2F0")], r"events of stages \[0, 2\]"),
+    ],
+)
+def test_timelines_that_lack_a_stage_are_refused(events, words):
+    bare = replace(simulate(one_f_one_b(1, 1), Costs([1.0], [1.0], [1.0])), events=tuple(events))
+    with pytest.raises(ScheduleError, match=words):
+        fit(bare)
+    with pytest.raises(ScheduleError, match="no timeline"):
+        fit([])

@@ -24,6 +24,7 @@ from sixfold.pipeline import (
     verify,
     zb_h1,
     zb_h2,
+    zb_interleaved,
     zb_v,
 )
 
@@ -78,6 +79,18 @@ def test_zb_h1_has_a_third_of_the_bubble_within_the_memory_of_1f1b(p):
         assert timed(zb_h1(p, m)).bubble_over_ideal == pytest.approx((p - 1) / (3 * m)), f"m={m}"
     for m in EVERY_M:
         assert max(timed(zb_h1(p, m)).peak_activations) <= min(m, p), f"m={m}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@ranks
+def test_zb_interleaved_has_a_third_of_interleaveds_bubble_in_less_memory(p, chunks):
+    for m in from_(p):
+        timeline = timed(zb_interleaved(p, m, chunks))
+        assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (3 * chunks * m)), f"m={m}"
+        assert max(timeline.peak_activations) <= max(timed(interleaved(p, m, chunks)).peak_activations), f"m={m}"
+        if m % p == 0:
+            assert max(timeline.peak_activations) <= p + 1e-9, f"m={m}"
+    assert zb_interleaved(p, 5, 1) == zb_h1(p, 5)
 
 
 @ranks

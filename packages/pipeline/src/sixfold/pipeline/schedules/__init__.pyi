@@ -15,6 +15,7 @@ from sixfold.pipeline.schedules.v_half import v_half as v_half
 from sixfold.pipeline.schedules.v_min import v_min as v_min
 from sixfold.pipeline.schedules.zb_h1 import zb_h1 as zb_h1
 from sixfold.pipeline.schedules.zb_h2 import zb_h2 as zb_h2
+from sixfold.pipeline.schedules.zb_interleaved import zb_interleaved as zb_interleaved
 from sixfold.pipeline.schedules.zb_v import zb_v as zb_v
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "v_min",
     "zb_h1",
     "zb_h2",
+    "zb_interleaved",
     "zb_v",
 ]
 

@@ -25,7 +25,7 @@ from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
 from sixfold.pipeline.schedules.registry import schedule
 
-__all__ = ["interleaved"]
+__all__ = ["interleaved", "near_equal"]
 
 
 @schedule(placement=looped, chunks=None, aliases={"Interleaved1F1B": "m is a multiple of max(1, m // ranks)"})
@@ -46,7 +46,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
         at_least_one(group=group)
     if group is not None and group < ranks:
         raise ScheduleError(f"group is {group}; it is >= ranks ({ranks}), else the ranks wait for each other for ever")
-    groups = _near_equal(microbatches, max(1, microbatches // (group or ranks)))
+    groups = near_equal(microbatches, max(1, microbatches // (group or ranks)))
     largest = len(groups[0])
     rows = []
     for rank in range(ranks):
@@ -61,7 +61,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     return Program(tuple(rows), microbatches, looped(ranks, chunks), "interleaved")
 
 
-def _near_equal(count: int, groups: int) -> list[range]:
+def near_equal(count: int, groups: int) -> list[range]:
     """0..count in ``groups`` runs whose lengths differ by at most one, longer runs first."""
     base, longer = divmod(count, groups)
     starts = [g * base + min(g, longer) for g in range(groups + 1)]

@@ -23,11 +23,7 @@ from sixfold.pipeline.schedules.registry import schedule
 __all__ = ["with_late_weights", "zb_h1"]
 
 
-@schedule(
-    placement=looped,
-    split=True,
-    aliases={"InterleavedZeroBubble": "takes several stages per rank too"},
-)
+@schedule(placement=looped, split=True)
 def zb_h1(ranks: int, microbatches: int) -> Program:
     """1F1B's order of F and I; rank r runs the W of a microbatch r turns after its I; stage r on rank r.
 

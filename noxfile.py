@@ -2,7 +2,7 @@
 
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
-    ci --> two lanes, each a nox of its own that runs one of these sessions after the other
+    ci --> three lanes, each a nox of its own that runs one of these sessions after the other
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -43,7 +43,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
 WHEEL_LIMIT_BYTES = {"indexed-data": 65_000, "dist-ckpt": 220_000}
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
-LANES = 2  # sessions of `ci` that run at a time: the cores of the smallest machine that is to develop this
+LANES = 3  # sessions of `ci` that run at a time: two for the cores of the smallest machine, one while ranks wait
 SESSION_DEADLINE_S = 1800.0
 NO_TESTS_COLLECTED = 5  # pytest's exit status
 
@@ -161,7 +161,7 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Every check, two sessions at a time; what `nox` alone runs. Output comes whole, as each ends; logs in .nox/ci."""
+    """Every check, three sessions at a time; what `nox` alone runs. Output comes whole, as each ends; logs in .nox/ci."""
     shared_environment(session)
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)

@@ -23,7 +23,7 @@ ALL_MIB = COUNT * MIB
 PART_MIB = 0.5
 BLOCK_MIB = 4
 BATCH_MIB = 4 * MIB
-NOISE_MIB = 1.0  # objects and stacks of threads
+NOISE_MIB = 2.5  # objects, stacks and heaps of threads, which are empty when a measurement begins; up to 2.2 was seen
 SAVE_BOUND_MIB = (4 * 2 + 6) * PART_MIB + NOISE_MIB  # transfer.py, two threads
 HAS_SAFETENSORS = find_spec("safetensors") is not None
 NEEDS_SAFETENSORS = pytest.mark.skipif(not HAS_SAFETENSORS, reason="needs the extra safetensors")

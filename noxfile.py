@@ -161,7 +161,7 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Every check, three sessions at a time; what `nox` alone runs. Output comes whole, as each ends; logs in .nox/ci."""
+    """Every check, three sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci."""
     shared_environment(session)
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)

@@ -91,6 +91,7 @@ def step_beside_a_stopped_rank(rank: int, ranks: int) -> tuple[str, float] | Non
         program, [Stage(layers(ranks)[rank], rank)], dist.group.WORLD, square_loss, timeout_s=0.6, store=store()
     )
     runner.step(*batch(8))
+    dist.barrier()  # a step does not wait for what it sent: now rank 0 has received it
     if rank == 1:
         store().set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ranktest import run_ranks, store
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, Stage, gpipe, one_f_one_b
 from sixfold.pipeline.tokens import TokenCount
-from sixfold.pipeline.transport import Control, Outgoing, Transport
+from sixfold.pipeline.transport.groups import GroupControl, GroupLinks, Outgoing
 
 TIMEOUT_S = 0.5
 ALLOWED_S = TIMEOUT_S + 1.0
@@ -63,7 +63,7 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, 
         if where == "making":
             stop()
         elif where in ("agreeing", "connecting"):
-            stop_at(*{"agreeing": (Control, "gather"), "connecting": (Transport, "connect")}[where])
+            stop_at(*{"agreeing": (GroupControl, "gather"), "connecting": (GroupLinks, "connect")}[where])
         elif where == "tokens":
             stop_at(TokenCount, "divide")
         elif where == "forward":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from torch import Tensor
 
 from sixfold.pipeline.action import COMPUTE, MESSAGES, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.messages import Agreement, Inlet, Outlet
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import LossTail, StageRun
 from sixfold.pipeline.tokens import TokenCount
-from sixfold.pipeline.transport import Transport
+from sixfold.pipeline.transport import Lane, Links, Receipt
 
 __all__ = ["EXECUTED", "Compiled", "Goal"]
 
@@ -61,7 +59,7 @@ class Compiled:
         self,
         program: Program,
         stages: Mapping[int, Stage],
-        transport: Transport | None,
+        transport: Links | None,
         goal: Goal,
         *,
         lookahead: int,
@@ -71,15 +69,19 @@ class Compiled:
         self.program = program
         self._transport = transport
         self._goal = goal
-        self._agreement = Agreement(dynamic_shapes, number)
+        self._lane: Lane | None = None
         self._runs = {index: StageRun(stage, program.microbatches, goal.train) for index, stage in stages.items()}
-        self._outlets: dict[int, Outlet] = {}
-        self._inlets: dict[int, Inlet] = {}
         self.tail: LossTail | None = None
         self.tokens: TokenCount | None = None
         self._join_stages()
         if transport is not None:
-            self._connect(transport)
+            self._lane = transport.lane(
+                program.placement,
+                program.microbatches,
+                backward=goal.train,
+                number=number,
+                dynamic_shapes=dynamic_shapes,
+            )
             entries = _post_ahead([e for e in program.entries() if e[0] == transport.rank], lookahead)
         else:
             entries = [entry for entry in _merged(program) if entry[2].kind not in MESSAGES]
@@ -101,19 +103,10 @@ class Compiled:
             self._runs[0].inbox[:] = inputs
         if self.tail is not None:
             self.tail.begin(targets)
-        self._agreement.begin([[(t.shape, t.dtype) for t in tensors] for tensors in inputs])
-        for outlet in self._outlets.values():
-            outlet.begin()
-        for inlet in self._inlets.values():
-            inlet.begin()
+        if self._lane is not None:
+            self._lane.begin([[(t.shape, t.dtype) for t in tensors] for tensors in inputs])
         if self.tokens is not None:
             self.tokens.begin()
-
-    def finish(self) -> None:
-        """The calls went through: wait for what was sent, and note the shapes."""
-        if self._transport is not None:
-            self._transport.finish()
-        self._agreement.settle()
 
     def clear(self) -> None:
         """Drop every tensor of a step, whether it went through or not."""
@@ -140,20 +133,6 @@ class Compiled:
         if self._goal.train and self._goal.scale == "token":
             self.tokens = TokenCount(self.program, self._runs, self.tail, self._transport)
 
-    def _connect(self, transport: Transport) -> None:
-        """Make the edges of this rank and the ends of this program's messages on them."""
-        forward = {edge for edge in pairwise(self.program.placement) if edge[0] != edge[1] and transport.rank in edge}
-        backward = {(b, a) for a, b in forward} if self._goal.train else set()
-        transport.connect(forward | backward)
-        for source, destination in forward | backward:
-            if source == transport.rank:
-                edge = transport.to(destination)
-                self._outlets[destination] = Outlet(edge, transport.control, destination, self._agreement)
-            else:
-                announced = (source, destination) in forward
-                incoming = transport.from_(source)
-                self._inlets[source] = Inlet(incoming, transport.control, source, self._agreement, announced)
-
     def _bind(self, entry: Entry) -> list[Callable[[], object]]:
         """The calls of one action."""
         _, position, action = entry
@@ -161,7 +140,7 @@ class Compiled:
         k = -1 if action.microbatch is None else action.microbatch  # -1: a kind without one
         handle = run.stage.data_parallel
         if action.kind in MESSAGES:
-            return [partial(self._message(action), run, k, action)]
+            return [self._message(action, run, k)]
         if action.kind is Kind.F:
             return [partial(run.forward, k)]
         if action.kind is Kind.B:
@@ -179,17 +158,24 @@ class Compiled:
             calls.append(slots[action.kind])
         return calls
 
-    def _message(self, action: Action) -> Callable[[StageRun, int, Action], None]:
-        peer = self.program.placement[action.peer_stage]
-        if action.kind is Kind.SEND_F:
-            return self._outlets[peer].send_forward
-        if action.kind is Kind.RECV_F:
-            inlet = self._inlets[peer]
-            inlet.first = inlet.first or action
-            return inlet.post_forward
-        if action.kind is Kind.SEND_B:
-            return self._outlets[peer].send_backward
-        return self._inlets[peer].post_backward
+    def _message(self, action: Action, run: StageRun, k: int) -> Callable[[], object]:
+        assert self._lane is not None, "one process has no messages"
+        if action.kind in _RECEIVES:
+            into = "inbox" if action.kind is Kind.RECV_F else "gradients"
+            return partial(_ask, self._lane.receiver(action), run, into, k)
+        out = "outbox" if action.kind is Kind.SEND_F else "gradient_outbox"
+        return partial(_send, self._lane.sender(action), run, out, k)
+
+
+def _ask(receipt: Receipt, run: StageRun, into: str, k: int) -> None:
+    receipt.post()
+    getattr(run, into)[k] = receipt
+
+
+def _send(send: Callable[[Any], None], run: StageRun, out: str, k: int) -> None:
+    box = getattr(run, out)
+    values, box[k] = box[k], None
+    send(values)
 
 
 def _drop(k: int, gradients: tuple[Tensor, ...]) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from sixfold.pipeline.watchdog import within
 
-__all__ = ["Record", "Records", "Store", "report"]
+__all__ = ["MemoryStore", "Record", "Records", "Store", "report"]
 
 _POLL_S = 0.02
 _ANSWER_S = 0.25  # of the store
@@ -49,6 +49,25 @@ class Record:
     place: str
     peer: int | None = None
     error: str | None = None
+
+
+class MemoryStore:
+    """A store for the threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """See Store."""
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """See Store."""
+        return all(key in self._values for key in keys)
 
 
 class Records:

@@ -1,240 +1,335 @@
-"""What SEND and RECV do: messages of one program over the edges of one rank.
+"""Messages over edges that carry bare tensors: what is in them, and who says so.
 
-    outbox --> Outlet --> edge --> Inlet (this file) --> inbox
+    SEND --> Outlet --> tensors on an edge, header or flag on the control channel --> Inlet (this file) --> RECV
 
 [Note: shapes] A receiver posts its buffer before the tensor exists, so it must
-know the shape. Gradients have the shapes of the outputs that this rank made
-itself. Outputs are agreed upon: the first SEND_F of a step on each edge is
+know the shape. Gradients have the shapes of the outputs that this rank sent
+itself. Outputs are agreed upon: the first SEND_F of a batch on each edge is
 preceded, on the control channel, by one number: which program and call the sender
-runs, times two, plus a flag. 0: all is as in the step before. 1: each message of
-this step on this edge is preceded by its header. The flag is 1 in the first step
-of a program, when stage 0's inputs or the first output changed, when a flag 1
-came in, and always with ``dynamic_shapes``. (A header sent only on change could
-not be expected by the receiver.) A receive whose shape is not known yet waits in
-the edge's queue, and so do those behind it; the action that uses its tensor
-empties the queue.
+runs, times two, plus a flag. 0: all is as in the batch before. 1: each forward
+message of this batch on this edge is preceded by its header. The flag is 1 in the
+first batch of a program, when stage 0's inputs or the first output changed, when a
+flag 1 came in, and always with ``dynamic_shapes``. (A header sent only on change could
+not be expected by the receiver.) Both ends know where a batch begins by counting
+messages, so it may begin in the midst of a step. A receive whose shape is not known
+yet waits in the edge's queue, and so do those behind it; the ``wait`` for it
+empties the queue. What is no tensor (None, int, float, bool) is part of a shape:
+it travels in headers only, and a change of it is a change of shape.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.stage_run import StageRun, Tensors, TensorSpec
-from sixfold.pipeline.transport import Control, Incoming, Outgoing
+from sixfold.pipeline.transport.routes import Route, forward_edges, route_of
 
-__all__ = ["Agreement", "Inlet", "Outlet"]
+__all__ = ["GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing"]
 
-_TAG = 1  # of flags and headers on the control channel
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
+Values = tuple[Any, ...]
+_FLAGS = 1  # tag of flags and headers: one for all lanes, so that ranks in different calls notice it
+TensorSpec = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, whether its gradient is wanted
+_PLAIN = (type(None), bool, int, float)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
 
 
-class Agreement:
-    """Whether the shapes of this step are those of the step before; see [Note: shapes].
+class Plain:
+    """A value that is no tensor, as part of a shape: equal by type and spelling, so that NaN equals itself."""
 
-    Attributes:
-        call: number of the program and call, equal on ranks that run the same.
-        open: whether messages have headers in this step.
+    __slots__ = ("value",)
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
+Spec = TensorSpec | Plain
+Specs = tuple[Spec, ...]
+
+
+class TensorOutgoing(Protocol):
+    """The sending end of an edge for tensors; keeps each until it was sent."""
+
+    def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
+        """Start to send; blocks only while the peer is far behind."""
+
+
+class TensorIncoming(Protocol):
+    """The receiving end of an edge for tensors."""
+
+    def post(self, specs: Sequence[TensorSpec], tag: int, action: Action) -> tuple[list[Tensor], list[Any]]:
+        """Buffers of these shapes and dtypes, and a work for each; the data is there when that was waited for."""
+
+    def wait(self, work: Any, action: Action) -> None:
+        """Wait for a work of ``post``."""
+
+
+class TensorControl(Protocol):
+    """What headers and flags travel on."""
+
+    def send_number(self, number: int, peer: int, tag: int, action: Action) -> None:
+        """Start to send."""
+
+    def receive_number(self, peer: int, tag: int, action: Action) -> int:
+        """Wait for the next."""
+
+    def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
+        """Start to send."""
+
+    def receive(self, peer: int, action: Action | None = None, tag: int = 0) -> bytes:
+        """Wait for the next."""
+
+
+class GroupLane:
+    """The messages of one compiled program; see Lane.
+
+    Args:
+        outgoing, incoming: edges by peer.
+        tag: of this lane's messages, the same on all ranks.
+        number: of the program and call, equal on ranks that run the same.
     """
 
-    def __init__(self, dynamic: bool, call: int) -> None:
-        self._dynamic = dynamic
-        self.call = call
-        self._settled = False
+    def __init__(
+        self,
+        placement: Sequence[int],
+        microbatches: int,
+        control: TensorControl,
+        outgoing: dict[int, TensorOutgoing],
+        incoming: dict[int, TensorIncoming],
+        *,
+        rank: int,
+        tag: int,
+        number: int,
+        dynamic_shapes: bool,
+    ) -> None:
+        self.control, self.tag, self.number = control, tag, number
+        self.sent: dict[Slot, Specs] = {}
+        self.received: dict[Slot, Specs] = {}
+        self._receipts: dict[Route, Receipt] = {}
+        self.open = True  # whether forward messages have headers in this batch
+        self._dynamic = dynamic_shapes
+        self._began = False
         self._signature: object = None
-        self.open = True
+        self._rank, self._placement, self._microbatches = rank, placement, microbatches
+        forward = {edge: microbatches * stages for edge, stages in forward_edges(placement).items()}
+        self._outlets = {p: Outlet(self, edge, p, forward.get((rank, p), 0)) for p, edge in outgoing.items()}
+        self._inlets = {p: Inlet(self, edge, p, forward.get((p, rank), 0)) for p, edge in incoming.items()}
 
     def begin(self, signature: object) -> None:
-        """A new step; ``signature`` describes stage 0's inputs where they are known."""
-        self.open = self._dynamic or not self._settled or signature != self._signature
-        self._signature = signature
+        """See Lane."""
+        self.open = self._dynamic or not self._began or signature != self._signature
+        self._signature, self._began = signature, True
 
-    def settle(self) -> None:
-        """The step went through: its shapes hold until further notice."""
-        self._settled = True
+    def sender(self, action: Action) -> Callable[[Values], None]:
+        """See Lane."""
+        outlet, route = self._outlets[self._placement[action.peer_stage]], route_of(action, self._microbatches)
+        return (
+            partial(outlet.send_forward, (route.stage, route.slot), action)
+            if route.forward
+            else partial(outlet.send_backward, action)
+        )
+
+    def receiver(self, action: Action) -> Receipt:
+        """See Lane; a message that one list asks for may be waited for by the next, so there is one receipt for it."""
+        route = route_of(action, self._microbatches)
+        if route not in self._receipts:
+            self._receipts[route] = Receipt(self._inlets[self._placement[action.peer_stage]], route, action)
+        return self._receipts[route]
+
+    def clear(self) -> None:
+        """The links are ended instead."""
 
 
 class Outlet:
-    """SEND_F and SEND_B on one directed edge."""
+    """SEND_F and SEND_B on one directed edge.
 
-    def __init__(self, edge: Outgoing, control: Control, peer: int, agreement: Agreement) -> None:
-        self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
-        self.begin()
+    Args:
+        batch: forward messages of a batch on this edge.
+    """
 
-    def begin(self) -> None:
-        """A new step: the flag has not been sent."""
-        self._headers: bool | None = None
+    def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int, batch: int) -> None:
+        self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch
+        self._left = 0  # forward messages of this batch
+        self._headers = True
 
-    def send_forward(self, run: StageRun, k: int, action: Action) -> None:
-        """SEND_F: what stage ``run`` made of microbatch ``k``."""
-        outputs = run.outbox[k]
-        run.outbox[k] = None
-        assert outputs is not None, f"{action}: the outbox is empty"
-        specs = tuple((t.shape, t.dtype, t.requires_grad) for t in outputs)
-        if self._headers is None:
-            self._announce(specs == run.output_specs[k], action)
+    def send_forward(self, slot: Slot, action: Action, values: Values) -> None:
+        """An output."""
+        lane = self._lane
+        specs = tuple([_spec(value) for value in values])
+        same = specs == lane.sent.get(slot)
+        if not self._left:
+            self._left = self._batch
+            lane.open |= not same
+            self._headers = lane.open
+            lane.control.send_number(2 * lane.number + self._headers, self._peer, _FLAGS, action)
+        self._left -= 1
         if self._headers:
-            run.output_specs[k] = specs
-            for numbers in _header(specs):
-                self._control.send(numbers, self._peer, _TAG, action)
-        elif specs != run.output_specs[k]:
+            lane.control.send(_header(specs, action), self._peer, action, _FLAGS)
+            lane.sent[slot] = specs
+        elif not same:
             raise ScheduleError(
-                f"stage {run.index} made {_words(specs)} of microbatch {k}, in the step before "
-                f"{_words(run.output_specs[k] or ())}; make the runner with dynamic_shapes=True"
+                f"stage {action.stage} made {_words(specs)} of microbatch {action.microbatch}, in the step before "
+                f"{_words(lane.sent[slot])}; make the runner with dynamic_shapes=True"
             )
-        self._edge.send(outputs, action)
+        self._edge.send([v for v in values if isinstance(v, Tensor)], lane.tag, action)
 
-    def send_backward(self, run: StageRun, k: int, action: Action) -> None:
-        """SEND_B: the gradients of the inputs of microbatch ``k``."""
-        gradients = run.gradient_outbox[k]
-        run.gradient_outbox[k] = None
-        assert gradients is not None, f"{action}: the outbox is empty"
-        self._edge.send(gradients, action)
-
-    def _announce(self, same: bool, action: Action) -> None:
-        self._agreement.open |= not same
-        self._headers = self._agreement.open
-        self._control.send(torch.tensor([2 * self._agreement.call + self._headers]), self._peer, _TAG, action)
+    def send_backward(self, action: Action, gradients: Values) -> None:
+        """The gradients of what was received."""
+        self._edge.send(gradients, self._lane.tag, action)
 
 
 class Inlet:
-    """RECV_F and RECV_B on one directed edge.
+    """RECV_F and RECV_B on one directed edge; ``batch`` as in Outlet."""
 
-    Args:
-        announced: whether forward messages come this way, and so a flag in every step.
-    """
+    def __init__(self, lane: GroupLane, edge: TensorIncoming, peer: int, batch: int) -> None:
+        self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch
+        self._asked = 0  # forward messages of this batch that are still to be asked for
+        self._headers = True  # of the batch whose flag was read last
+        self._queue: deque[tuple[Receipt, bool]] = deque()  # receipts that wait for a shape; whether a flag precedes
 
-    def __init__(self, edge: Incoming, control: Control, peer: int, agreement: Agreement, announced: bool) -> None:
-        self._edge, self._control, self._peer, self._agreement = edge, control, peer, agreement
-        self._announced = announced
-        self.first: Action | None = None  # that a flag precedes, for reports
-        self._queue: deque[Receipt] = deque()
-
-    def begin(self) -> None:
-        """A new step: ask for its flag."""
-        self._headers: bool | None = None
-        self._queue.clear()
-        if self._announced:
-            self._flag, self._flag_work = self._control.post(1, self._peer, _TAG, self.first)
-
-    def post_forward(self, run: StageRun, k: int, action: Action) -> None:
-        """RECV_F: the inputs of microbatch ``k``."""
-        run.inbox[k] = receipt = Receipt(self, run, k, action, True)
-        if self._headers is False:
-            self._post(receipt)
+    def post(self, receipt: Receipt) -> None:
+        """Ask for a message, or queue it until its shape is known; an edge keeps its order."""
+        first = False
+        if receipt.route.forward:
+            if first := not self._asked:
+                self._asked = self._batch
+            self._asked -= 1
+        if self._queue or first or (receipt.route.forward and self._headers):
+            self._queue.append((receipt, first))
         else:
-            self._queue.append(receipt)
+            self._ask(receipt)
 
-    def post_backward(self, run: StageRun, k: int, action: Action) -> None:
-        """RECV_B: the gradients of the outputs of microbatch ``k``, whose shapes this rank knows."""
-        run.gradients[k] = receipt = Receipt(self, run, k, action, False)
-        if self._queue:
-            self._queue.append(receipt)  # an edge keeps its order
-        else:
-            self._post(receipt)
-
-    def complete(self, receipt: Receipt) -> Tensors:
+    def complete(self, receipt: Receipt) -> list[Tensor]:
         """The tensors of ``receipt``, waited for."""
-        if receipt.works is None:
-            self._post_queued(receipt)
-        assert receipt.works is not None, f"{receipt.action}: it was not in the queue of its edge"
+        while receipt.works is None:
+            self._ask_for_next(receipt)
+        while self._queue and not self._queue[0][1] and not (self._headers and self._queue[0][0].route.forward):
+            self._ask(self._queue.popleft()[0])
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
         return receipt.buffers
 
-    def _post_queued(self, wanted: Receipt) -> None:
-        """Post what waits in the queue: all of it, or with headers up to ``wanted``, whose header must have come."""
-        if self._headers is None:
-            self._control.wait(self._flag_work, wanted.action)
-            call, flag = divmod(int(self._flag.item()), 2)
-            if call != self._agreement.call:
-                raise ScheduleError(
-                    f"rank {self._peer} runs another program in this step, or another call (step, evaluate, forward); "
-                    "all ranks make the same calls"
-                )
-            self._headers = bool(flag)
-            self._agreement.open |= self._headers
-        while self._queue:
-            receipt = self._queue.popleft()
-            if self._headers and receipt.forward:
-                receipt.run.input_specs[receipt.k] = self._read_header(receipt.action)
-            self._post(receipt)
-            if self._headers and receipt is wanted:
-                return
+    def _ask_for_next(self, wanted: Receipt) -> None:
+        """Ask for the first of the queue, once its flag and header have come."""
+        assert self._queue, f"{wanted.action}: waited for and never asked for"
+        receipt, first = self._queue.popleft()
+        if first:
+            self._read_flag(wanted.action)
+        if receipt.route.forward and self._headers:
+            header = self._lane.control.receive(self._peer, wanted.action, _FLAGS)
+            self._lane.received[receipt.slot] = _specs(header)
+        self._ask(receipt)
 
-    def _post(self, receipt: Receipt) -> None:
-        run, k = receipt.run, receipt.k
-        specs = run.input_specs[k] if receipt.forward else run.output_specs[k]
-        assert specs is not None, f"{receipt.action}: posted without a shape"
-        wanted = [spec for spec in specs if receipt.forward or spec[2]]
-        receipt.buffers, receipt.works = self._edge.post(wanted, receipt.action)
-        if receipt.forward:
-            receipt.wants_gradient = [buffer for buffer, spec in zip(receipt.buffers, wanted, strict=True) if spec[2]]
+    def _read_flag(self, action: Action) -> None:
+        call, flag = divmod(self._lane.control.receive_number(self._peer, _FLAGS, action), 2)
+        if call != self._lane.number:
+            raise ScheduleError(
+                f"rank {self._peer} runs another program in this step, or another call (step, evaluate, forward); "
+                "all ranks make the same calls"
+            )
+        self._headers = bool(flag)
+        self._lane.open |= self._headers
 
-    def _read_header(self, action: Action) -> tuple[TensorSpec, ...]:
-        size, work = self._control.post(1, self._peer, _TAG, action)
-        self._control.wait(work, action)
-        numbers, work = self._control.post(int(size.item()), self._peer, _TAG, action)
-        self._control.wait(work, action)
-        return _specs(numbers.tolist())
+    def _ask(self, receipt: Receipt) -> None:
+        lane, forward = self._lane, receipt.route.forward
+        specs = (lane.received if forward else lane.sent)[receipt.slot]
+        wanted = [spec for spec in specs if isinstance(spec, tuple) and (forward or spec[2])]
+        receipt.buffers, receipt.works = self._edge.post(wanted, lane.tag, receipt.action)
+        receipt.specs = specs
 
 
 class Receipt:
-    """A message that was asked for; the action that uses its tensors waits."""
+    """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("action", "buffers", "forward", "inlet", "k", "run", "wants_gradient", "works")
+    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "works")
 
-    def __init__(self, inlet: Inlet, run: StageRun, k: int, action: Action, forward: bool) -> None:
-        self.inlet, self.run, self.k, self.action, self.forward = inlet, run, k, action, forward
-        self.buffers: Tensors = ()
-        self.wants_gradient: list[Tensor] = []
+    def __init__(self, inlet: Inlet, route: Route, action: Action) -> None:
+        self._inlet, self.route, self.action = inlet, route, action
+        self.slot = (route.stage, route.slot)
+        self.buffers: list[Tensor] = []
+        self.specs: Specs = ()
         self.works: list[Any] | None = None
 
-    def wait(self) -> Tensors:
-        """The tensors: gradients, or inputs as leaves."""
-        buffers = self.inlet.complete(self)
-        for leaf in self.wants_gradient:
-            leaf.requires_grad_()
-        return buffers
+    def post(self) -> None:
+        """See transport.Receipt."""
+        self._inlet.post(self)
+
+    def wait(self) -> Values:
+        """See transport.Receipt."""
+        buffers, specs = self._inlet.complete(self), self.specs
+        self.buffers, self.specs, self.works = [], (), None
+        if not self.route.forward:
+            return tuple(buffers)
+        tensors = iter(buffers)
+        return tuple([spec.value if isinstance(spec, Plain) else _leaf(next(tensors), spec[2]) for spec in specs])
 
 
-def _header(specs: tuple[TensorSpec, ...]) -> tuple[Tensor, Tensor]:
-    """Length and numbers: per tensor dtype code, whether it wants a gradient, dimensions, sizes."""
-    numbers: list[int] = []
-    for shape, dtype, wants_gradient in specs:
-        if dtype not in _DTYPES:
-            raise ScheduleError(f"{dtype} does not travel between stages; known are {', '.join(map(str, _DTYPES))}")
-        numbers += (_DTYPES.index(dtype), int(wants_gradient), len(shape), *shape)
-    return torch.tensor([len(numbers)]), torch.tensor(numbers, dtype=torch.int64)
+def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
+    return tensor.requires_grad_() if wants_gradient else tensor
 
 
-def _specs(numbers: list[int]) -> tuple[TensorSpec, ...]:
-    specs: list[TensorSpec] = []
-    at = 0
-    while at < len(numbers):
-        dtype, wants_gradient, dimensions = numbers[at : at + 3]
-        at += 3 + dimensions
-        specs.append((torch.Size(numbers[at - dimensions : at]), _DTYPES[dtype], bool(wants_gradient)))
-    return tuple(specs)
+def _spec(value: Any) -> Spec:
+    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else Plain(value)
 
 
-def _words(specs: tuple[TensorSpec, ...]) -> str:
-    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype, _ in specs) or "nothing"
+def _header(specs: Specs, action: Action) -> bytes:
+    entries: list[object] = []
+    for spec in specs:
+        if isinstance(spec, Plain):
+            if type(spec.value) not in _PLAIN:
+                raise ScheduleError(
+                    f"stage {action.stage} made a {type(spec.value).__name__} of microbatch {action.microbatch}; "
+                    "tensors, None, ints, floats and bools travel between stages"
+                )
+            entries.append({"plain": spec.value})
+            continue
+        shape, dtype, wants_gradient = spec
+        if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
+            raise ScheduleError(f"{dtype} does not travel between stages; known are {', '.join(_DTYPES)}")
+        entries.append([name, list(shape), wants_gradient])
+    return json.dumps(entries).encode()
+
+
+def _specs(header: bytes) -> Specs:
+    return tuple(
+        Plain(entry["plain"]) if isinstance(entry, dict) else (torch.Size(entry[1]), _DTYPES[entry[0]], bool(entry[2]))
+        for entry in json.loads(header)
+    )
+
+
+def _words(specs: Specs) -> str:
+    words = (str(spec) if isinstance(spec, Plain) else f"{spec[1]} {tuple(spec[0])}" for spec in specs)
+    return ", ".join(words) or "nothing"

@@ -27,7 +27,7 @@ from sixfold.pipeline.passes import lower, reduce_grad
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.transport import Transport
+from sixfold.pipeline.transport import Links, Transport, over
 from sixfold.pipeline.verify import verify
 from sixfold.pipeline.watchdog import PeerLost
 
@@ -83,7 +83,7 @@ class PipelineRunner:
         self,
         program: Program,
         stages: Sequence[Stage],
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Transport | None = None,
         loss_fn: LossFn | None = None,
         *,
         scale: str = "mean",
@@ -110,14 +110,14 @@ class PipelineRunner:
         if not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ScheduleError(f"timeout_s is {timeout_s:g}; it is finite and > 0")
         lookahead = whole("lookahead", lookahead, least=0)
-        self._rank = 0 if group is None else group.rank()
+        self._rank = 0 if group is None else group.rank() if isinstance(group, dist.ProcessGroup) else group.rank
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
         self._lookahead, self._dynamic_shapes = lookahead, dynamic_shapes
         self._compiled: dict[tuple[Program, str], Compiled] = {}
         self._by_identity: dict[tuple[int, str], tuple[Program, Compiled]] = {}
         self._broken: str | None = None
-        self._transport: Transport | None = None
+        self._transport: Links | None = None
         self._records: Records | None = None
         self._program = program
         self._check_program(program, stages, group)
@@ -190,7 +190,6 @@ class PipelineRunner:
             for call in compiled.calls:
                 call()
                 at += 1
-            compiled.finish()
         except Exception as error:
             self._fail(compiled, at, error)
         tail = compiled.tail
@@ -243,7 +242,7 @@ class PipelineRunner:
         return compiled
 
     def _check_program(
-        self, program: Program, stages: Sequence[Stage], group: dist.ProcessGroup | Transport | None
+        self, program: Program, stages: Sequence[Stage], group: dist.ProcessGroup | Transport | Links | None
     ) -> None:
         for rank, position, action in program.entries():
             if action.kind not in EXECUTED:
@@ -256,7 +255,10 @@ class PipelineRunner:
                     action=action,
                 )
         ranks = len(program.ranks)
-        if group is not None and (size := group.ranks if isinstance(group, Transport) else group.size()) != ranks:
+        if (
+            group is not None
+            and (size := group.size() if isinstance(group, dist.ProcessGroup) else group.ranks) != ranks
+        ):
             raise ScheduleError(f"the program has {ranks} ranks, the group {size}; they are equal")
         wanted = tuple(range(program.stages)) if group is None else program.stages_of(self._rank)
         given = tuple(sorted(stage.index for stage in stages))
@@ -267,23 +269,22 @@ class PipelineRunner:
 
     def _join(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Transport,
         store: Store | None,
         timeout_s: float,
         edges: Callable[[int, int], dist.ProcessGroup] | None,
     ) -> None:
-        device = step_device(self._stages, dist.get_backend(group))
+        transport = over(group, edges) if isinstance(group, dist.ProcessGroup) else group
+        backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
         begin = time.monotonic()
         try:
-            self._transport = Transport(group, device, timeout_s, edges)
+            self._transport = transport.join(step_device(self._stages, backend), timeout_s)
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError too: a peer did not come
-            message = f"rank {self._rank} waited {timeout_s:g} s for all {group.size()} ranks to make their runner"
+            message = f"rank {self._rank} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
             if time.monotonic() - begin < timeout_s:
-                message = f"rank {self._rank} has no connection to all {group.size()} ranks: {error}"
+                message = f"rank {self._rank} has no connection to all {transport.ranks} ranks: {error}"
             raise PipelineTimeout(message, rank=self._rank) from error
-        members = "-".join(map(str, dist.get_process_group_ranks(group)))
-        key = f"sixfold.pipeline/{members}/{self._transport.serial}"
-        self._records = Records(store, key, self._rank, group.size())
+        self._records = Records(store or self._transport.store, self._transport.key, self._rank, transport.ranks)
 
     def _number_of(self, program: Program, mode: str) -> int:
         """Equal on ranks that run the same program for the same call; below 2**56."""

@@ -23,7 +23,6 @@ from sixfold.pipeline.stage import Stage
 __all__ = ["Arriving", "LossTail", "StageRun", "leaves"]
 
 Tensors = tuple[Tensor, ...]
-TensorSpec = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, whether its gradient is wanted
 
 
 class Arriving(Protocol):
@@ -40,14 +39,11 @@ class StageRun:
         inbox: per microbatch the inputs, there or arriving.
         gradients: per microbatch the gradients of those outputs that want one.
         outbox, gradient_outbox: what the next and the previous rank are to get.
-        input_specs, output_specs: what was agreed with the neighbours on other ranks.
     """
 
     def __init__(self, stage: Stage, microbatches: int, keep_graph: bool) -> None:
         self.stage = stage
         self.index = stage.index
-        self.input_specs: list[tuple[TensorSpec, ...] | None] = [None] * microbatches
-        self.output_specs: list[tuple[TensorSpec, ...] | None] = [None] * microbatches
         self.deliver: Callable[[int, Any], None] = self.to_outbox
         self.deliver_gradients: Callable[[int, Tensors], None] = self.to_gradient_outbox
         self._call = stage.call

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from struct import pack, unpack
 from typing import Any
 
 import torch
@@ -18,11 +19,9 @@ from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage_run import LossTail, StageRun
-from sixfold.pipeline.transport import Transport
+from sixfold.pipeline.transport import Links
 
 __all__ = ["TokenCount"]
-
-_TAG = 2
 
 
 class TokenCount:
@@ -33,7 +32,7 @@ class TokenCount:
     """
 
     def __init__(
-        self, program: Program, runs: Mapping[int, StageRun], tail: LossTail | None, transport: Transport | None
+        self, program: Program, runs: Mapping[int, StageRun], tail: LossTail | None, transport: Links | None
     ) -> None:
         self._tail = tail
         self._transport = transport
@@ -81,11 +80,9 @@ class TokenCount:
                     f"the counts of loss_fn sum to {self.total}; scale='token' divides by a sum that is finite and > 0"
                 )
             for peer in self._others():
-                self._control().send(torch.tensor([self.total], dtype=torch.float64), peer, _TAG, action)
+                self._control().send(pack("d", self.total), peer, action)
         else:
-            numbers, work = self._control().post(1, self._source, _TAG, action, torch.float64)
-            self._control().wait(work, action)
-            self.total = float(numbers.item())
+            self.total = float(unpack("d", self._control().receive(self._source, action))[0])
         return self.total
 
     def _others(self) -> list[int]:

@@ -25,6 +25,7 @@ __all__ = ["HostWait", "PeerLost", "StreamWait", "within"]
 _POLL_S = 0.05
 
 Result = TypeVar("Result")
+InFlight = deque[tuple[Any, Any, Action | None]]  # works of sends in order, each with its tensor
 
 
 class PeerLost(Exception):
@@ -32,7 +33,7 @@ class PeerLost(Exception):
 
     Attributes:
         action: None where ranks wait for each other outside of a program's list.
-        peer: rank that was waited for, where no action says it; None for all.
+        peer: rank that was waited for; None for all.
     """
 
     def __init__(self, action: Action | None, peer: int | None = None) -> None:
@@ -77,12 +78,19 @@ class HostWait:
     def __init__(self, timeout_s: float) -> None:
         self._limit = timedelta(seconds=timeout_s)
 
-    def __call__(self, work: Any, action: Action | None) -> None:
+    def __call__(self, work: Any, action: Action | None, peer: int | None = None) -> None:
         """Raises PeerLost with ``action`` when the work failed or is overdue."""
         try:
             work.wait(self._limit)
         except RuntimeError as error:
-            raise PeerLost(action) from error
+            raise PeerLost(action, peer) from error
+
+    def release(self, in_flight: InFlight, window: int, peer: int) -> None:
+        """Forget sends that are done: here the oldest of more than ``window``, which are waited for."""
+        while len(in_flight) > window:
+            work, _, action = in_flight[0]
+            self(work, action, peer)
+            in_flight.popleft()
 
     def check(self) -> None:
         """Nothing is ever overdue behind the caller's back."""
@@ -99,23 +107,33 @@ class StreamWait:
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
         self._abort = weakref.WeakMethod(abort)  # so that the thread does not keep the owner alive
-        self._watched: deque[tuple[float, Any, Action | None]] = deque()
-        self._overdue: list[Action | None] = []
+        self._watched: deque[tuple[float, Any, Action | None, int | None]] = deque()
+        self._overdue: list[tuple[Action | None, int | None]] = []
         self._thread: threading.Thread | None = None
 
-    def __call__(self, work: Any, action: Action | None) -> None:
+    def __call__(self, work: Any, action: Action | None, peer: int | None = None) -> None:
         """Order the stream behind ``work``; returns at once."""
         self.check()
         work.wait()
-        self._watched.append((time.monotonic() + self._timeout_s, work, action))
+        self._watched.append((time.monotonic() + self._timeout_s, work, action, peer))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="sixfold-pipeline-watchdog", daemon=True)
             self._thread.start()
 
+    def release(self, in_flight: InFlight, window: int, peer: int) -> None:
+        """Forget sends that are done. The compute stream never waits for one: tensors are kept until it is sent.
+
+        No ``window``: the host runs ahead of the device by as many sends as the list holds, and what it waits for
+        on the device is its receives.
+        """
+        self.check()
+        while in_flight and in_flight[0][0].is_completed():
+            in_flight.popleft()
+
     def check(self) -> None:
         """Raises PeerLost if a work was found overdue."""
         if self._overdue:
-            raise PeerLost(self._overdue[0])
+            raise PeerLost(*self._overdue[0])
 
     def _watch(self) -> None:
         while not self._overdue and self._abort() is not None:
@@ -123,6 +141,6 @@ class StreamWait:
             while self._watched and self._watched[0][1].is_completed():
                 self._watched.popleft()
             if self._watched and time.monotonic() > self._watched[0][0]:
-                self._overdue.append(self._watched[0][2])
+                self._overdue.append(self._watched[0][2:])  # before the abort, after which every wait returns
                 if (abort := self._abort()) is not None:
                     abort()

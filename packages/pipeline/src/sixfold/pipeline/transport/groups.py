@@ -1,0 +1,330 @@
+"""Edges over process groups: gloo and NCCL.
+
+    group --> one communicator per directed edge, one control channel (this file) --> messages.py --> Lane
+
+Two channels. Tensors move on edge communicators of the group's own back end, one
+per directed edge, so that the two directions between neighbours never wait for
+each other (NVIDIA#750, pytorch#172668). Shapes, flags and counts move on a gloo
+communicator, whatever the group is.
+
+[Note: own communicators] They are made from the group's store, not by
+``new_group(use_local_synchronization=True)``: that names a group by its ranks and
+by how many groups this process has made, and ranks that hold different numbers
+of edges then wait for each other under different names (torch 2.13,
+``_hash_ranks_to_str``). The store is asked how many runners came before, so that
+a second runner on the same group gets its own. All of a runner's gloo communicators
+share one device, that is one thread that moves bytes.
+
+[Note: sends in flight] A SEND is not waited for, not even at the end of a step:
+a peer may ask for it only in its next one. A tensor is kept until it was sent. gloo
+does not tell (``is_completed`` stays False until ``wait``), so there the oldest is waited
+for when more than a window are in flight; NCCL tells, and is asked at each SEND.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from sys import byteorder
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.faults import Store
+from sixfold.pipeline.messages import GroupLane, TensorSpec
+from sixfold.pipeline.transport.routes import Edge, forward_edges
+from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
+
+__all__ = ["GroupControl", "GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
+
+_SENDS_IN_FLIGHT = 8  # per edge; then a SEND waits for the oldest, so that a slow peer bounds memory
+_NOTES_IN_FLIGHT = 64  # likewise, of small things
+_NOTE = 256  # bytes that one message of the control channel holds; a longer one is followed by the rest
+_LENGTH = 8  # bytes of its length
+_UNUSED_TAG = 2**20
+
+
+class Outgoing:
+    """The sending end of a directed edge; keeps each tensor until it was sent."""
+
+    def __init__(self, group: Any, peer: int, wait: HostWait | StreamWait, rank: int) -> None:
+        self._group = group
+        self._send = group.send
+        self._peer, self._rank = peer, rank  # in the edge's group, in the pipeline
+        self._wait = wait
+        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+
+    def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
+        """Start to send; returns at once unless the peer is far behind."""
+        for tensor in tensors:
+            tensor = tensor.detach().contiguous()
+            try:
+                work = self._send([tensor], self._peer, tag)
+            except RuntimeError as error:  # the connection has ended
+                raise PeerLost(action, self._rank) from error
+            self._in_flight.append((work, tensor, action))
+        self._wait.release(self._in_flight, _SENDS_IN_FLIGHT, self._rank)
+
+    def close(self) -> None:
+        """Let the peer notice that nothing more will come."""
+        _close(self._group, self._peer)
+        self._in_flight.clear()
+
+
+class Incoming:
+    """The receiving end of a directed edge."""
+
+    def __init__(self, group: Any, peer: int, wait: HostWait | StreamWait, device: torch.device, rank: int) -> None:
+        self._group = group
+        self._receive = group.recv
+        self._peer, self._rank = peer, rank
+        self._device = device
+        self._wait = wait
+
+    def post(self, specs: Sequence[TensorSpec], tag: int, action: Action) -> tuple[list[Tensor], list[Any]]:
+        """Ask for one message into fresh buffers of these shapes and dtypes.
+
+        Returns:
+            the buffers, and a work per buffer; the data is there when its work was waited for.
+        """
+        buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in specs]
+        try:
+            return buffers, [self._receive([buffer], self._peer, tag) for buffer in buffers]
+        except RuntimeError as error:  # the connection has ended
+            raise PeerLost(action, self._rank) from error
+
+    def wait(self, work: Any, action: Action) -> None:
+        """Wait for a work of ``post``."""
+        self._wait(work, action, self._rank)
+
+    def close(self) -> None:
+        """Let the peer notice that nothing more will be taken."""
+        _close(self._group, self._peer)
+
+
+class GroupControl:
+    """Small things between CPU hosts, in order per peer and tag."""
+
+    def __init__(self, group: Any, ranks: int, rank: int, wait: HostWait) -> None:
+        self._group = group
+        self._peers = [peer for peer in range(ranks) if peer != rank]
+        self._wait = wait
+        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+
+    def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
+        """See Control."""
+        note = bytearray(_NOTE)
+        note[:_LENGTH] = len(data).to_bytes(_LENGTH)
+        first = _NOTE - _LENGTH
+        note[_LENGTH : _LENGTH + len(data[:first])] = data[:first]
+        self._send(torch.frombuffer(note, dtype=torch.uint8), peer, tag, action)
+        if rest := data[first:]:
+            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), peer, tag, action)
+
+    def receive(self, peer: int, action: Action | None = None, tag: int = 0) -> bytes:
+        """See Control."""
+        note = self._receive(_NOTE, peer, tag, action)
+        length = int.from_bytes(note[:_LENGTH])
+        data = note[_LENGTH : _LENGTH + length]
+        if (rest := length - len(data)) > 0:
+            data += self._receive(rest, peer, tag, action)
+        return data
+
+    def send_number(self, number: int, peer: int, tag: int, action: Action) -> None:
+        """Start to send one number; ``receive_number`` takes it."""
+        self._send(torch.tensor([number]), peer, tag, action)
+
+    def receive_number(self, peer: int, tag: int, action: Action) -> int:
+        """What ``send_number`` sent."""
+        return int.from_bytes(self._receive(_LENGTH, peer, tag, action), byteorder, signed=True)
+
+    def gather(self, number: int) -> list[int]:
+        """See Control."""
+        mine = torch.tensor([number], dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(len(self._peers) + 1)]
+        try:
+            work = self._group.allgather([everyone], [mine])
+        except RuntimeError as error:
+            raise PeerLost(None) from error
+        self._wait(work, None, None)
+        return [int(value) for value in everyone]
+
+    def close(self) -> None:
+        """Let all peers notice that nothing more will come."""
+        for peer in self._peers:
+            _close(self._group, peer)
+        self._in_flight.clear()
+
+    def _send(self, data: Tensor, peer: int, tag: int, action: Action | None) -> None:
+        try:
+            work = self._group.send([data], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action, peer) from error
+        self._in_flight.append((work, data, action))
+        self._wait.release(self._in_flight, _NOTES_IN_FLIGHT, peer)
+
+    def _receive(self, size: int, peer: int, tag: int, action: Action | None) -> bytes:
+        data = torch.empty(size, dtype=torch.uint8)
+        try:
+            work = self._group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action, peer) from error
+        self._wait(work, action, peer)
+        return bytes(data.numpy())
+
+
+class GroupTransport:
+    """One rank of a process group.
+
+    Args:
+        group: the pipeline's ranks; group rank r runs the program's rank r.
+        edges: makes the group of the edge (source, destination), group ranks; called on both
+            ranks of each edge, in one order on all ranks. None makes a communicator of two.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, edges: Callable[[int, int], dist.ProcessGroup] | None = None) -> None:
+        self.rank, self.ranks = group.rank(), group.size()
+        self._group, self._edges = group, edges
+
+    def join(self, device: torch.device, timeout_s: float) -> GroupLinks:
+        """See Transport."""
+        return GroupLinks(self._group, device, timeout_s, self._edges)
+
+
+class GroupLinks:
+    """All edges of one rank, made when a program first needs them.
+
+    Args:
+        device: where stages compute; its type chooses the back end of the edges.
+        timeout_s: deadline of every single wait.
+    """
+
+    store: Store | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+        edges: Callable[[int, int], dist.ProcessGroup] | None,
+    ) -> None:
+        self.rank, self.ranks = group.rank(), group.size()
+        self._group = group
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._factory = edges
+        host = HostWait(timeout_s)
+        self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
+        everyone = within(timeout_s, self._meet)
+        self.control = GroupControl(everyone, self.ranks, self.rank, host)
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self._lanes = 0
+
+    def lane(
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+    ) -> GroupLane:
+        """See Links."""
+        edges = set(forward_edges(placement))
+        edges = {edge for edge in edges | {(b, a) for a, b in edges if backward} if self.rank in edge}
+        self.connect(edges)
+        self._lanes += 1
+        return GroupLane(
+            tuple(placement),
+            microbatches,
+            self.control,
+            {to: self._outgoing[to] for source, to in edges if source == self.rank},
+            {source: self._incoming[source] for source, to in edges if to == self.rank},
+            rank=self.rank,
+            tag=self._lanes,
+            number=number,
+            dynamic_shapes=dynamic_shapes,
+        )
+
+    def connect(self, edges: set[Edge]) -> None:
+        """Make the communicators of those directed edges of this rank that are new.
+
+        All ranks make theirs in one order, each by both its ends, so none waits in a circle: first those whose lower
+        rank is even, then the odd ones, so that a chain of ranks connects in two rounds and not one after another.
+
+        Raises:
+            PeerLost: the other end of an edge did not come before the deadline, or failed and left.
+        """
+        for source, destination in sorted(edges, key=lambda edge: (min(edge) % 2, edge)):
+            peer = destination if source == self.rank else source
+            try:
+                if source == self.rank and destination not in self._outgoing:
+                    group, there = self._edge(source, destination, peer)
+                    self._outgoing[peer] = Outgoing(group, there, self._wait, peer)
+                elif destination == self.rank and source not in self._incoming:
+                    group, there = self._edge(source, destination, peer)
+                    self._incoming[peer] = Incoming(group, there, self._wait, self._device, peer)
+            except (RuntimeError, TimeoutError) as error:
+                raise PeerLost(None, peer) from error
+
+    def check(self) -> None:
+        """See Links."""
+        self._wait.check()
+
+    def close(self) -> None:
+        """See Links."""
+        ends: list[Any] = [*self._outgoing.values(), *self._incoming.values(), self.control]
+        for end in ends:
+            end.close()
+
+    def _meet(self) -> Any:
+        """The communicator of all ranks; sets what tells this runner's keys in the group's store from others'."""
+        store = self._group.get_group_store()
+        serial = int(store.add(f"sixfold.pipeline/{self.rank}", 1))
+        members = "-".join(map(str, dist.get_process_group_ranks(self._group)))
+        self.key = f"sixfold.pipeline/{members}/{serial}"
+        self._store = PrefixStore(f"sixfold.pipeline.{serial}", store)
+        everyone: Any = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
+        self._options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        self._options._devices = everyone.options._devices
+        self._options._timeout = self._timeout
+        self._options._threads = 1  # collectives' own, which edges have none of
+        return everyone
+
+    def _gloo(self, name: str, rank: int) -> Any:
+        return dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, 2, self._options)
+
+    def _edge(self, source: int, destination: int, peer: int) -> tuple[Any, int]:
+        """The communicator of an edge and the peer's rank in it."""
+        if self._factory is not None:
+            made = self._factory(source, destination)
+            return made, dist.get_group_rank(made, dist.get_global_rank(self._group, peer))
+        name, mine = f"{source}>{destination}", 0 if self.rank == source else 1
+        if self._device.type == "cpu":
+            return within(self._timeout.total_seconds(), partial(self._gloo, name, mine)), 1 - mine
+        if self._device.type != "cuda":
+            raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        nccl: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), mine, 2, options)
+        # NCCL connects at the first message and blocks both hosts: do it here, where all ranks go edge by edge.
+        first = torch.zeros(1, device=self._device)
+        (nccl.send([first], 1, 0) if mine == 0 else nccl.recv([first], 0, 0)).wait()
+        return nccl, 1 - mine
+
+
+def _close(group: Any, peer: int) -> None:
+    """End the connection to ``peer``.
+
+    gloo's abort leaves its sockets open, but an operation that timed out closes the pair,
+    which the peer sees at once. NCCL's abort is what it says.
+    """
+    try:
+        if group.name() == "nccl":
+            group.abort()
+        else:
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass  # it timed out, as intended, or was gone already

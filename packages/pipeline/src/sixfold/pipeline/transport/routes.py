@@ -1,0 +1,48 @@
+"""Which message an action is an end of.
+
+    action --> Route, directed edge (this file) --> back ends
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from sixfold.pipeline.action import Action, Kind
+
+__all__ = ["Edge", "Route", "forward_edges", "route_of"]
+
+Edge = tuple[int, int]  # source rank, destination rank
+
+
+class Route(NamedTuple):
+    """A message, the same at both its ends.
+
+    Attributes:
+        stage: the lower of the two stages between which it travels.
+        forward: an output, else gradients.
+        slot: microbatch, modulo those of a batch.
+    """
+
+    stage: int
+    forward: bool
+    slot: int
+
+
+def route_of(action: Action, microbatches: int) -> Route:
+    """The message of a SEND or RECV."""
+    assert action.microbatch is not None, f"{action}: a message has a microbatch"
+    lower = min(action.stage, action.peer_stage)
+    return Route(lower, action.kind in (Kind.SEND_F, Kind.RECV_F), action.microbatch % microbatches)
+
+
+def forward_edges(placement: Sequence[int]) -> dict[Edge, int]:
+    """Directed edges on which outputs travel -> how many stages' outputs do."""
+    edges: dict[Edge, int] = {}
+    for edge in pairwise(placement):
+        if edge[0] != edge[1]:
+            edges[edge] = edges.get(edge, 0) + 1
+    return edges

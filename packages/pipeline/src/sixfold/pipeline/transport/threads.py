@@ -1,0 +1,180 @@
+"""Ranks that are threads of one process: queues, with deadlines.
+
+    SEND --> queue of its message (this file) --> RECV
+
+Tensors are handed over as they are. A rank that ends its links leaves a mark in every queue
+that it writes to or reads from; what was sent before it is still received.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.faults import MemoryStore
+from sixfold.pipeline.transport.one_thread import leaves
+from sixfold.pipeline.transport.routes import Edge, route_of
+from sixfold.pipeline.watchdog import PeerLost
+
+__all__ = ["Meeting", "ThreadTransport"]
+
+_WINDOW = 8  # messages per edge that were sent and not asked for; then a SEND waits, so that a slow peer bounds memory
+_ENDED = object()
+
+Key = tuple[Any, ...]  # runner, what for
+
+
+class Meeting:
+    """What the ranks have in common: the queue of each name, and who has ended.
+
+    A queue's name starts with the number of the runner, its source and its destination.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.store = MemoryStore()
+        self._lock = threading.Lock()
+        self._queues: dict[Key, SimpleQueue[Any]] = {}
+        self._ended: set[tuple[int, int]] = set()  # runner, rank
+
+    def queue(self, runner: int, edge: Edge, *name: object, filled: int = 0) -> SimpleQueue[Any]:
+        """The queue of that name, made with ``filled`` Nones in it by whoever asks first."""
+        with self._lock:
+            queue = self._queues.get((runner, edge, *name))
+            if queue is None:
+                queue = self._queues[runner, edge, *name] = SimpleQueue()
+                for _ in range(filled):
+                    queue.put(None)
+                if any((runner, rank) in self._ended for rank in edge):
+                    queue.put(_ENDED)
+            return queue
+
+    def end(self, runner: int, rank: int) -> None:
+        """``rank`` neither sends nor takes anything more."""
+        with self._lock:
+            if (runner, rank) not in self._ended:
+                self._ended.add((runner, rank))
+                for (of, edge, *_), queue in self._queues.items():
+                    if of == runner and rank in edge:
+                        queue.put(_ENDED)
+
+
+class ThreadTransport:
+    """One thread's place."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.ranks = rank, meeting.ranks
+        self._meeting = meeting
+        self._joined = 0
+
+    def join(self, device: torch.device, timeout_s: float) -> _Links:
+        """See Transport; ranks are told apart from runners before by how often they joined."""
+        self._joined += 1
+        return _Links(self._meeting, self._joined, self.rank, timeout_s)
+
+
+class _Links:
+    def __init__(self, meeting: Meeting, runner: int, rank: int, timeout_s: float) -> None:
+        self.rank, self.ranks = rank, meeting.ranks
+        self.store = meeting.store
+        self.key = f"runner {runner}"
+        self._meeting, self._runner = meeting, runner
+        self._timeout_s = timeout_s
+        self.control = _Control(self)
+
+    def lane(
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+    ) -> _Lane:
+        """See Links."""
+        return _Lane(self, tuple(placement), microbatches, number)
+
+    def check(self) -> None:
+        """Nothing is overdue behind the caller's back."""
+
+    def close(self) -> None:
+        """See Links."""
+        self._meeting.end(self._runner, self.rank)
+
+    def queue(self, edge: Edge, *name: object, filled: int = 0) -> SimpleQueue[Any]:
+        """A queue of this runner."""
+        return self._meeting.queue(self._runner, edge, *name, filled=filled)
+
+    def take(self, queue: SimpleQueue[Any], action: Action | None, peer: int) -> Any:
+        """The next of a queue, waited for; its end stays in it."""
+        try:
+            taken = queue.get(timeout=self._timeout_s)
+        except Empty as error:
+            raise PeerLost(action, peer) from error
+        if taken is _ENDED:
+            queue.put(_ENDED)
+            raise PeerLost(action, peer)
+        return taken
+
+
+class _Lane:
+    def __init__(self, links: _Links, placement: tuple[int, ...], microbatches: int, number: int) -> None:
+        self._links, self._placement = links, placement
+        self._microbatches, self._number = microbatches, number
+
+    def begin(self, signature: object) -> None:
+        """Shapes need no agreement."""
+
+    def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
+        links, peer = self._links, self._placement[action.peer_stage]
+        edge = (links.rank, peer)
+        put = links.queue(edge, self._number, route_of(action, self._microbatches)).put
+        room = links.queue(edge, self._number, "room", filled=_WINDOW)
+
+        def send(values: tuple[Any, ...]) -> None:
+            links.take(room, action, peer)
+            put(values)
+
+        return send
+
+    def receiver(self, action: Action) -> _Receipt:
+        return _Receipt(self._links, self._placement[action.peer_stage], self._number, action, self._microbatches)
+
+    def clear(self) -> None:
+        """The links are ended instead."""
+
+
+class _Receipt:
+    __slots__ = ("_action", "_forward", "_links", "_peer", "_queue", "post")
+
+    def __init__(self, links: _Links, peer: int, number: int, action: Action, microbatches: int) -> None:
+        edge, route = (peer, links.rank), route_of(action, microbatches)
+        self._links, self._peer, self._action, self._forward = links, peer, action, route.forward
+        self._queue = links.queue(edge, number, route)
+        put = links.queue(edge, number, "room", filled=_WINDOW).put
+        self.post: Callable[[], None] = lambda: put(None)
+
+    def wait(self) -> tuple[Any, ...]:
+        values: tuple[Any, ...] = self._links.take(self._queue, self._action, self._peer)
+        return leaves(values) if self._forward else values
+
+
+class _Control:
+    def __init__(self, links: _Links) -> None:
+        self._links = links
+
+    def send(self, data: bytes, peer: int, action: Action | None = None) -> None:
+        self._links.queue((self._links.rank, peer), "control").put(data)
+
+    def receive(self, peer: int, action: Action | None = None) -> bytes:
+        data: bytes = self._links.take(self._links.queue((peer, self._links.rank), "control"), action, peer)
+        return data
+
+    def gather(self, number: int) -> list[int]:
+        links = self._links
+        for peer in range(links.ranks):
+            if peer != links.rank:
+                links.queue((links.rank, peer), "gather").put(number)
+        return [
+            number if peer == links.rank else links.take(links.queue((peer, links.rank), "gather"), None, peer)
+            for peer in range(links.ranks)
+        ]

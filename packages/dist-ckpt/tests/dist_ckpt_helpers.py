@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
 
 #: How many examples a property is tried on; ``DIST_CKPT_EXAMPLES=1000`` for a long search.
@@ -76,6 +77,23 @@ def expected_values(whole: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
 def one(key: str, tensor: torch.Tensor, **fields: Any) -> ShardedTensor:
     """A tensor as one whole shard."""
     return ShardedTensor.from_rank_offsets(key, tensor, **fields)
+
+
+def state(value: float, elements: int = 1000) -> dict[str, Any]:
+    """A tensor whose elements are all ``value``, and the value itself in common data: a mixture of two saves shows."""
+    return {"w": one("w", torch.full((elements,), float(value))), "it": value}
+
+
+def value_of(path: Path) -> float:
+    """What ``state`` was saved with; not of a mixture."""
+    loaded = dist_ckpt.load(state(0), path, group=None)
+    assert bool((loaded["w"] == loaded["it"]).all())
+    return loaded["it"]
+
+
+def names(folder: Path) -> list[str]:
+    """What a folder holds."""
+    return sorted(path.name for path in folder.iterdir())
 
 
 def flip_byte(path: Path, position: int) -> None:

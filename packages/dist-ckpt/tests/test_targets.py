@@ -13,25 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_ckpt_helpers import one
+from dist_ckpt_helpers import names, one, state, value_of
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, attributes, background, retention, storage, transfer
 from sixfold.dist_ckpt.reader import Reader
-
-
-def state(value):
-    return {"w": one("w", torch.full((100,), float(value))), "it": value}
-
-
-def value_of(path):
-    loaded = dist_ckpt.load(state(0), path, group=None)
-    assert bool((loaded["w"] == loaded["it"]).all())
-    return loaded["it"]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("exchange", [True, False])

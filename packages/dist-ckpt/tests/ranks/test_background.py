@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from dist_ckpt_helpers import names
 from forked_worker import Forked
 
 from ranktest import run_ranks
@@ -45,10 +46,6 @@ def ending_of(call):
     except CheckpointError as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "committed", "", time.monotonic() - start
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def loaded_value(path):

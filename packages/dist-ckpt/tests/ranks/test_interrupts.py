@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_ckpt_helpers import one
+from dist_ckpt_helpers import names, state, value_of
 from forked_worker import Forked
 
 from ranktest import run_ranks
@@ -20,20 +20,6 @@ from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrateg
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
 ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"
-
-
-def state(value):
-    return {"w": one("w", torch.full((1000,), float(value))), "it": value}
-
-
-def value_of(path):
-    loaded = dist_ckpt.load(state(0), path, group=None)
-    assert bool((loaded["w"] == loaded["it"]).all())
-    return loaded["it"]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_ckpt_helpers import one
+from dist_ckpt_helpers import names, one
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
@@ -25,10 +25,6 @@ ONE_THREAD = TorchDistSaveShardedStrategy(thread_count=1)
 def large_job():
     """A state dict whose job is larger than any socket's buffer, though its tensors are small."""
     return {"w": one("w", torch.ones(5)), "o": ShardedObject("o", "x" * 8_000_000, (1,), (0,))}
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture

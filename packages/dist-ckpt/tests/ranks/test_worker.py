@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_ckpt_helpers import one
+from dist_ckpt_helpers import names, one
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
@@ -32,10 +32,6 @@ def loaded_value(path):
     assert bool((loaded["w"] == loaded["it"]).all())
     assert bool((loaded["v"] == loaded["it"]).all())
     return loaded["it"]
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def is_running(pid):

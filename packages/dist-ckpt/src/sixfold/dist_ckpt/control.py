@@ -167,14 +167,7 @@ class Alive:
 
 def is_locked(folder: ControlFolder, rank: int) -> bool:
     """Whether another process holds the lock of ``rank``, as far as this host can tell."""
-    try:
-        with (folder.path / f"alive-{rank}").open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return storage.is_held(folder.path / f"alive-{rank}")
 
 
 @dataclass(slots=True)

@@ -352,15 +352,15 @@ def commit(staging: Path, target: Path, save_id: str) -> None:
         with suppress(OSError):
             old.chmod(0o700)  # of a folder that is read-only nothing can be removed
         shutil.rmtree(old, ignore_errors=True)
-    jobs = [path for path in siblings(target, "job") if not (path.name.endswith(save_id) or _is_in_use(path))]
+    jobs = [path for path in siblings(target, "job") if not (path.name.endswith(save_id) or is_held(path / "alive-0"))]
     for leftover in (*siblings(target, "tmp"), *siblings(target, "old"), *jobs):
         discard(leftover)
 
 
-def _is_in_use(job: Path) -> bool:
-    """Whether the first rank of a background save of others lives, which tells its ranks that it is overtaken."""
+def is_held(lock: Path) -> bool:
+    """Whether another process holds the lock file of a rank of a background save, as far as this host can tell."""
     try:
-        with (job / "alive-0").open("r+") as file:
+        with lock.open("r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -135,6 +135,18 @@ def test_draw_takes_a_measured_trace(run, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_measured_trace_gives_the_simulation_beside_it_its_times(run, tmp_path):
+    common, trace = ("zb_h1", "--ranks", "2", "--microbatches", "3"), tmp_path / "measured.json"
+    times = ("--forward", "0.003", "--backward-input", "0.004", "--backward-weight", "0.005", "--hop", "0.001")
+    assert run("draw", *common, *times, "--format", "trace", "-o", str(trace))[0] == 0
+    _, out, _ = run("draw", *common, "--measured", str(trace))
+    simulated, measured = out.removeprefix("simulated\n").split("measured\n")
+    assert simulated == measured
+    _, out, _ = run("draw", *common, "--measured", str(trace), "--forward", "0.006")
+    simulated, measured = out.removeprefix("simulated\n").split("measured\n")
+    assert len(simulated) > len(measured)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from schedule_helpers import SCHEDULES
@@ -134,3 +135,44 @@ def test_timelines_that_lack_a_stage_are_refused(events, words):
         fit(bare)
     with pytest.raises(ScheduleError, match="no timeline"):
         fit([])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fitted_costs_simulate_the_step_that_was_measured(name):
+    program = SCHEDULES[name](3, 6)
+    costs = some_costs(random.Random(name), program.stages, hop=0.2)
+    timeline = simulate(program, costs)
+    fitted = Costs.fit(timeline, assume=Costs.per_rank(program))
+    assert simulate(program, fitted).makespan == pytest.approx(timeline.makespan)
+    assert simulate(program, fitted).peak_activations == timeline.peak_activations
+
+
+def test_i_and_w_of_a_measured_b_are_asked_for_or_taken_from_what_is_assumed():
+    costs = Costs([1.0, 2.0], [3.0, 1.0], [1.0, 3.0], hop=0.5, activation=[2.0, 5.0])
+    timeline = simulate(one_f_one_b(2, 4), costs)
+    with pytest.raises(ScheduleError, match=r"stage 0: only B was measured \(4\), so I and W are not known apart"):
+        Costs.fit(timeline)
+    with pytest.raises(ScheduleError, match="not known apart"):
+        Costs.fit(timeline, assume=replace(costs, backward_input=[0, 0], backward_weight=[0, 0]))
+    assumed = Costs([9.0, 9.0], [1.0, 3.0], [3.0, 1.0], activation=[2.0, 5.0], input_share=0.25)
+    fitted = Costs.fit(timeline, assume=assumed)
+    assert fitted.backward_input == pytest.approx((1, 3)) and fitted.backward_weight == pytest.approx((3, 1))
+    assert (fitted.forward, fitted.activation, fitted.input_share) == ((1, 2), (2, 5), 0.25)
+    assert fitted.hop == pytest.approx(0.5)
+    with pytest.raises(ScheduleError, match="assume is for 3 stages; the timelines have 2"):
+        Costs.fit(timeline, assume=Costs([1.0] * 3, [1.0] * 3, [1.0] * 3))
+
+
+def test_hops_of_pairs_that_no_message_showed():
+    found = fit(simulate(zb_h1(3, 6), Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, hop=0.5)))
+    asked = []
+
+    def assumed(a, b):
+        asked.append((a, b))
+        return 7.0
+
+    filled = found.hop(assumed)
+    assert set(asked) == set(product(range(3), repeat=2)) - set(found.hops) - {(0, 0), (1, 1), (2, 2)}
+    assert (filled[0][2], filled[2][0]) == (7, 7) and all(filled[a][a] == 0 for a in range(3))
+    bounded = replace(found, hops={(0, 1): 0.5, (1, 2): 0.7}, at_most={(2, 1): 0.1, (1, 0): 9.0}).hop(None)
+    assert bounded[2][1] == 0.1 and bounded[1][0] == bounded[0][2] == pytest.approx(0.6)

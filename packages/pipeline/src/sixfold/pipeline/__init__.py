@@ -17,6 +17,7 @@ from sixfold.pipeline.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 from sixfold.pipeline.plan import LayerProfile, Plan, Plan2BW, partition, plan, plan_2bw, plan_over
 from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.replan import Replan, replan
 from sixfold.pipeline.schedules import *  # noqa: F403 - whatever schedules there are; its stub names them
 from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Plan2BW",
     "Program",
+    "Replan",
     "Report",
     "ScheduleError",
     "Stage",
@@ -47,6 +49,7 @@ __all__ = [
     "plan",
     "plan_2bw",
     "plan_over",
+    "replan",
     "simulate",
     "verify",
     *schedules.__all__,

@@ -141,6 +141,8 @@ def _draw(options: argparse.Namespace) -> int:
     measured = read_trace(_text(options.measured), program.weights) if options.measured else None
     summary = {"schedule": program.name or options.schedule, "format": options.format}
     costs = _costs(program, options)
+    if measured is not None and not _costs_given(options):
+        costs = Costs.fit(measured, assume=costs)
     # Text of a program alone is its lists, also of one that hangs; costs or a measurement ask for a picture to scale.
     if options.format == "text" and measured is None and not _costs_given(options):
         _deliver(draw(program), options, summary)
@@ -311,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--format", choices=("csv", "text"), required=True)
         if verb == "draw":
             sub.add_argument("--format", choices=("text", "svg", "trace", "png"), default="text")
-            sub.add_argument("--measured", metavar="FILE", help="a measured trace to draw beside the simulation")
+            beside = "a measured trace to draw beside the simulation, which has its times where no costs are given"
+            sub.add_argument("--measured", metavar="FILE", help=beside)
         if verb in ("export", "draw"):
             sub.add_argument("-o", "--output", metavar="FILE")
     sub = verbs.add_parser(

@@ -1,6 +1,6 @@
 """Costs: what each action of each stage takes.
 
-    measured or assumed times --> Costs (this file) --> simulate, verify
+    measured (fit.py) or assumed times --> Costs (this file) --> simulate, verify
 
 Torch-free. Any one unit of time and any one unit of memory.
 """
@@ -8,10 +8,12 @@ Torch-free. Any one unit of time and any one unit of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 from sixfold.pipeline.errors import ScheduleError, number
+from sixfold.pipeline.fit import Measured, fit
 from sixfold.pipeline.memory import activation_share
 from sixfold.pipeline.program import Program
 
@@ -85,6 +87,34 @@ class Costs:
             hop,
             activation=share,
         )
+
+    @classmethod
+    def fit(cls, timelines: Measured | Iterable[Measured], assume: Costs | None = None) -> Costs:
+        """What measured timelines show: medians of compute and of messages; the inverse of ``simulate``.
+
+        ``fit.fit`` says more: what each time was taken from, and what is not shown.
+
+        Args:
+            timelines: one or more of the same stages on the same ranks, such as ``runner.gather_timeline`` gives; times
+                of all are pooled.
+            assume: for what no timeline shows. Of stages of which only B was measured it gives the proportion of I and
+                W; and all sizes are its. Without it a hop that no message showed is the usual one.
+        Raises:
+            ScheduleError: I and W are not known apart and nothing is assumed; ``assume`` is for another number of
+                stages; or a stage lacks its forward or backward.
+        """
+        found = fit(timelines)
+        stages = len(found.placement)
+        if assume is not None and len(assume.forward) != stages:
+            raise ScheduleError(f"assume is for {len(assume.forward)} stages; the timelines have {stages}")
+        known = None if assume is None else list(zip(assume.backward_input, assume.backward_weight, strict=True))
+        pairs = found.split(known)
+        hop = median(found.hops.values()) if found.hops else 0.0
+        fitted = cls(found.forward, [i for i, _ in pairs], [w for _, w in pairs], hop)
+        if assume is not None:
+            sizes = {name: getattr(assume, name) for name in ("activation", "input", "input_share", "overlap")}
+            fitted = replace(fitted, **sizes)
+        return fitted if found.overlap is None else replace(fitted, overlap=found.overlap)
 
 
 def _amount(name: str, value: object) -> float:

@@ -15,16 +15,17 @@ rank's first action counts only where nothing else shows the hop: the rank may h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from statistics import median
 from typing import Protocol
 
 from sixfold.pipeline.action import MESSAGES, WORK, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 
-__all__ = ["Fit", "fit"]
+__all__ = ["Fit", "Measured", "fit"]
 
 Event = tuple[int, Action, float, float]  # rank, action, start, end
 Times = tuple[float | None, ...]  # per stage; None: not shown
@@ -68,10 +69,40 @@ class Fit:
     overlap: float | None
     unknown: tuple[str, ...]
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return max(self.placement) + 1
+    def split(self, assumed: Sequence[tuple[float, float]] | None) -> list[tuple[float, float]]:
+        """I and W of each stage; where only B is known, in the proportion of the assumed ones.
+
+        Raises:
+            ScheduleError: it is known of B alone, and nothing (or twice 0) is assumed.
+        """
+        pairs = []
+        for stage, known in enumerate(zip(self.backward, self.backward_input, self.backward_weight, strict=True)):
+            whole, i, w = known
+            if i is None or w is None:
+                i, w = (0.0, 0.0) if assumed is None else assumed[stage]
+                if i + w <= 0:
+                    raise ScheduleError(
+                        f"stage {stage}: only B was measured ({whole:.3g}), so I and W are not known apart; measure a "
+                        "step of a program with I and W, or give assume=Costs(...), whose proportion is taken"
+                    )
+                i, w = whole * i / (i + w), whole * w / (i + w)
+            pairs.append((i, w))
+        return pairs
+
+    def hop(self, assumed: Callable[[int, int], float] | None) -> tuple[tuple[float, ...], ...]:
+        """Time of a message from each rank to each other; what no message showed is ``assumed``, else the usual one.
+
+        The usual one is the median of those that were shown. A bound holds for both.
+        """
+        usual = median(self.hops.values()) if self.hops else 0.0
+
+        def of(a: int, b: int) -> float:
+            if (a, b) in self.hops or a == b:
+                return self.hops.get((a, b), 0.0)
+            return min(usual if assumed is None else assumed(a, b), self.at_most.get((a, b), inf))
+
+        ranks = range(max(self.placement) + 1)
+        return tuple(tuple(of(a, b) for b in ranks) for a in ranks)
 
 
 def fit(timelines: Measured | Iterable[Measured]) -> Fit:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
-from schedule_helpers import FUSED, SCHEDULES
+from schedule_helpers import ASYNCHRONOUS, FLUSH
 from torch import Tensor, nn
 
 from sixfold.pipeline import (
@@ -15,14 +15,21 @@ from sixfold.pipeline import (
     Program,
     ScheduleError,
     Stage,
+    dualpipe_v,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from sixfold.pipeline.passes import lower, optimizer_step, recompute
+from sixfold.pipeline.passes import lower, recompute, split_backward
 
-PROGRAMS = [*(SCHEDULES[name](3, 5) for name in FUSED), lower(interleaved(3, 5, 3)), naive(1, 5)]
+PROGRAMS = [
+    *(make(3, 5) for make in FLUSH.values()),
+    *(lower(interleaved(3, 5, 3)), naive(1, 5), split_backward(gpipe(3, 5)), split_backward(dualpipe_v(2, 5))),
+    *(recompute(zb_v(3, 5)), recompute(one_f_one_b(3, 5), microbatches=2), lower(recompute(zb_h1(3, 5)))),
+]
 
 
 def stages_of(modules: list[nn.Module]) -> list[Stage]:
@@ -286,17 +293,13 @@ def make(program: Program | None = None, modules: list[nn.Module] | None = None,
         (lambda: make(timeout_s=0), "timeout_s is 0"),
         (lambda: make(profile=True), "profile is not supported: simulate times"),
         (
-            lambda: make(Program.parse("0: 0F0 0I0 0W0\n1: 1F0 1B0")),
-            r"0I0: PipelineRunner does not run I \(split backward\); give it a program whose",
+            lambda: make(Program.parse("0: 0F0 0B0 0STEP0\n1: 1F0 1B0 1STEP0")),
+            r"rank 0 \[2\] 0STEP0: stage 0 has no optimizer; make it with Stage",
         ),
-        (
-            lambda: make(Program.parse("0: 0F0 0B0 0STEP0\n1: 1F0 1B0")),
-            "0STEP0: PipelineRunner does not run STEP; give it a program whose",
-        ),
-        (
-            lambda: Stage(nn.Linear(1, 1), 0, checkpoint=True),
-            "checkpoint is not supported; use torch.utils.checkpoint",
-        ),
+        (lambda: Stage(nn.Linear(1, 1), 0, checkpoint="yes"), "stage 0: checkpoint is 'yes'"),
+        (lambda: Stage(nn.Linear(1, 1), 0, optimizer=3), "stage 0: optimizer is a int"),
+        (lambda: Stage(nn.Linear(1, 1), 0, tied={"w": nn.Parameter(torch.ones(1))}), r"tied\['w'\] is no parameter of"),
+        (lambda: Stage(nn.Linear(1, 1), 0, tied=3), "tied is a int; it maps names"),
         (lambda: PipelineRunner(gpipe(2, 2), stages_of(layers(2))).step(*batch(2)), "step needs the runner's loss_fn"),
     ],
 )
@@ -305,18 +308,10 @@ def test_what_cannot_work_is_refused_by_name(act, words):
         act()
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(program for name, make in SCHEDULES.items() if name not in FUSED for program in [make(2, 4)]),
-        recompute(gpipe(2, 4)),
-        optimizer_step(gpipe(2, 4)),
-    ],
-    ids=lambda program: program.name,
-)
-def test_programs_with_actions_that_the_executor_lacks_are_refused_before_anything_runs(program):
-    with pytest.raises(ScheduleError, match=r"rank 0 \[\d+\] .*: PipelineRunner does not run (I|OVER|RECOMPUTE|STEP)"):
-        make(program, layers(program.stages))
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_programs_that_keep_older_weights_are_refused_before_anything_runs(name):
+    with pytest.raises(ScheduleError, match=r"the program's weights are (pipedream|2bw); PipelineRunner runs flushed"):
+        make(ASYNCHRONOUS[name](2, 4), layers(2))
 
 
 def test_a_stage_must_return_tensors():

@@ -1,4 +1,4 @@
-"""Every pipeline schedule as a value, and one executor for those of forwards and backwards.
+"""Every pipeline schedule as a value, and one executor.
 
     schedules --> Program --> passes, verify, simulate, draw --> PipelineRunner
 

@@ -1,65 +1,68 @@
-"""From a rank's list of actions to bound calls, once per program.
+"""From a program to the calls of this process, once per program.
 
-    Program, stages, transport --> Compiled (this file) --> run
+    Program, stages, links --> Compiled (this file) --> run
 
-No schedule's name appears here: every program becomes a list of calls that take
-no arguments and decide nothing. Stages of this process hand tensors to each other
-directly; across ranks the messages of the list do it.
+A rank's list is compiled alone, over a lane of its links. Where several ranks are in this thread (no group),
+their calls are merged in an order in which every message is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import COMPUTE, MESSAGES, Action, Kind
+from sixfold.pipeline.action import COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.split import Values
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import LossTail, StageRun
+from sixfold.pipeline.stage_run import StageRun
 from sixfold.pipeline.tokens import TokenCount
-from sixfold.pipeline.transport import Lane, Links, Receipt
+from sixfold.pipeline.transport import Lane, Links
+from sixfold.pipeline.wiring import Call, Goal, Wiring
 
-__all__ = ["EXECUTED", "Compiled", "Goal"]
+__all__ = ["Compiled", "StepResult", "step_device"]
 
-Entry = tuple[int, int, Action]  # rank, position in that rank's list, action
-EXECUTED = frozenset({Kind.F, Kind.B, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD}) | MESSAGES
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_FORWARD_ONLY = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
-class Goal:
-    """What a run of a program is for.
+@dataclass(frozen=True)
+class StepResult:
+    """What a step returns; the lists are empty but on the rank of the last stage.
 
     Attributes:
-        train: gradients are made, not only outputs.
-        loss_fn: None keeps the outputs of the last stage instead.
+        losses: m detached scalars, as ``loss_fn`` returned them (sums with ``scale="token"``).
+        outputs: m outputs of the last stage, from ``forward`` and with ``keep_outputs``.
     """
 
-    def __init__(self, *, train: bool, loss_fn: Callable[[Any, Any], Any] | None, scale: str = "sum") -> None:
-        self.train, self.loss_fn, self.scale = train, loss_fn, scale
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
 
 
 class Compiled:
     """A program as this process runs it.
 
     Args:
+        stages: of the ranks that are here, by index.
+        links: of each rank that is here.
         number: of the program and what it is run for, by which ranks notice that they run different ones.
     Attributes:
         calls: to be made in order, with no arguments.
-        entries: the action behind each call.
-        tail: of the last stage, None where another rank has it.
+        entries: per call its rank, and what it is.
+        tail: of the last stage, None where another process has it.
+        steps: whether it has STEPs.
     """
 
     def __init__(
         self,
         program: Program,
         stages: Mapping[int, Stage],
-        transport: Links | None,
+        links: Mapping[int, Links],
         goal: Goal,
         *,
         lookahead: int,
@@ -67,134 +70,142 @@ class Compiled:
         number: int,
     ) -> None:
         self.program = program
-        self._transport = transport
+        self._links = links
         self._goal = goal
-        self._lane: Lane | None = None
-        self._runs = {index: StageRun(stage, program.microbatches, goal.train) for index, stage in stages.items()}
-        self.tail: LossTail | None = None
-        self.tokens: TokenCount | None = None
-        self._join_stages()
-        if transport is not None:
-            self._lane = transport.lane(
-                program.placement,
-                program.microbatches,
-                backward=goal.train,
-                number=number,
-                dynamic_shapes=dynamic_shapes,
+        self.steps = any(action.kind is Kind.STEP for _, _, action in program.entries())
+        m = program.microbatches
+        self._wirings: dict[int, Wiring] = {}
+        self._lanes: dict[int, Lane] = {}
+        for rank, mine in links.items():
+            self._lanes[rank] = lane = mine.lane(
+                program.placement, m, backward=goal.train, number=number, dynamic_shapes=dynamic_shapes
             )
-            entries = _post_ahead([e for e in program.entries() if e[0] == transport.rank], lookahead)
+            here = {stage: stages[stage] for stage in program.stages_of(rank)}
+            self._wirings[rank] = Wiring(program, rank, here, lane, goal, WholeBackward, m)
+        self._runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
+        self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
+        self.tokens = self._token_count()
+        rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
+        self.entries: list[tuple[int, Call]]
+        if len(rows) == 1:
+            self.entries = [(rank, call) for rank, calls in rows.items() for call in calls]
         else:
-            entries = [entry for entry in _merged(program) if entry[2].kind not in MESSAGES]
-        if not goal.train:
-            entries = [entry for entry in entries if entry[2].kind in _FORWARD_ONLY]
-        self.calls: list[Callable[[], object]] = []
-        self.entries: list[Entry] = []
-        self._last_backward = {e[2].stage: e[1] for e in entries if e[2].kind is Kind.B}
-        for entry in entries:
-            for call in self._bind(entry):
-                self.calls.append(call)
-                self.entries.append(entry)
+            self.entries = merged(rows)
+        self.calls: list[Callable[[], object]] = [call.run for _, call in self.entries]
+        if self.tokens is not None:
+            self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
 
-    def begin(self, inputs: list[tuple[Tensor, ...]], targets: list[Any], kwargs: list[Mapping[str, Any]]) -> None:
-        """Fill the slots for a step; ``inputs`` is [] where another rank has stage 0."""
+    def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
+        """Fill the slots for a step; ``inputs`` is [] where another process has stage 0."""
         for run in self._runs.values():
-            run.begin(kwargs)
+            run.kwargs[:] = kwargs
         if 0 in self._runs:
             self._runs[0].inbox[:] = inputs
         if self.tail is not None:
-            self.tail.begin(targets)
-        if self._lane is not None:
-            self._lane.begin([[(t.shape, t.dtype) for t in tensors] for tensors in inputs])
+            self.tail.targets[:] = targets
+            self.tail.keep = keep
+        for rank, lane in self._lanes.items():
+            first = rank == self.program.placement[0]
+            lane.begin([[_signature(value) for value in values] for values in inputs] if first else None)
         if self.tokens is not None:
             self.tokens.begin()
 
-    def clear(self) -> None:
+    def result(self) -> StepResult:
+        """What the step made."""
+        tail = self.tail
+        if tail is None:
+            return StepResult()
+        losses = list(tail.losses) if self._goal.loss_fn is not None else []
+        outputs = list(tail.outputs) if tail.keep or not losses else []
+        return StepResult(losses=losses, outputs=outputs)
+
+    def clear(self, *, failed: bool = False) -> None:
         """Drop every tensor of a step, whether it went through or not."""
-        for run in self._runs.values():
-            run.begin(run.kwargs)
-        if self.tail is not None:
-            self.tail.begin([])
+        for wiring in self._wirings.values():
+            wiring.clear()
+        if failed:
+            for lane in self._lanes.values():
+                lane.clear()
         if self.tokens is not None:
             self.tokens.clear()
 
-    def _join_stages(self) -> None:
-        """Say where the results of each local stage go when it is not into an outbox."""
-        last = self.program.stages - 1
-        for index, run in self._runs.items():
-            if index == last:
-                self.tail = LossTail(run, self._goal.loss_fn, self._goal.scale, self._goal.train)
-                run.deliver = self.tail.keep if self._goal.loss_fn is None else self.tail.loss
-            elif index + 1 in self._runs:
-                run.deliver = run.to_stage(self._runs[index + 1])
-            if index == 0:
-                run.deliver_gradients = _drop
-            elif index - 1 in self._runs:
-                run.deliver_gradients = self._runs[index - 1].take_gradients
-        if self._goal.train and self._goal.scale == "token":
-            self.tokens = TokenCount(self.program, self._runs, self.tail, self._transport)
+    def _bound(self, wiring: Wiring, lookahead: int) -> list[Call]:
+        entries = list(enumerate(self.program.ranks[wiring.rank]))
+        return wiring.bind(_post_ahead(entries, lookahead), self.tokens)
 
-    def _bind(self, entry: Entry) -> list[Callable[[], object]]:
-        """The calls of one action."""
-        _, position, action = entry
-        run = self._runs[action.stage]
-        k = -1 if action.microbatch is None else action.microbatch  # -1: a kind without one
-        handle = run.stage.data_parallel
-        if action.kind in MESSAGES:
-            return [self._message(action, run, k)]
-        if action.kind is Kind.F:
-            return [partial(run.forward, k)]
-        if action.kind is Kind.B:
-            calls: list[Callable[[], object]] = [partial(run.backward, k)]
-            if handle is not None and position == self._last_backward[action.stage]:
-                calls.insert(0, handle.before_last_backward)
-            if (after_backward := getattr(handle, "after_backward", None)) is not None:
-                calls.append(partial(after_backward, k))
-            return calls
-        calls = []
-        if action.kind is Kind.REDUCE_GRAD and self.tokens is not None:
-            calls.append(partial(self.tokens.divide, run.index, action))
-        if handle is not None:
-            slots = {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard, Kind.REDUCE_GRAD: handle.reduce_grad}
-            calls.append(slots[action.kind])
-        return calls
-
-    def _message(self, action: Action, run: StageRun, k: int) -> Callable[[], object]:
-        assert self._lane is not None, "one process has no messages"
-        if action.kind in _RECEIVES:
-            into = "inbox" if action.kind is Kind.RECV_F else "gradients"
-            return partial(_ask, self._lane.receiver(action), run, into, k)
-        out = "outbox" if action.kind is Kind.SEND_F else "gradient_outbox"
-        return partial(_send, self._lane.sender(action), run, out, k)
+    def _token_count(self) -> TokenCount | None:
+        if not (self._goal.train and self._goal.scale == "token"):
+            return None
+        source = self.program.placement[-1]
+        rank, links = next(iter(self._links.items()))
+        control = links.control if len(self._links) == 1 else None
+        return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
 
 
-def _ask(receipt: Receipt, run: StageRun, into: str, k: int) -> None:
-    receipt.post()
-    getattr(run, into)[k] = receipt
+class WholeBackward:
+    """No store: I makes the gradients of weights too, and W finds nothing."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def open(self, k: int) -> None:
+        """Nothing is deferred."""
+
+    def close(self) -> None:
+        """Nothing is deferred."""
+
+    def weigh(self, k: int) -> None:
+        """Nothing is left."""
+
+    def drop(self) -> None:
+        """Nothing is held."""
 
 
-def _send(send: Callable[[Any], None], run: StageRun, out: str, k: int) -> None:
-    box = getattr(run, out)
-    values, box[k] = box[k], None
-    send(values)
+def merged(rows: Mapping[int, list[Call]]) -> list[tuple[int, Call]]:
+    """The calls of several ranks in an order in which every message was sent before it is waited for.
+
+    Ranks take turns, a compute action each, so that no more is under way than when they run side by side.
+
+    Raises:
+        ScheduleError: there is no such order.
+    """
+    order: list[tuple[int, Call]] = []
+    sent: set[Action] = set()
+    cursor = dict.fromkeys(rows, 0)
+    left = sum(map(len, rows.values()))
+    while left:
+        before = left
+        for rank, calls in rows.items():
+            computed = False
+            while cursor[rank] < len(calls):
+                call = calls[cursor[rank]]
+                computes = call.main and call.action.kind in COMPUTE
+                if (computed and (computes or call.awaits)) or (call.awaits and call.awaits not in sent):
+                    break
+                computed |= computes
+                if call.action.kind in _SENDS:
+                    sent.add(call.action)
+                order.append((rank, call))
+                cursor[rank] += 1
+                left -= 1
+        if left == before:
+            raise ScheduleError("the program does not get through; verify(program) shows why")
+    return order
 
 
-def _drop(k: int, gradients: tuple[Tensor, ...]) -> None:
-    """Stage 0: its inputs' gradients are nobody's."""
-
-
-def _post_ahead(entries: list[Entry], lookahead: int) -> list[Entry]:
+def _post_ahead(entries: Iterable[tuple[int, Action]], lookahead: int) -> list[tuple[int, Action]]:
     """Post each receive up to ``lookahead`` compute actions before its place.
 
     Receives keep their order, so every edge keeps its own; a RECV_B stays behind its
     stage's SEND_F of the microbatch, which fixes its shape. Posting blocks nobody, so
     the proof of ``verify`` still holds.
     """
-    posted: list[Entry] = []
+    posted: list[tuple[int, Action]] = []
     for entry in entries:
         at, passed = len(posted), 0
-        while at and entry[2].kind in _RECEIVES:
-            before = posted[at - 1][2]
-            own = (before.stage, before.microbatch) == (entry[2].stage, entry[2].microbatch)
+        while at and entry[1].kind in _RECEIVES:
+            before = posted[at - 1][1]
+            own = (before.stage, before.microbatch) == (entry[1].stage, entry[1].microbatch)
             if before.kind in _RECEIVES or (own and before.kind is Kind.SEND_F):
                 break
             passed += before.kind in COMPUTE
@@ -205,27 +216,8 @@ def _post_ahead(entries: list[Entry], lookahead: int) -> list[Entry]:
     return posted
 
 
-def _merged(program: Program) -> list[Entry]:
-    """All ranks' lists as one, in an order in which every input is there; ranks take turns."""
-    merged: list[Entry] = []
-    done: set[tuple[Kind, int, int | None]] = set()
-    cursor = [0] * len(program.ranks)
-    total = sum(len(actions) for actions in program.ranks)
-    while len(merged) < total:
-        before = len(merged)
-        for rank, actions in enumerate(program.ranks):
-            while cursor[rank] < len(actions):
-                action = actions[cursor[rank]]
-                ahead = action.stage + (-1 if action.kind is Kind.F else 1)
-                needs = action.kind in (Kind.F, Kind.B) and 0 <= ahead < program.stages
-                if needs and (action.kind, ahead, action.microbatch) not in done:
-                    break
-                done.add((action.kind, action.stage, action.microbatch))
-                merged.append((rank, cursor[rank], action))
-                cursor[rank] += 1
-        if len(merged) == before:
-            raise ScheduleError("the program does not get through; verify(program) shows why")
-    return merged
+def _signature(value: Any) -> object:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def step_device(stages: Mapping[int, Stage], backend: str) -> torch.device:

@@ -6,6 +6,7 @@ inputs, targets, kwargs --> lists of m (this file) --> run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,23 +14,31 @@ from torch import Tensor
 
 from sixfold.pipeline.errors import ScheduleError
 
-__all__ = ["as_tuple", "input_microbatches", "keyword_microbatches", "target_microbatches"]
+__all__ = ["Values", "as_tuple", "input_microbatches", "keyword_microbatches", "target_microbatches"]
+
+Values = tuple[Any, ...]  # what stages exchange: tensors, and None, ints, floats and truth values beside them
+
+_ENTRIES = (Tensor, NoneType, int, float)  # a bool is an int
 
 
-def as_tuple(value: Any, what: str) -> tuple[Tensor, ...]:
-    """``value``, a tensor or a tuple of tensors, as a tuple.
+def as_tuple(value: Any, what: str) -> Values:
+    """``value``, a tensor or a tuple of tensors, numbers and Nones, as a tuple.
 
     Raises:
         ScheduleError: it is something else; ``what`` names it.
     """
     if isinstance(value, Tensor):
         return (value,)
-    if isinstance(value, tuple) and all(isinstance(part, Tensor) for part in value):
-        return tuple(value)
-    raise ScheduleError(f"{what} is a {type(value).__name__}; stages exchange a tensor or a tuple of tensors")
+    if not isinstance(value, tuple):
+        raise ScheduleError(f"{what} is a {type(value).__name__}; stages exchange a tensor or a tuple of tensors")
+    for part in value:
+        if not isinstance(part, _ENTRIES):
+            form = "beside tensors stages exchange None, int, float and bool"
+            raise ScheduleError(f"{what} holds a {type(part).__name__}; {form}")
+    return tuple(value)
 
 
-def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[tuple[Tensor, ...]]:
+def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[Values]:
     """The m inputs of stage 0: a tensor is cut along dim 0, a list is taken as it is.
 
     Args:

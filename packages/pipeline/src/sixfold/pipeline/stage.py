@@ -5,13 +5,15 @@ nn.Module, index --> Stage (this file) --> PipelineRunner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as checkpointed_call
 
 from sixfold.pipeline.errors import ScheduleError, whole
 
@@ -21,7 +23,8 @@ __all__ = ["DataParallel", "Stage"]
 class DataParallel(Protocol):
     """What shards or replicates a stage; the program drives it.
 
-    Optional besides: ``call(*args, **kwargs)``, used in F instead of the module, and
+    Optional besides: ``call(*args, **kwargs)``, used in F instead of the module;
+    ``accumulate(parameter, gradient)``, called with each weight gradient that a W made; and
     ``after_backward(microbatch)``, called when a microbatch is done on the stage.
     """
 
@@ -42,15 +45,18 @@ class Stage:
     """One stage of the model.
 
     Args:
-        module: takes and returns a tensor or a tuple of tensors; None passes its input on.
+        module: takes and returns a tensor, or a tuple of tensors with None, ints, floats and truth values beside them;
+            None passes its input on.
         index: its place, 0 first.
+        optimizer: steps at the STEPs of a program that has them; its parameters are the stage's.
+        tied: parameters that several stages hold a copy of, by a name of all of them. A runner gives each the value of
+            the lowest stage, and after a step all of them the sum of their gradients.
+        checkpoint: hold the stage's inputs alone, and run its forward again in the backward
+            (``torch.utils.checkpoint``, non-reentrant).
         data_parallel: see ``DataParallel``.
-        optimizer, tied, checkpoint: not supported, and refused when given: step the optimizer behind the runner's
-            step, sum the gradients of tied weights yourself, and checkpoint inside the module
-            (torch.utils.checkpoint).
     Raises:
-        ScheduleError: the module is none or holds a DistributedDataParallel, ``index`` is no place, or an argument that
-            is not supported was given.
+        ScheduleError: the module is none or holds a DistributedDataParallel, ``index`` is no place, or an argument is
+            of another type.
     """
 
     def __init__(
@@ -64,9 +70,6 @@ class Stage:
         data_parallel: DataParallel | None = None,
     ) -> None:
         index = whole("index", index, least=0)
-        for name, given in (("optimizer", optimizer), ("tied", tied), ("checkpoint", checkpoint)):
-            if given is not None and given is not False:
-                raise ScheduleError(f"stage {index}: {name} is not supported; {_INSTEAD[name]}")
         if module is not None and not isinstance(module, nn.Module):
             raise ScheduleError(f"stage {index} is a {type(module).__name__}; it is an nn.Module, or None to pass on")
         for part in module.modules() if module is not None else ():
@@ -75,16 +78,41 @@ class Stage:
                     f"stage {index} holds a {type(part).__name__}, which reduces in every backward or not at all; "
                     "give the module itself and what reduces its gradients as data_parallel"
                 )
+        if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+            raise ScheduleError(f"stage {index}: optimizer is a {type(optimizer).__name__}; it is a torch.optim one")
+        if checkpoint not in (True, False):
+            raise ScheduleError(f"stage {index}: checkpoint is {checkpoint!r}; it is True or False")
         self.module = module
         self.index = index
+        self.optimizer = optimizer
+        self.tied = _tied(index, tied, [] if module is None else list(module.parameters()))
+        self.checkpoint = bool(checkpoint)
         self.data_parallel = data_parallel
+        if self.tied and data_parallel is not None:
+            raise ScheduleError(
+                f"stage {index} has tied parameters and data_parallel, which owns their gradients; add those there"
+            )
 
     @property
     def call(self) -> Callable[..., Any]:
-        """What F runs: ``data_parallel.call``, else the module, else the identity."""
+        """What F runs: ``data_parallel.call``, else the module, else the identity; checkpointed if asked for."""
         if (call := getattr(self.data_parallel, "call", None)) is not None:
-            return call  # type: ignore[no-any-return]
-        return self.module if self.module is not None else _pass_on
+            return self.checkpointed(call)
+        return _pass_on if self.module is None else self.checkpointed(self.module)
+
+    def checkpointed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` as this stage runs it: itself, or with its activations made again in the backward."""
+        if not self.checkpoint:
+            return call
+
+        def again_in_backward(*arguments: Any, **kwargs: Any) -> Any:
+            return checkpointed_call(partial(call, **kwargs), *arguments, use_reentrant=False)
+
+        return again_in_backward
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module's."""
+        return iter(()) if self.module is None else self.module.parameters()
 
     @property
     def device(self) -> torch.device | None:
@@ -95,11 +123,17 @@ class Stage:
         return None if first is None else first.device
 
 
-_INSTEAD = {
-    "optimizer": "call the optimizer behind the runner's step",
-    "tied": "sum the gradients of tied weights behind the runner's step",
-    "checkpoint": "use torch.utils.checkpoint inside the module",
-}
+def _tied(index: int, tied: Mapping[str, Tensor] | None, own: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    if tied is None:
+        return {}
+    if not isinstance(tied, Mapping):
+        raise ScheduleError(f"stage {index}: tied is a {type(tied).__name__}; it maps names to the stage's parameters")
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in tied.items():
+        if not isinstance(name, str) or not any(parameter is mine for mine in own):
+            raise ScheduleError(f"stage {index}: tied[{name!r}] is no parameter of its module, under a name in text")
+        found[name] = parameter  # type: ignore[assignment]
+    return found
 
 
 def _pass_on(*arguments: Tensor, **_: Any) -> tuple[Tensor, ...]:

@@ -1,94 +1,129 @@
 """``scale="token"``: gradients of sums, divided once by the number of tokens.
 
-    counts of the last stage --> total on every rank (this file) --> gradients / total
+    counts of the last stage --> total of a batch on every rank (this file) --> gradients / total
 
-The total is known once the last stage has run all its forwards, which is before
-any stage is done with its backwards; it travels on the control channel.
+The total is known once the last stage has run all forwards of a batch, which is before
+any stage is done with its backwards; it is sent at that moment, on the control channel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from struct import pack, unpack
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor, nn
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.stage_run import LossTail, StageRun
-from sixfold.pipeline.transport import Links
+from sixfold.pipeline.loss import LossTail
+from sixfold.pipeline.stage_run import StageRun
 
-__all__ = ["TokenCount"]
+if TYPE_CHECKING:
+    from sixfold.pipeline.transport import Control
+
+__all__ = ["SetAside", "TokenCount"]
 
 
-class TokenCount:
-    """The total of a step, and the division by it.
+class SetAside:
+    """Gradients that are there when a step begins: kept apart, and added to those of the step at its end."""
 
-    A parameter that several local stages share is divided with the last of them. Gradients that are there when a step
-    begins are set aside, so that they are not divided again, and added to those of the step.
-    """
-
-    def __init__(
-        self, program: Program, runs: Mapping[int, StageRun], tail: LossTail | None, transport: Links | None
-    ) -> None:
-        self._tail = tail
-        self._transport = transport
-        self._source = program.placement[-1]
-        self._parameters: dict[int, list[torch.nn.Parameter]] = {}
-        taken: set[int] = set()
-        order = [a.stage for _, _, a in program.entries() if a.kind is Kind.REDUCE_GRAD and a.stage in runs]
-        for stage in reversed(order):
-            module = runs[stage].stage.module
-            mine = list(module.parameters()) if module is not None else []
-            self._parameters[stage] = [p for p in mine if id(p) not in taken]
-            taken.update(map(id, mine))
-        self.total: float | None = None
-        self._before: dict[torch.nn.Parameter, torch.Tensor] = {}
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._before: dict[nn.Parameter, Tensor] = {}
 
     def begin(self) -> None:
-        """A new step: the total is not known, and there are no gradients."""
-        self.total = None
-        for parameters in self._parameters.values():
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    self._before[parameter] = parameter.grad
-                    parameter.grad = None
+        """A new step: there are no gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._before[parameter] = parameter.grad
+                parameter.grad = None
 
-    def clear(self) -> None:
-        """The step is over: where it failed, gradients are what they were before."""
+    def add(self, parameter: nn.Parameter) -> None:
+        """The gradient of the step is final."""
+        if (before := self._before.pop(parameter, None)) is not None:
+            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def restore(self) -> None:
+        """The step failed: gradients that were not added are what they were before it."""
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
         self._before.clear()
 
-    def divide(self, stage: int, action: Action) -> None:
+
+class TokenCount:
+    """The totals of a step's batches, and the division by them.
+
+    A parameter that several stages of this process share is divided with the last of them. Gradients that are there
+    when a step begins are set aside, so that they are not divided again, and added to those of the step.
+
+    Args:
+        runs: the stages of this process, by index.
+        tail: the end of the last stage, where this process has it.
+        batch: microbatches per STEP.
+        control: between ranks; None where all are in this process.
+        source: rank of the last stage.
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[int, StageRun],
+        tail: LossTail | None,
+        batch: int,
+        control: Control | None,
+        rank: int,
+        ranks: int,
+        source: int,
+    ) -> None:
+        self._runs, self._tail, self._batch = runs, tail, batch
+        self._control, self._source = control, source
+        self._others = [peer for peer in range(ranks) if peer != rank] if control is not None else []
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._before = SetAside(dict.fromkeys(p for run in runs.values() for p in run.stage.parameters()))
+        self._totals: dict[int, float] = {}
+
+    def order(self, stages: Iterable[int]) -> None:
+        """The order in which stages reduce, which says which of them is the last to hold a parameter."""
+        taken: set[int] = set()
+        for stage in reversed(list(dict.fromkeys(stages))):
+            mine = list(self._runs[stage].stage.parameters())
+            self._parameters[stage] = [p for p in mine if id(p) not in taken]
+            taken.update(map(id, mine))
+
+    def begin(self) -> None:
+        """A new step: no total is known, and there are no gradients."""
+        self._totals.clear()
+        self._before.begin()
+
+    def clear(self) -> None:
+        """The step is over: where it failed, gradients are what they were before."""
+        self._before.restore()
+
+    def tell(self, batch: int, action: Action) -> None:
+        """Behind the last forward of a batch on the last stage, ``action``: its total to all ranks."""
+        assert self._tail is not None, "only the last stage counts"
+        counts = self._tail.counts
+        first = batch * self._batch
+        total = float(sum(counts[k % len(counts)] for k in range(first, first + self._batch)))
+        if not (math.isfinite(total) and total > 0):
+            raise ScheduleError(
+                f"the counts of loss_fn sum to {total}; scale='token' divides by a sum that is finite and > 0"
+            )
+        self._totals[batch] = total
+        for peer in self._others:
+            assert self._control is not None, "others are behind a control channel"
+            self._control.send(pack("<d", total), peer, action)
+
+    def divide(self, stage: int, batch: int, action: Action) -> None:
         """REDUCE_GRAD of ``stage``: divide its gradients in place."""
-        total = self._exchange(action) if self.total is None else self.total
+        if (total := self._totals.get(batch)) is None:
+            total = self._totals[batch] = self._receive(action)
         for parameter in self._parameters[stage]:
             if parameter.grad is not None:
                 parameter.grad.div_(total)
-            if (before := self._before.pop(parameter, None)) is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            self._before.add(parameter)
 
-    def _exchange(self, action: Action) -> float:
-        if self._tail is not None:
-            self.total = float(sum(self._tail.counts))
-            if not (math.isfinite(self.total) and self.total > 0):
-                raise ScheduleError(
-                    f"the counts of loss_fn sum to {self.total}; scale='token' divides by a sum that is finite and > 0"
-                )
-            for peer in self._others():
-                self._control().send(pack("d", self.total), peer, action)
-        else:
-            self.total = float(unpack("d", self._control().receive(self._source, action))[0])
-        return self.total
-
-    def _others(self) -> list[int]:
-        transport = self._transport
-        return [] if transport is None else [peer for peer in range(transport.ranks) if peer != transport.rank]
-
-    def _control(self) -> Any:
-        assert self._transport is not None, "one process has no control channel"
-        return self._transport.control
+    def _receive(self, action: Action) -> float:
+        assert self._control is not None, "in one process the total is known"
+        return float(unpack("<d", self._control.receive(self._source, action))[0])

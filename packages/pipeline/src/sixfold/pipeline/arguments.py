@@ -1,0 +1,93 @@
+"""What a runner is given: every argument that cannot work is refused when the runner is made.
+
+    program, stages, options --> checks (this file) --> run
+
+No process group here; ranks are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sixfold.pipeline.action import Kind
+from sixfold.pipeline.errors import ScheduleError, number
+from sixfold.pipeline.passes import lower, reduce_grad
+from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.verify import verify
+
+__all__ = ["check_loss", "check_program", "check_stages", "check_timeout", "complete"]
+
+
+def check_loss(loss_fn: Callable[[Any, Any], Any] | None, scale: str, stages: Sequence[Stage]) -> None:
+    """The loss and its scale."""
+    if scale not in ("mean", "sum", "token"):
+        raise ScheduleError(f"scale is {scale!r}; it is 'mean', 'sum' or 'token'")
+    if scale == "token" and any(stage.data_parallel is not None for stage in stages):
+        raise ScheduleError("scale='token' divides .grad, which data_parallel owns; use 'sum' and divide there")
+    if scale == "token" and isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise ScheduleError(
+            "scale='token' divides the gradients of stages; loss_fn has parameters: make it part of the last stage"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ScheduleError(f"loss_fn is {loss_fn!r}; it is called with the last stage's output and the target")
+
+
+def check_timeout(timeout_s: float) -> float:
+    """A deadline in seconds."""
+    timeout_s = number("timeout_s", timeout_s)
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ScheduleError(f"timeout_s is {timeout_s:g}; it is finite and > 0")
+    return timeout_s
+
+
+def check_stages(program: Program, stages: Sequence[Stage], rank: int | None) -> None:
+    """The stages are those that the program places here; ``rank`` is None where all are in this process."""
+    wanted = tuple(range(program.stages)) if rank is None else program.stages_of(rank)
+    given = tuple(sorted(stage.index for stage in stages))
+    if given != wanted:
+        where = "this process" if rank is None else f"rank {rank}"
+        raise ScheduleError(f"stages {given} were given; the program places {wanted} on {where}", rank=rank or 0)
+
+
+def check_program(program: Program, stages: Mapping[int, Stage], rank: int | None, ranks: int) -> None:
+    """It is right, and the stages can run it.
+
+    Raises:
+        ScheduleError: it is for other ranks or stages, is refused by ``verify`` (a SEND never waits), or steps a
+            stage without an optimizer.
+    """
+    if rank is not None and ranks != len(program.ranks):
+        raise ScheduleError(f"the program has {len(program.ranks)} ranks, the group {ranks}; they are equal")
+    if program.weights is not Weights.FLUSHED:
+        raise ScheduleError(
+            f"the program's weights are {program.weights}; PipelineRunner runs flushed ones: give it one flush "
+            "(passes.strip makes it), or a program whose STEPs stand at its end"
+        )
+    check_stages(program, tuple(stages.values()), rank)
+    verify(program, transport="buffered")  # one that lacks a backward would lose its gradient
+    for at, position, action in program.entries():
+        if action.kind is Kind.STEP and (stage := stages.get(action.stage)) is not None:
+            where = {"rank": at, "position": position, "action": action}
+            if stage.optimizer is None and any(True for _ in stage.parameters()):
+                rule = f"stage {stage.index} has no optimizer; make it with Stage(..., optimizer=)"
+                raise ScheduleError(f"rank {at} [{position}] {action}: {rule}", **where)  # type: ignore[arg-type]
+            if stage.tied:
+                rule = f"stage {stage.index} has tied parameters, whose gradients are summed behind the last STEP"
+                raise ScheduleError(
+                    f"rank {at} [{position}] {action}: {rule}; step behind the runner",
+                    **where,  # type: ignore[arg-type]
+                )
+
+
+def complete(program: Program) -> Program:
+    """``program`` with its messages and a REDUCE_GRAD per stage."""
+    if not program.lowered:
+        return lower(program)
+    if any(action.kind is Kind.REDUCE_GRAD for _, _, action in program.entries()):
+        return program
+    return reduce_grad(program)

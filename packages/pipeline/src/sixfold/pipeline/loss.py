@@ -1,0 +1,109 @@
+"""What the last stage does with its output: a loss, or the output itself.
+
+output, target --> loss_fn (this file) --> losses, the root of the backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.stage_run import StageRun
+
+__all__ = ["LossTail"]
+
+
+class LossTail:
+    """The end of the last stage.
+
+    Args:
+        share: of a microbatch in the gradient: its loss is divided by this before the backward; None leaves it alone.
+        tokens: ``loss_fn`` returns (sum, count).
+    Attributes:
+        targets: per slot; ``keep`` says whether outputs are kept beside losses.
+        losses: per slot, detached.
+        outputs: per slot, when they are asked for.
+        counts: per slot, what the sums of ``scale="token"`` are to be divided by.
+    """
+
+    def __init__(
+        self, run: StageRun, loss_fn: Callable[[Any, Any], Any] | None, *, share: int | None, tokens: bool
+    ) -> None:
+        self._run = run
+        self._loss_fn = loss_fn
+        self._share = share
+        self._tokens = tokens
+        self.keep = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty every slot."""
+        slots = self._run.slots
+        self.targets: list[Any] = [None] * slots
+        self.losses: list[Any] = [None] * slots
+        self.outputs: list[Any] = [None] * slots
+        self.counts: list[Any] = [None] * slots
+
+    def full(self, k: int, outputs: Any) -> None:
+        """Output to loss, and the backward starts at it."""
+        value, count = self._loss(k, outputs, trained=True)
+        self._record(k, outputs, value, count)
+        self._root(k, value)
+
+    def light(self, k: int, outputs: Any) -> None:
+        """Output to loss, or the output where there is no ``loss_fn``."""
+        if self._loss_fn is None:
+            self.outputs[k] = _unwrapped(outputs)
+        else:
+            self._record(k, outputs, *self._loss(k, outputs, trained=False))
+
+    def again(self, k: int, outputs: Any) -> None:
+        """The loss is known; its backward starts here."""
+        self._root(k, self._loss(k, outputs, trained=True)[0])
+
+    def _loss(self, k: int, outputs: Any, *, trained: bool) -> tuple[Tensor, Any]:
+        assert self._loss_fn is not None, "the runner checks that there is a loss_fn"
+        value, count = self._loss_fn(_unwrapped(outputs), self.targets[k]), None
+        if self._tokens:
+            if not (isinstance(value, tuple | list) and len(value) == 2):
+                raise ScheduleError(f"with scale='token' loss_fn returns (sum, count), not a {type(value).__name__}")
+            value, count = value
+        return _one_number(value, trained), count
+
+    def _record(self, k: int, outputs: Any, value: Tensor, count: Any) -> None:
+        self.losses[k] = value.detach()
+        self.counts[k] = count
+        if self.keep:
+            self.outputs[k] = _detached(_unwrapped(outputs))
+
+    def _root(self, k: int, value: Tensor) -> None:
+        self._run.keep_root(k, value if self._share is None else value / self._share)
+
+
+def _one_number(loss: Any, trained: bool) -> Tensor:
+    """``loss`` as a real scalar; a vector is refused, whose backward would sum it."""
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise ScheduleError("loss_fn returned a complex number; it returns a real one")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ScheduleError(f"loss_fn returned a {shape}; it returns one number, as a tensor")
+    if trained and not loss.requires_grad:
+        raise ScheduleError(
+            "loss_fn returned a loss without a gradient: it was detached, or nothing that it was made from is trained; "
+            "evaluate takes such a loss"
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _unwrapped(outputs: Any) -> Any:
+    """A tuple of one tensor, which is what an empty stage passes on, as that tensor."""
+    return outputs[0] if type(outputs) is tuple and len(outputs) == 1 else outputs
+
+
+def _detached(outputs: Any) -> Any:
+    if isinstance(outputs, tuple):
+        return tuple(_detached(part) for part in outputs)
+    return outputs.detach() if isinstance(outputs, Tensor) else outputs

@@ -23,6 +23,7 @@ from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
 if TYPE_CHECKING:
+    from sixfold.pipeline.layers import defer_weight_grad
     from sixfold.pipeline.run import PipelineRunner, StepResult
     from sixfold.pipeline.stage import Stage
 
@@ -43,6 +44,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "Weights",
+    "defer_weight_grad",
     "draw",
     "partition",
     "passes",
@@ -55,7 +57,7 @@ __all__ = [
     *schedules.__all__,
 ]
 
-_NEED_TORCH = {"PipelineRunner": "run", "StepResult": "run", "Stage": "stage"}
+_NEED_TORCH = {"PipelineRunner": "run", "StepResult": "run", "Stage": "stage", "defer_weight_grad": "layers"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,181 @@
+"""A stage that was given as a DistributedDataParallel.
+
+    DistributedDataParallel --> its module and its Replicas (this file) --> Stage
+
+DDP's reducer counts on one forward and one backward per iteration, and sees neither a W nor the backwards of other
+microbatches. The runner therefore runs the module inside of it, for which the reducer stays silent, and the gradients
+are averaged here: over DDP's own process group, once, at the program's REDUCE_GRAD.
+
+Divided and then added, as DDP does, in flat buckets of DDP's size. Waits: the all-reduce of a bucket and the broadcast
+of the buffers, each with ``timeout_s`` as its deadline, or that of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """The ``data_parallel`` object of a stage that several ranks hold a replica of.
+
+    Args:
+        ddp: over the replicas of one stage, one per pipeline. Within its ``no_sync()`` a step reduces nothing.
+        index: of the stage.
+    Attributes:
+        timeout_s: deadline of every wait; None: that of the process group.
+    Raises:
+        ScheduleError: ``ddp`` reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
+            optimizers that step in the backward, parameters it reduces apart.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, index: int) -> None:
+        if (why := _way_of_its_own(ddp)) is not None:
+            raise ScheduleError(
+                f"stage {index} is a {type(ddp).__name__} with {why}, which a pipeline does not run; give the stage "
+                "the module inside, and what reduces its gradients as data_parallel"
+            )
+        self.timeout_s: float | None = None
+        self._index = index
+        self._ddp = ddp
+        self._module: nn.Module = ddp.module
+        self._group: dist.ProcessGroup = ddp.process_group
+        ignored = set(ddp.parameters_to_ignore)
+        named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and n not in ignored]
+        self._buckets = list(_buckets([p for _, p in reversed(named)], int(ddp.bucket_bytes_cap)))
+        self._buffers = (
+            [b for n, b in self._module.named_buffers() if n not in ignored] if ddp.broadcast_buffers else []
+        )
+        self._step_begins = True
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; the first of a step gives all replicas the buffers of the first."""
+        if self._step_begins:
+            self._step_begins = False
+            self._share_buffers()
+        return self._module(*args, **kwargs)
+
+    def unshard(self) -> None:
+        """Replicas are whole."""
+
+    def reshard(self) -> None:
+        """Replicas are whole."""
+
+    def before_last_backward(self) -> None:
+        """Nothing overlaps with the last backward."""
+
+    def reduce_grad(self) -> None:
+        """Average the gradients over all replicas; a parameter that none of them used has none."""
+        self._step_begins = True
+        ranks = self._group.size()
+        if not self._ddp.require_backward_grad_sync or ranks == 1:
+            return
+        flats = [self._flattened(bucket, 1.0 / ranks) for bucket in self._buckets]
+        works = [dist.all_reduce(flat, group=self._group, async_op=True) for flat in flats]
+        for bucket, flat, work in zip(self._buckets, flats, works, strict=True):
+            self._wait(work, "all-reduce its gradients")
+            _put_back(bucket, flat)
+
+    def _flattened(self, bucket: Sequence[nn.Parameter], factor: float) -> Tensor:
+        """The gradients of ``bucket`` times ``factor``, and behind them who has one.
+
+        All replicas reduce the same numbers whatever each of them used.
+        """
+        used = [parameter.grad is not None for parameter in bucket]
+        parts = []
+        for parameter in bucket:
+            if (gradient := parameter.grad) is None:
+                gradient = torch.zeros_like(parameter)
+            if gradient.layout is not torch.strided:
+                raise ScheduleError(
+                    f"stage {self._index}: a parameter has a {gradient.layout} gradient; replicas add dense ones"
+                )
+            parts.append(gradient.reshape(-1))
+        parts.append(torch.tensor(used, dtype=parts[0].dtype, device=parts[0].device))
+        return torch.cat(parts).mul_(factor)
+
+    def _share_buffers(self) -> None:
+        if not self._buffers or self._group.size() == 1:
+            return
+        source = dist.get_global_rank(self._group, 0)
+        by_type: dict[Any, list[Tensor]] = {}
+        for buffer in self._buffers:
+            by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_type.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                work = dist.broadcast(flat, source, group=self._group, async_op=True)
+                self._wait(work, "share its buffers")
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
+
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            if self.timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            members = dist.get_process_group_ranks(self._group)
+            raise PipelineTimeout(
+                f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error}"
+            ) from error
+
+
+def _buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """In order, those of one type and device together, up to ``cap_bytes`` each (a larger one alone)."""
+    open_: dict[Any, tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        bucket, size = open_.get(key, ([], 0))
+        if bucket and size + parameter.nbytes > cap_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        open_[key] = (bucket, size + parameter.nbytes)
+    for bucket, _ in open_.values():
+        yield bucket
+
+
+def _put_back(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
+    *parts, used = torch.split(flat, [*(parameter.numel() for parameter in bucket), len(bucket)])
+    # Read from the device only where the answer is not known.
+    known = all(parameter.grad is not None for parameter in bucket)
+    for parameter, part, anybody in zip(bucket, parts, [1.0] * len(bucket) if known else used.tolist(), strict=True):
+        if not anybody:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(part.view(parameter.shape))
+
+
+def _way_of_its_own(ddp: DistributedDataParallel) -> str | None:
+    """What of ``ddp`` this file does not do, in words."""
+    if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        return "a communication hook"
+    if ddp.mixed_precision is not None:
+        return "mixed_precision"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params"
+    if getattr(ddp, "buffer_hook", None) is not None:
+        return "a buffer hook"
+    for name, part in ddp.module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            return f"a {type(part).__name__} inside ({name})"
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            return f"sparse gradients ({name})"
+    for name, parameter in ddp.module.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            return f"an optimizer that steps in the backward ({name})"
+    return None

@@ -1,0 +1,472 @@
+"""Layers that leave their weight gradient to W.
+
+    nn.Linear, nn.Embedding of a stage, defer_weight_grad --> entries (this file) --> store.py
+
+A deferring layer is an autograd Function in place of torch's operator, with the operator's own formulas, so that bits
+are autograd's; a test holds both against each other. Whatever is not plainly that case (its inputs' layout, its
+tensors' classes, a transform around it) runs the module as it is, and gets its weight gradient in I.
+
+[Note: the store holds the Parameter] ``ctx.saved_tensors`` gives a detached alias of a parameter under activation
+checkpointing. What W needs to know about is therefore kept beside what is saved.
+
+[Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread and
+goes along into the threads of its engine, which is where a checkpoint runs a forward again on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from sixfold.pipeline.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from sixfold.pipeline.store import GradientStore
+
+__all__ = ["Cast", "Entry", "Layer", "Operator", "Slot", "defer_weight_grad", "deferrable", "shown_to"]
+
+# How to make the gradients, of what (parameter, Cast or None each), from what was saved, and the output's gradient.
+Entry = tuple[Callable[[Any, Tensor, Any], Sequence[Tensor | None]], tuple[Any, ...], Any, Tensor]
+
+_OPEN = "sixfold.pipeline.store"  # [Note: torch's thread locals]
+_PLAIN = (nn.Parameter, Tensor)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_compiling = torch.compiler.is_compiling
+_graph_is_made = torch.is_grad_enabled
+_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+class Slot:
+    """What I of one microbatch left.
+
+    Attributes:
+        entries: in the order of I.
+        refused: what is not deferred in this microbatch: a checkpoint's second forward must decide as its first.
+        watched: layers that go through their first I, with what they deferred.
+        caught: ids of parameters that got a gradient by another way.
+        casts: by id of autograd's node, the casts of autocast.
+    """
+
+    __slots__ = ("casts", "caught", "entries", "refused", "watched")
+
+    def __init__(self, refused: frozenset[tuple[int, str]]) -> None:
+        self.entries: list[Entry] = []
+        self.refused = refused
+        self.watched: list[tuple[Operator, tuple[Any, ...]]] = []
+        self.caught: set[int] = set()
+        self.casts: dict[int, Cast] = {}
+
+
+class Cast:
+    """A parameter as autocast cast it; uses that share the cast add their gradients in its type."""
+
+    __slots__ = ("node", "parameter")
+
+    def __init__(self, node: Any, parameter: Tensor) -> None:
+        self.node, self.parameter = node, parameter
+
+
+class Operator:
+    """Parameters whose gradients are deferred together, or not at all.
+
+    Attributes:
+        names: of the parameters, in the order of an entry's targets.
+        never: those that another module holds too, which does not defer.
+        watched: it has not been through an I. [Note: one sum per microbatch]
+    """
+
+    __slots__ = ("names", "never", "watched")
+
+    def __init__(self, names: tuple[str, ...], never: frozenset[str] = frozenset()) -> None:
+        self.names = names
+        self.never = never
+        self.watched = True
+
+    def waits(self, slot: Slot, wanted: tuple[Tensor | None, ...]) -> bool:
+        """The gradients of ``wanted`` are deferred: all of them, or none and autograd makes them."""
+        some = False
+        for name, parameter in zip(self.names, wanted, strict=True):
+            if parameter is None:
+                continue
+            if name in self.never or (slot.refused and (id(self), name) in slot.refused):
+                return False
+            if self.watched and parameter._backward_hooks:  # which would see twice what is caught
+                return False
+            some = True
+        return some
+
+
+class Layer(Operator):
+    """One module whose weight gradient can wait."""
+
+    __slots__ = ("_attributes", "_forward", "_kind", "module")
+
+    def __init__(self, store: GradientStore, module: nn.Module, never: frozenset[str]) -> None:
+        super().__init__(("weight", "bias") if type(module) is nn.Linear else ("weight",), never)
+        self.module = module
+        self._kind = type(module)
+        self._attributes = module.__dict__
+        self._forward = (_linear if self._kind is nn.Linear else _embedding)(store, self, module)
+
+    def install(self) -> None:
+        """The module's forward is this one's: an attribute of the instance, which comes before its class's.
+
+        Not where its class is another by now (parametrizations), its forward somebody else's, or an old kind of
+        backward hook sees what the operator of autograd gives.
+        """
+        attributes = self._attributes
+        if (
+            type(self.module) is self._kind
+            and "forward" not in attributes
+            and attributes.get("_is_full_backward_hook") is not False
+        ):
+            attributes["forward"] = self._forward
+
+    def remove(self) -> None:
+        """The module is as it was."""
+        if self._attributes.get("forward") is self._forward:
+            del self._attributes["forward"]
+
+
+def deferrable(module: nn.Module, store: GradientStore) -> list[Layer]:
+    """The layers of ``module`` whose weight gradients can wait.
+
+    Not those inside what torch.distributed or torch.compile wrapped: the one counts on gradients in I, the other
+    would trace what is put in a layer's place.
+    """
+    holders: dict[int, list[tuple[nn.Module, bool]]] = {}
+    found: dict[nn.Module, None] = {}
+    inside = {part for root in _wrapped(module) for part in root.modules()}
+    for part in module.modules():
+        exact = part not in inside and _can_wait(part)
+        if exact:
+            found[part] = None
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((part, exact))
+    layers = []
+    for part in found:
+        shared = [
+            name
+            for name, parameter in part._parameters.items()
+            if parameter is not None and not all(exact for _, exact in holders[id(parameter)])
+        ]
+        layers.append(Layer(store, part, frozenset(shared)))
+    return layers
+
+
+def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
+    for part in module.modules():
+        if part._compiled_call_impl is not None or any(_wraps(one) for one in type(part).__mro__):
+            yield part
+
+
+def _wraps(one: type) -> bool:
+    if one.__name__ == "CheckpointWrapper" or one.__name__ == "ActivationWrapper":
+        return False
+    return one.__module__.startswith(("torch.distributed.", "torch._dynamo."))
+
+
+def _can_wait(part: nn.Module) -> bool:
+    if type(part) is nn.Embedding:
+        return not part.sparse and part.max_norm is None
+    return type(part) is nn.Linear
+
+
+def shown_to(store: GradientStore | None) -> None:
+    """``defer_weight_grad`` in this thread puts its gradients into ``store``."""
+    if store is not None:
+        torch._C._stash_obj_in_tls(_OPEN, store)
+    else:
+        torch._C._remove_obj_from_tls(_OPEN)
+
+
+# ---- nn.Linear
+
+
+def _linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
+    plain = partial(nn.Linear.forward, module)
+
+    def forward(input: Tensor) -> Tensor:
+        if _compiling():
+            return plain(input)
+        slot = store.slot
+        if slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
+            return plain(input)
+        parameters = module._parameters
+        weight = parameters.get("weight")
+        if type(weight) not in _PLAIN or "bias" not in parameters or not weight.is_leaf:
+            return plain(input)
+        bias = parameters["bias"]
+        wanted = (
+            weight if weight.requires_grad else None,
+            bias if bias is not None and bias.requires_grad else None,
+        )
+        if not layer.waits(slot, wanted):
+            return plain(input)
+        targets: tuple[Any, ...] = wanted
+        if not _as_matrix(input, weight, bias):
+            store.watch(slot, layer, targets)  # it is deferred in other calls
+            return plain(input)
+        if _any_autocast() and torch.is_autocast_enabled(input.device.type):
+            if input.dtype is torch.float64 or weight.dtype is torch.float64:
+                return plain(input)
+            input, weight, bias, targets = _cast(slot, input, weight, bias, targets)
+        elif input.dtype is not weight.dtype:
+            return plain(input)  # an error, in torch's words
+        if layer.watched:
+            store.watch(slot, layer, targets)
+        leaf = None if input.requires_grad else store.leaf
+        return _Linear.apply(input, leaf, (store, slot.entries, weight, bias, targets))  # type: ignore[no-any-return, no-untyped-call]
+
+    return forward
+
+
+def _as_matrix(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Torch multiplies the rows of ``input`` as they lie, and its formulas are those of ``_Linear``.
+
+    A column-major matrix, a vector, and an input of more dimensions that is not contiguous go through other kernels
+    in forward or backward, with other bits.
+    """
+    if input.layout is not torch.strided or input.dtype not in _FLOATS or weight.dim() != 2:
+        return False
+    n, k = weight.shape
+    if n < 1 or k < 2 or weight.stride() != (k, 1):
+        return False
+    if bias is not None and (type(bias) not in _PLAIN or not bias.is_leaf or bias.dim() != 1):
+        return False
+    dimensions = input.dim()
+    if dimensions == 2:
+        row, column = input.stride()
+        return column == 1 and row != 1
+    return dimensions > 2 and input.is_contiguous()
+
+
+class _Linear(Function):
+    """``F.linear`` whose weight and bias gradients wait."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, leaf: Tensor | None, held: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.held = held
+        weight = held[2]
+        if leaf is None:
+            ctx.save_for_backward(input, weight)
+        else:
+            ctx.save_for_backward(input)
+        return F.linear(input, weight, held[3])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        gradient = gradients[0]
+        if gradient is None:
+            return None, None, None
+        saved = ctx.saved_tensors
+        store, entries, _, _, targets = ctx.held
+        if _graph_is_made():
+            store.refuse_create_graph()
+        input = saved[0]
+        flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
+        entries.append((_linear_gradients, targets, (input, flat, input._version), gradient))
+        if len(saved) == 1:
+            return None, None, None
+        of_input = flat.mm(saved[1])
+        return of_input if gradient is flat else of_input.view(input.shape), None, None
+
+
+def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
+    input, flat, version = saved
+    if input._version != version:
+        raise ScheduleError("the input of a Linear layer was changed in place between I and W")
+    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    return (
+        None if targets[0] is None else flat.t().mm(rows),
+        None if targets[1] is None else flat.sum(0),
+    )
+
+
+def _cast(slot: Slot, input: Tensor, weight: Tensor, bias: Tensor | None, targets: Any) -> tuple[Any, ...]:
+    """The operands as autocast casts them.
+
+    The casts of parameters are autocast's own, which its cache shares with other uses and microbatches: an operator
+    without rows is run, and its graph read.
+    """
+    device = input.device.type
+    dtype = torch.get_autocast_dtype(device)
+    if input.dtype is not dtype:
+        input = input.to(dtype)
+    with saved_tensors_hooks(_itself, _itself):  # a checkpoint need not know
+        none = torch.empty(0, weight.shape[1], dtype=dtype, device=input.device, requires_grad=True)
+        node: Any = F.linear(none, weight, bias).grad_fn
+        cast_weight = node._saved_mat2.detach().t()
+    feeding = [edge[0] for edge in node.next_functions]
+    feeding = [
+        feeding[-1].next_functions[0][0] if weight.requires_grad else None,
+        feeding[0],
+    ]  # weight (behind its t), bias
+    found: list[Any] = []
+    for target, feeds in zip(targets, feeding, strict=True):
+        if target is not None and target.dtype is not dtype:
+            cast = slot.casts.get(id(feeds))
+            if cast is None:
+                cast = slot.casts[id(feeds)] = Cast(feeds, target)
+            target = cast
+        found.append(target)
+    cast_bias = None if bias is None else bias.detach().to(dtype)
+    return input, cast_weight, cast_bias, tuple(found)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# ---- nn.Embedding
+
+
+def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
+    plain = partial(nn.Embedding.forward, module)
+
+    def forward(input: Tensor) -> Tensor:
+        if _compiling():
+            return plain(input)
+        slot = store.slot
+        if slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
+            return plain(input)
+        weight = module._parameters.get("weight")
+        if type(weight) not in _PLAIN or not weight.is_leaf or not weight.requires_grad:
+            return plain(input)
+        if not layer.waits(slot, (weight,)):
+            return plain(input)
+        if weight.layout is not torch.strided or module.sparse or module.max_norm is not None:
+            return plain(input)
+        if layer.watched:
+            store.watch(slot, layer, (weight,))
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        held = (store, slot.entries, weight, padding, module.scale_grad_by_freq)
+        return _Embedding.apply(input, store.leaf, held)  # type: ignore[no-any-return, no-untyped-call]
+
+    return forward
+
+
+class _Embedding(Function):
+    """``F.embedding`` whose weight gradient waits."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, leaf: Tensor, held: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.held = held
+        ctx.save_for_backward(indices)
+        return torch.embedding(held[2], indices, held[3], held[4], False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        gradient = gradients[0]
+        if gradient is not None:
+            store, entries, weight, padding, by_frequency = ctx.held
+            if _graph_is_made():
+                store.refuse_create_graph()
+            saved = (ctx.saved_tensors[0], weight.shape[0], padding, by_frequency)
+            entries.append((_embedding_gradient, (weight,), saved, gradient))
+        return None, None, None
+
+
+def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:
+    return (torch.ops.aten.embedding_dense_backward(gradient, *saved),)
+
+
+# ---- operators of users
+
+
+def defer_weight_grad(
+    params: Tensor | Sequence[Tensor], weight_grad: Callable[[Tensor], Tensor | Sequence[Tensor]], output: Tensor
+) -> Tensor:
+    """Give the gradients of ``params`` by a function of ``output``'s gradient, when the program wants them.
+
+    For an operator that makes ``output`` from detached parameters, or in an autograd Function of its own that gives
+    its input's gradient alone. Outside of a pipeline, and where a backward is one piece (B), ``weight_grad`` runs in
+    the backward of ``output``; where it is split, in W.
+
+    Args:
+        params: those that ``weight_grad`` makes the gradients of; one that needs none is left out of the sum.
+        weight_grad: ``weight_grad(g)`` -> a tensor per parameter, of its shape (None where there is none). It holds
+            what it needs until then; with activation checkpointing that is not given back.
+        output: of the operator.
+    Returns:
+        ``output``, unchanged.
+    Raises:
+        ScheduleError: at once, an argument is of another type; in the backward, ``weight_grad`` returned another number
+            of gradients or other shapes.
+    """
+    params = (params,) if isinstance(params, Tensor) else tuple(params)
+    for parameter in params:
+        if not isinstance(parameter, Tensor):
+            raise ScheduleError(f"defer_weight_grad: a {type(parameter).__name__} is among params; they are tensors")
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        raise ScheduleError("defer_weight_grad: output is no floating-point tensor")
+    if not callable(weight_grad):
+        raise ScheduleError(f"defer_weight_grad: weight_grad is {weight_grad!r}; it is called with output's gradient")
+    if not _graph_is_made() or not any(parameter.requires_grad for parameter in params):
+        return output
+    make = partial(_checked, weight_grad, params)
+    store: GradientStore | None = torch._C._get_obj_in_tls(_OPEN) if torch._C._is_key_in_tls(_OPEN) else None
+    targets = tuple(parameter if parameter.requires_grad else None for parameter in params)
+    if store is None or store.slot is None or not store.takes(targets):
+        return _Now.apply(output, make, *params)  # type: ignore[no-any-return, no-untyped-call]
+    leaf = None if output.requires_grad else store.leaf
+    return _Later.apply(output, leaf, (store, store.slot.entries, targets, make))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _checked(weight_grad: Callable[[Tensor], Any], params: tuple[Tensor, ...], gradient: Tensor) -> tuple[Any, ...]:
+    made = weight_grad(gradient)
+    made = (made,) if isinstance(made, Tensor) else tuple(made)
+    if len(made) != len(params):
+        raise ScheduleError(f"weight_grad returned {len(made)} gradients for {len(params)} parameters")
+    for one, parameter in zip(made, params, strict=True):
+        if one is not None and one.shape != parameter.shape:
+            shapes = f"{tuple(one.shape)} for a parameter of shape {tuple(parameter.shape)}"
+            raise ScheduleError(f"weight_grad returned a gradient of shape {shapes}")
+    return made
+
+
+class _Now(Function):
+    """The gradients of parameters are made in the backward of ``output``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, make: Any, *params: Tensor) -> Tensor:
+        ctx.make = make
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = ctx.make(gradients[0])
+        wanted = ctx.needs_input_grad[2:]
+        return gradients[0], None, *(one if want else None for one, want in zip(made, wanted, strict=True))
+
+
+class _Later(Function):
+    """The gradients of parameters wait."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, leaf: Tensor | None, held: Any) -> Tensor:
+        ctx.held = held
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        store, entries, targets, make = ctx.held
+        if _graph_is_made():
+            store.refuse_create_graph()
+        entries.append((_users_gradients, targets, make, gradients[0]))
+        return gradients[0], None, None
+
+
+def _users_gradients(make: Any, gradient: Tensor, targets: Any) -> Any:
+    return make(gradient)

@@ -1,0 +1,266 @@
+"""The weight gradients that I leaves to W.
+
+    F, I with the store open --> what the gradients are made of (this file) --> W: one backward into the parameters
+
+``nn.Linear`` and ``nn.Embedding`` (exact types) run as autograd Functions while their stage's store is open: they save
+their input as autograd would, give the input's gradient in I, and leave (parameter, input, output's gradient) here.
+Nobody walks autograd's graph. While the store is closed no module is touched. ``layers.py`` has the Functions.
+
+[Note: one sum per microbatch] Autograd adds all gradients of a parameter within a backward before it accumulates them.
+W does the same, in the order in which I came by them. A gradient that reaches the parameter in I by another way (a tied
+head's ``F.linear(x, embedding.weight)``) is caught at the parameter, put in line, and from the next F on that parameter
+is not deferred: autograd adds up what autograd sees.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.layers import Cast, Entry, Layer, Operator, Slot, deferrable, shown_to
+from sixfold.pipeline.stage import Stage
+
+__all__ = ["GradientStore"]
+
+_FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
+_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+
+class GradientStore:
+    """Weight gradients of one stage between I and W.
+
+    Args:
+        stage: its module's layers are looked for once, here; ``data_parallel.accumulate`` is given what W makes where
+            it has one, else the gradients reach ``.grad`` through autograd, hooks and all.
+    Attributes:
+        slot: what is open now, None while closed.
+        leaf: stands for the parameters of deferred layers where nothing else wants a gradient.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.slot: Slot | None = None
+        self.index = stage.index
+        self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
+        self._layers = [] if stage.module is None else deferrable(stage.module, self)
+        self.leaf = torch.empty(0, device=stage.device, requires_grad=True)
+        self._slots: dict[int, Slot] = {}
+        self._refused: frozenset[tuple[int, str]] = frozenset()  # (layer, parameter) that others use too
+        self._edges: dict[int, tuple[Tensor, GradientEdge]] = {}  # by id of the parameter, which is held
+        self._watches: dict[int, tuple[Any, Any, Any]] = {}  # by id of a node of autograd's: it, its hook, whose it is
+        self._operators: dict[tuple[int, ...], tuple[Operator, Any]] = {}  # by ids of parameters, which are held
+        self._others = [] if self._accumulate or stage.module is None else _others(stage.module, self._layers)
+        self._seen: dict[int, int] = {}  # where the gradients of the others lie
+
+    def open(self, k: int) -> None:
+        """From here to ``close`` the stage's layers leave their weight gradients under ``k``."""
+        slot = self._slots.get(k)
+        if slot is None:
+            slot = self._slots[k] = Slot(self._refused)
+        self.slot = slot
+        self._before = len(slot.entries)
+        for layer in self._layers:
+            layer.install()
+        shown_to(self)
+
+    def close(self) -> None:
+        """The layers are as they were."""
+        slot, self.slot = self.slot, None
+        for layer in self._layers:
+            layer.remove()
+        shown_to(None)
+        if slot is not None and len(slot.entries) > self._before and self._others:
+            self._part(slot.entries)
+
+    def weigh(self, k: int) -> None:
+        """W: make the gradients that slot ``k`` was left, and accumulate them."""
+        slot = self._slots.pop(k, None)
+        if slot is None:
+            return
+        if slot.watched:
+            self._judge(slot)
+        entries = slot.entries
+        if not entries:
+            return
+        awaited: dict[int, int] = {}
+        for entry in entries:
+            for target in entry[1]:
+                if target is not None:
+                    key = id(target)
+                    awaited[key] = awaited.get(key, 0) + 1
+        entries.reverse()
+        sums: dict[int, Tensor] = {}
+        targets: list[Any] = []
+        gradients: list[Tensor] = []
+        pending = 0
+        with torch.no_grad():
+            while entries:
+                make, wanted, saved, arrived = entries.pop()  # its input is free behind this
+                for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
+                    if target is None or gradient is None:
+                        continue
+                    key = id(target)
+                    if key in sums:
+                        gradient = sums.pop(key) + gradient
+                    awaited[key] -= 1
+                    if awaited[key]:
+                        sums[key] = gradient
+                        continue
+                    targets.append(target)
+                    gradients.append(gradient)
+                    pending += gradient.nbytes
+                    if pending >= _FLUSH_BYTES:
+                        self._deliver(targets, gradients)
+                        pending = 0
+        if targets:
+            self._deliver(targets, gradients)
+
+    def drop(self) -> None:
+        """Forget every slot, and let go of every parameter; what is known of the layers stays."""
+        self._slots.clear()
+        self._edges.clear()
+        self._operators.clear()
+        self._seen.clear()
+        for _, handle, _ in self._watches.values():
+            handle.remove()
+        self._watches.clear()
+
+    def takes(self, targets: tuple[Tensor | None, ...]) -> bool:
+        """Gradients that ``defer_weight_grad`` has for ``targets`` wait in the open slot."""
+        key = tuple(map(id, targets))
+        known = self._operators.get(key)
+        if known is None:
+            known = self._operators[key] = (Operator(tuple(map(str, range(len(targets))))), targets)
+        operator = known[0]
+        assert self.slot is not None, "only an open store is asked"
+        if not operator.waits(self.slot, targets):
+            return False
+        if operator.watched:
+            self.watch(self.slot, operator, targets)
+        return True
+
+    def watch(self, slot: Slot, layer: Operator, targets: tuple[Any, ...]) -> None:
+        """Until ``layer`` went through one I: catch what reaches ``targets`` by another way than through it."""
+        layer.watched = True
+        slot.watched.append((layer, targets))
+        for target in targets:
+            if type(target) is Cast:  # it may be used without its cast too
+                self._watch_node(target.node, target)
+                self._watch_node(self._edge(target.parameter).node, target.parameter)
+            elif target is not None and target.is_leaf and not target._backward_hooks:
+                self._watch_node(self._edge(target).node, target)
+
+    def caught(self, target: Any, gradient: Tensor | None) -> bool:
+        """A gradient reached ``target`` not through its layer; whether it is put in line here."""
+        slot = self.slot
+        if slot is None:  # a W, or a B of the same stage
+            return False
+        if gradient is not None:
+            slot.entries.append((_as_it_is, (target,), None, gradient))
+            slot.caught.add(id(target.parameter if type(target) is Cast else target))
+        return True
+
+    def _watch_node(self, node: Any, target: Any) -> None:
+        if id(node) not in self._watches:
+            self._watches[id(node)] = (node, node.register_prehook(_catch(weakref.ref(self), target)), target)
+
+    def _judge(self, slot: Slot) -> None:
+        """The layers that were watched in this microbatch are clear, or never deferred again."""
+        for layer, targets in slot.watched:
+            layer.watched = False
+            for name, target in zip(layer.names, targets, strict=True):
+                parameter = target.parameter if type(target) is Cast else target
+                if parameter is not None and id(parameter) in slot.caught:
+                    self._refused |= {(id(layer), name)}
+        cleared = {id(t) for _, targets in slot.watched for t in targets if t is not None}
+        cleared |= {id(t.parameter) for _, targets in slot.watched for t in targets if type(t) is Cast}
+        for key, (_, handle, target) in list(self._watches.items()):
+            parameter = target.parameter if type(target) is Cast else target
+            if id(target) in cleared and id(parameter) not in slot.caught:
+                handle.remove()
+                del self._watches[key]
+
+    def _part(self, entries: list[Entry]) -> None:
+        """Let no ``.grad`` lie where an entry does.
+
+        [Note: stolen gradients] Autograd takes the first gradient of a parameter for its ``.grad``, and adds to it in
+        place later. It looks whether somebody else holds that tensor, but not whether somebody holds a view of it,
+        which here would be changed before its W.
+        """
+        held: set[int] | None = None
+        for parameter in self._others:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            at = gradient.data_ptr()
+            if self._seen.get(id(parameter)) == at:
+                continue
+            if held is None:
+                held = {entry[3].untyped_storage().data_ptr() for entry in entries}
+            if gradient.untyped_storage().data_ptr() in held:
+                parameter.grad = gradient.clone()
+                at = parameter.grad.data_ptr()
+            self._seen[id(parameter)] = at
+
+    def _edge(self, parameter: Tensor) -> GradientEdge:
+        found = self._edges.get(id(parameter))
+        if found is not None:
+            return found[1]
+        edge = get_gradient_edge(parameter)
+        if parameter.is_leaf:
+            self._edges[id(parameter)] = (parameter, edge)
+        return edge
+
+    def _deliver(self, targets: list[Any], gradients: list[Tensor]) -> None:
+        edges: list[GradientEdge] = []
+        arriving: list[Tensor] = []
+        for target, gradient in zip(targets, gradients, strict=True):
+            parameter = target
+            if type(target) is Cast:
+                parameter = target.parameter
+                if self._accumulate is None:
+                    edges.append(GradientEdge(target.node, 0))
+                    arriving.append(gradient)
+                    continue
+                gradient = gradient.to(parameter.dtype)
+            if self._accumulate is not None and parameter.is_leaf:
+                self._accumulate(parameter, gradient)
+            else:
+                found = self._edges.get(id(parameter))
+                edges.append(self._edge(parameter) if found is None else found[1])
+                arriving.append(gradient)
+        targets.clear()
+        gradients.clear()
+        if edges:
+            _backward(tuple(edges), tuple(arriving), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    def refuse_create_graph(self) -> None:
+        """Raise where the gradient of a gradient is asked for."""
+        raise ScheduleError(
+            f"stage {self.index}: a backward with create_graph runs while weight gradients are deferred, and would not "
+            "see them; run a program whose backwards are B"
+        )
+
+
+def _as_it_is(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:
+    return (gradient,)
+
+
+def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], Any]:
+    """Hook of the node that would accumulate ``target``. Only autograd holds it: it must not hold the store."""
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        alive = store()
+        return (None,) if alive is not None and alive.caught(target, gradients[0]) else None
+
+    return hook
+
+
+def _others(module: nn.Module, layers: list[Layer]) -> list[nn.Parameter]:
+    deferred = {id(p) for layer in layers for p in layer.module.parameters()}
+    return [p for p in module.parameters() if id(p) not in deferred]

@@ -1,6 +1,6 @@
-"""Lowering: from compute actions to compute and messages.
+"""Lowering: from compute actions to compute, messages and reductions.
 
-    schedules/*, text, CSV --> lower (this file) --> passes, verify, run
+    schedules/*, text, CSV --> lower, reduce_grad (this file) --> passes, verify, run
 
 Torch-free. Each tensor that goes from one rank to another gets a SEND directly after the
 action that makes it, and a RECV in its consumer's list.
@@ -8,19 +8,22 @@ action that makes it, and a RECV in its consumer's list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
+from sixfold.pipeline.paper import turns
 from sixfold.pipeline.counterexample import check_size
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
 
-__all__ = ["lower"]
+__all__ = ["lower", "reduce_grad"]
 
 # Names of their own: Python 3.11 needs a quarter of a microsecond to find Kind.F, once per action in the loop below.
 _F, _SEND_F, _RECV_F, _SEND_B, _RECV_B = Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 _TAKES_GRADIENT = frozenset({Kind.B, Kind.I})
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 def lower(program: Program) -> Program:
@@ -33,50 +36,63 @@ def lower(program: Program) -> Program:
 
     Raises:
         ScheduleError: the program has messages already or lacks forwards, or its order does not let every rank through.
-    Cost: O(actions + ranks * time steps).
+    Cost: O(actions).
     """
-    from sixfold.pipeline.passes import reduce_grad  # passes names lower among its own
-
     _check_actions(program)
     check_size(program)
-    m, stages, placement = program.microbatches, program.stages, program.placement
-    # Of each (stage, microbatch): whether the input of F, and the gradient that B or I takes, was made or announced.
-    inputs, gradients = bytearray(m * stages), bytearray(m * stages)
-    inputs[:m] = gradients[(stages - 1) * m :] = b"\1" * m
+    placement = program.placement
     crosses = [a != b for a, b in pairwise(placement)] + [False]
     rows: list[list[Action]] = [[] for _ in program.ranks]
-    cursor = [0] * len(program.ranks)
-    left = [rank for rank, actions in enumerate(program.ranks) if actions]
-    while left:
-        moved = False
-        for rank in left:  # one action per rank and sweep, as torch does, so that RECVs land in the same places
-            entry = program.ranks[rank][cursor[rank]]
-            parts = entry.parts or (entry,)
-            for part in parts:
-                there = inputs if part.kind is _F else gradients if part.kind in _TAKES_GRADIENT else None
-                if there is not None and not there[part.stage * m + part.microbatch]:  # type: ignore[operator]
-                    break
-            else:
-                cursor[rank] += 1
-                moved = True
-                row = rows[rank]
-                row.append(entry)
-                for part in parts:
-                    stage, kind, k = part.stage, part.kind, part.microbatch
-                    if kind is _F and stage + 1 < stages:
-                        inputs[(stage + 1) * m + k] = 1  # type: ignore[operator]
-                        if crosses[stage]:
-                            row.append(Action(stage, _SEND_F, k))
-                            rows[placement[stage + 1]].append(Action(stage + 1, _RECV_F, k))
-                    elif kind in _TAKES_GRADIENT and stage:
-                        gradients[(stage - 1) * m + k] = 1  # type: ignore[operator]
-                        if crosses[stage - 1]:
-                            row.append(Action(stage, _SEND_B, k))
-                            rows[placement[stage - 1]].append(Action(stage - 1, _RECV_B, k))
-        if not moved:
-            raise _stuck(program, left[0], cursor[left[0]])
-        left = [rank for rank in left if cursor[rank] < len(program.ranks[rank])]
+    lists = list(map(iter, program.ranks))
+    for rank in turns(program):  # ranks take turns as in torch, so that RECVs land in the same places
+        row, entry = rows[rank], next(lists[rank])
+        row.append(entry)
+        for part in entry.parts or (entry,):
+            stage, kind = part.stage, part.kind
+            if kind is _F:
+                if crosses[stage]:
+                    row.append(Action(stage, _SEND_F, part.microbatch))
+                    rows[placement[stage + 1]].append(Action(stage + 1, _RECV_F, part.microbatch))
+            elif kind in _TAKES_GRADIENT and stage and crosses[stage - 1]:
+                row.append(Action(stage, _SEND_B, part.microbatch))
+                rows[placement[stage - 1]].append(Action(stage - 1, _RECV_B, part.microbatch))
     return reduce_grad(replace(program, ranks=tuple(map(tuple, rows))))
+
+
+def reduce_grad(program: Program) -> Program:
+    """Add a REDUCE_GRAD after the last B or W of each stage that has none, once per STEP where there are STEPs.
+
+    It stands behind the SEND of that backward, which a neighbour waits for.
+    """
+    rows = (_with_reductions(actions, program.stages_of(rank)) for rank, actions in enumerate(program.ranks))
+    return replace(program, ranks=tuple(map(tuple, rows)))
+
+
+def _with_reductions(actions: tuple[Action, ...], stages: Iterable[int]) -> Iterable[Action]:
+    kinds = {action.kind for action in actions}
+    wanted = set(stages)
+    if Kind.REDUCE_GRAD in kinds:
+        wanted -= {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
+    row: list[Action] = []  # from the end
+    due = set(wanted)  # stages whose last backward, seen from the end, is still to come
+    held: list[Action] = []  # SENDs directly behind the entry to come: they stay next to it
+    for position in range(len(actions) - 1, -1, -1):
+        entry = actions[position]
+        if not due and Kind.STEP not in kinds:
+            return (*actions[: position + 1], *held, *reversed(row))
+        if entry.kind is Kind.STEP and entry.stage in wanted:
+            due.add(entry.stage)
+        if entry.kind in _SENDS:
+            held.append(entry)
+            continue
+        for part in reversed(entry.parts or (entry,)):
+            if part.kind in BACKWARD_ENDS and part.stage in due:
+                due.remove(part.stage)
+                row.append(Action(part.stage, Kind.REDUCE_GRAD))
+        row += held
+        held = []
+        row.append(entry)
+    return reversed(row + held)
 
 
 def _check_actions(program: Program) -> None:
@@ -95,13 +111,3 @@ def _check_actions(program: Program) -> None:
             if rule:
                 message = f"rank {rank} [{position}] {entry}: {rule}"
                 raise ScheduleError(message, rank=rank, position=position, action=entry)
-
-
-def _stuck(program: Program, rank: int, position: int) -> ScheduleError:
-    entry = program.ranks[rank][position]
-    return ScheduleError(
-        f"rank {rank} [{position}] {entry}: its input is never made; verify(program) shows why",
-        rank=rank,
-        position=position,
-        action=entry,
-    )

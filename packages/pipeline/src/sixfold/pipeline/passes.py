@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.lowering import lower
+from sixfold.pipeline.lowering import lower, reduce_grad
 from sixfold.pipeline.placement import at_least_one
 from sixfold.pipeline.program import Program, Weights
 
@@ -31,42 +31,6 @@ __all__ = [
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 _NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 _VERSIONS = {weights.value: weights for weights in (Weights.PIPEDREAM, Weights.TWO_BW)}
-
-
-def reduce_grad(program: Program) -> Program:
-    """Add a REDUCE_GRAD after the last B or W of each stage that has none, once per STEP where there are STEPs.
-
-    It stands behind the SEND of that backward, which a neighbour waits for.
-    """
-    rows = (_with_reductions(actions, program.stages_of(rank)) for rank, actions in enumerate(program.ranks))
-    return replace(program, ranks=tuple(map(tuple, rows)))
-
-
-def _with_reductions(actions: tuple[Action, ...], stages: Iterable[int]) -> Iterable[Action]:
-    kinds = {action.kind for action in actions}
-    wanted = set(stages)
-    if Kind.REDUCE_GRAD in kinds:
-        wanted -= {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
-    row: list[Action] = []  # from the end
-    due = set(wanted)  # stages whose last backward, seen from the end, is still to come
-    held: list[Action] = []  # SENDs directly behind the entry to come: they stay next to it
-    for position in range(len(actions) - 1, -1, -1):
-        entry = actions[position]
-        if not due and Kind.STEP not in kinds:
-            return (*actions[: position + 1], *held, *reversed(row))
-        if entry.kind is Kind.STEP and entry.stage in wanted:
-            due.add(entry.stage)
-        if entry.kind in _SENDS:
-            held.append(entry)
-            continue
-        for part in reversed(entry.parts or (entry,)):
-            if part.kind in BACKWARD_ENDS and part.stage in due:
-                due.remove(part.stage)
-                row.append(Action(part.stage, Kind.REDUCE_GRAD))
-        row += held
-        held = []
-        row.append(entry)
-    return reversed(row + held)
 
 
 def strip(program: Program) -> Program:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from operator import le, lt
+from operator import le, lt, ne
 
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.costs import Costs
@@ -23,11 +23,12 @@ from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
 from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.slots import check_gathers, check_one_reduction, check_reductions, check_steps
-from sixfold.pipeline.waits import Wait, meet, run_to_the_end, shortest_cycle
+from sixfold.pipeline.waits import Wait, meet, shortest_cycle
 
 __all__ = ["Report", "verify"]
 
 _LOCAL = "both its stages are on this rank; no message goes there"
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
 _TURN = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}  # of the actions of a stage on a microbatch
 _PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
@@ -82,15 +83,7 @@ def verify(
     _check_compute(found)
     _check_messages(found)
     _check_slots(found)
-    if not (found.lowered and transport == "rendezvous" and meet(found.messages)):
-        waits = _message_waits(found, transport) if found.lowered else _compute_waits(found)
-        lengths = [len(actions) for actions in program.ranks]
-        done = run_to_the_end(waits, lengths)
-        if done != lengths:
-            meeting = found.lowered and transport == "rendezvous"
-            raise deadlock(program, shortest_cycle(waits, done), rendezvous=meeting)
-        if transport == "buffered":
-            _check_fifo(found)
+    _check_waits(found, transport)
     peaks = peak_activations(
         program,
         costs.activation if costs is not None and costs.activation is not None else activation_share(program),
@@ -303,6 +296,72 @@ def _check_slots(found: _Found) -> None:
             check_reductions(found.program, rank)
     else:
         check_one_reduction(found.program, found.slots, found.ends)
+
+
+def _check_waits(found: _Found, transport: str) -> None:
+    """Nobody waits for ever: every rank gets through its list of tensors."""
+    meeting, actions = found.lowered and transport == "rendezvous", found.program.ranks
+    if not found.lowered:
+        lists = [_computed(found, row) for row in actions]
+    elif meeting:
+        lists = found.messages
+    else:
+        kinds = ([entry.kind for entry in row if entry.kind in MESSAGES] for row in actions)
+        lists = [
+            [~number if kind in _SENDS else number for kind, number in zip(row, numbers, strict=True)]
+            for row, numbers in zip(kinds, found.messages, strict=True)
+        ]
+    reached = meet(lists)
+    if reached != list(map(len, lists)):
+        done = [
+            len(actions[rank]) if here == len(lists[rank]) else _place(found, rank, lists[rank][here])
+            for rank, here in enumerate(reached)
+        ]
+        waits = _message_waits(found, transport) if found.lowered else _compute_waits(found)
+        raise deadlock(found.program, shortest_cycle(waits, done), rendezvous=meeting)
+    if found.lowered and not meeting:
+        _check_fifo(found)
+
+
+def _computed(found: _Found, actions: Sequence[Action]) -> list[int]:
+    """The tensors that a rank of a compute-only program takes from others and leaves for them, as ``meet`` reads them.
+
+    The numbers are those of ``_Found.messages``.
+    """
+    m, placement = found.program.microbatches, found.program.placement
+    # Whether the stage's input, and its output, cross ranks.
+    below, above = [False, *map(ne, placement, placement[1:])], [*map(ne, placement, placement[1:]), False]
+    gradients = m * len(placement)
+    numbers: list[int] = []
+    for entry in actions:
+        left: list[int] = []  # by an overlap at the end of all its parts
+        for action in entry.parts or (entry,):
+            kind, stage = action.kind, action.stage
+            if kind is Kind.F:
+                number = stage * m + action.microbatch  # type: ignore[operator]
+                if below[stage]:
+                    numbers.append(number)
+                if above[stage]:
+                    left.append(~(number + m))
+            elif kind is Kind.B or kind is Kind.I:
+                number = gradients + stage * m + action.microbatch  # type: ignore[operator]
+                if above[stage]:
+                    numbers.append(number)
+                if below[stage]:
+                    left.append(~(number - m))
+        numbers += left
+    return numbers
+
+
+def _place(found: _Found, rank: int, tensor: int) -> int:
+    """Position at which ``rank`` waits for the other end of ``tensor``."""
+    m, gradients = found.program.microbatches, found.program.microbatches * found.program.stages
+    backward, index = divmod(tensor, gradients)
+    if not found.lowered:
+        return found.starts[index] if backward else found[Kind.F][index]
+    if found.program.placement[index // m] == rank:
+        return found[Kind.RECV_B if backward else Kind.RECV_F][index]
+    return found[Kind.SEND_B][index + m] if backward else found[Kind.SEND_F][index - m]
 
 
 def _message_waits(found: _Found, transport: str) -> list[list[Wait]]:

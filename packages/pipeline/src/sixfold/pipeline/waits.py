@@ -1,6 +1,7 @@
 """Who waits for whom: the core of the deadlock proof.
 
-    waits of every rank --> stuck ranks, shortest cycle (this file) --> verify
+    who gives and takes what --> stuck ranks (this file) --> verify
+    waits of every rank --> shortest cycle (this file)   --> counterexample
 
 Torch-free. [Note: waits] A wait is ``(position, peer, need)`` in a rank's list:
 the rank cannot pass ``position`` before ``peer`` has done its entries 0..need.
@@ -14,65 +15,42 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-__all__ = ["Wait", "meet", "run_to_the_end", "shortest_cycle"]
+__all__ = ["Wait", "meet", "shortest_cycle"]
 
 Wait = tuple[int, int, int]  # position, peer, need
 
 
-def meet(messages: list[list[int]]) -> bool:
-    """Whether ranks that go through their lists and wait at each message for its other end all get through.
-
-    The rendezvous of ``run_to_the_end`` in half the time; it does not say who is stuck.
+def meet(lists: list[list[int]]) -> list[int]:
+    """Let every rank go through its list of tensors as far as it can, without a clock.
 
     Args:
-        messages: per rank; each number occurs twice, on two ranks.
-    """
-    at = [0] * len(messages)
-    standing: dict[int, int] = {}  # message -> the rank that waits there
-    ready = list(range(len(messages)))
-    while ready:
-        rank = ready.pop()
-        mine, here = messages[rank], at[rank]
-        while here < len(mine):
-            other = standing.pop(mine[here], None)
-            if other is None:
-                standing[mine[here]] = rank
-                break
-            here += 1
-            at[other] += 1
-            ready.append(other)
-        at[rank] = here
-    return not standing
-
-
-def run_to_the_end(waits: list[list[Wait]], lengths: list[int]) -> list[int]:
-    """Let every rank go as far as its waits allow.
-
-    Args:
-        waits: per rank, ascending in position.
-        lengths: entries in each rank's list.
+        lists: per rank, each tensor once at the rank that gives it and once at the one that takes it. A number n waits
+            until the other end is reached as well; ``~n`` passes on and leaves n there for the other end.
     Returns:
-        entries done per rank; equal to ``lengths`` iff nothing hangs.
-    Cost: O(waits), since a rank is looked at again only when the one it waits for moved.
+        how far each rank gets; nothing hangs iff all get to the end.
+    Cost: O(numbers).
     """
-    done, cursor = [0] * len(lengths), [0] * len(lengths)
-    sleepers: list[list[int]] = [[] for _ in lengths]
-    ready = list(range(len(lengths)))
+    at = [0] * len(lists)
+    standing: dict[int, int] = {}  # tensor -> the rank that waits for its other end, or -1: it has been left there
+    ready = list(range(len(lists)))
     while ready:
         rank = ready.pop()
-        mine, at = waits[rank], cursor[rank]
-        while at < len(mine) and done[mine[at][1]] > mine[at][2]:
-            at += 1
-        cursor[rank] = at
-        reached = mine[at][0] if at < len(mine) else lengths[rank]
-        if reached != done[rank]:
-            done[rank] = reached
-            ready += sleepers[rank]
-            sleepers[rank] = []
-            ready.append(rank)  # arriving here may be all that the wait here asked of us
-        elif at < len(mine):
-            sleepers[mine[at][1]].append(rank)
-    return done
+        mine, here = lists[rank], at[rank]
+        while here < len(mine):
+            number = mine[here]
+            tensor = number if number >= 0 else ~number
+            other = standing.pop(tensor, None)
+            if other is None:
+                if number >= 0:
+                    standing[tensor] = rank
+                    break
+                standing[tensor] = -1
+            elif other >= 0:
+                at[other] += 1
+                ready.append(other)
+            here += 1
+        at[rank] = here
+    return at
 
 
 def shortest_cycle(waits: list[list[Wait]], done: list[int]) -> list[tuple[int, Wait]]:
@@ -83,8 +61,8 @@ def shortest_cycle(waits: list[list[Wait]], done: list[int]) -> list[tuple[int, 
     not O(entries).
 
     Args:
-        waits: as in ``run_to_the_end``.
-        done: its result, with at least one rank stuck.
+        waits: per rank, ascending in position.
+        done: entries that each rank gets through; at least one rank is stuck.
     Returns:
         (rank, wait) of each link of the cycle.
     """

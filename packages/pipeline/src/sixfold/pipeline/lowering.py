@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
-from sixfold.pipeline.paper import turns
 from sixfold.pipeline.counterexample import check_size
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.paper import turns
 from sixfold.pipeline.program import Program
 
 __all__ = ["lower", "reduce_grad"]

@@ -23,6 +23,7 @@ from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
 if TYPE_CHECKING:
+    from sixfold.pipeline.from_torch import TorchSchedule, program_of
     from sixfold.pipeline.layers import defer_weight_grad
     from sixfold.pipeline.run import PipelineRunner, StepResult
     from sixfold.pipeline.stage import Stage
@@ -43,6 +44,7 @@ __all__ = [
     "Stage",
     "StepResult",
     "Timeline",
+    "TorchSchedule",
     "Weights",
     "defer_weight_grad",
     "draw",
@@ -51,13 +53,21 @@ __all__ = [
     "plan",
     "plan_2bw",
     "plan_over",
+    "program_of",
     "replan",
     "simulate",
     "verify",
     *schedules.__all__,
 ]
 
-_NEED_TORCH = {"PipelineRunner": "run", "StepResult": "run", "Stage": "stage", "defer_weight_grad": "layers"}
+_NEED_TORCH = {
+    "PipelineRunner": "run",
+    "Stage": "stage",
+    "StepResult": "run",
+    "TorchSchedule": "from_torch",
+    "defer_weight_grad": "layers",
+    "program_of": "from_torch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -137,6 +137,7 @@ class PipelineRunner:
         *,
         kwargs: Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
+        keep_outputs: bool = False,
     ) -> StepResult:
         """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``.
 
@@ -144,12 +145,13 @@ class PipelineRunner:
         """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
         with torch.no_grad():
-            return self._run(program, "evaluate", goal, inputs, targets, kwargs)
+            return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs)
 
-    def forward(self, inputs: Any = None) -> StepResult:
+    def forward(self, inputs: Any = None, *, kwargs: Sequence[Mapping[str, Any]] | None = None) -> StepResult:
         """Outputs of the last stage, on its rank, without gradients; nothing else remains."""
+        goal = Goal(train=False, loss_fn=None, autocast=_autocast())
         with torch.no_grad():
-            return self._run(None, "forward", Goal(train=False, loss_fn=None, autocast=_autocast()), inputs, None, None)
+            return self._run(None, "forward", goal, inputs, None, kwargs)
 
     def _run(
         self,

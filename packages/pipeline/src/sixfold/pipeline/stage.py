@@ -93,6 +93,25 @@ class Stage:
                 f"stage {index} has tied parameters and data_parallel, which owns their gradients; add those there"
             )
 
+    @classmethod
+    def from_torch(cls, stage: Any, **options: Any) -> Stage:
+        """The stage that a ``torch.distributed.pipelining.PipelineStage`` is; its module is shared, not copied.
+
+        Args:
+            options: of ``Stage``.
+        Raises:
+            ScheduleError: it is none, or has a ``dw_builder``.
+        """
+        module, index = getattr(stage, "submod", None), getattr(stage, "stage_index", None)
+        if module is None or index is None:
+            raise ScheduleError(f"a {type(stage).__name__} is no PipelineStage: it has no submod and stage_index")
+        if getattr(stage, "dw_builder", None) is not None:
+            raise ScheduleError(
+                f"stage {index} has a dw_builder, which runs weight gradients its own way; make the stage without it: "
+                "a program with I and W needs none here"
+            )
+        return cls(module, index, **options)
+
     @property
     def call(self) -> Callable[..., Any]:
         """What F runs: ``data_parallel.call``, else the module, else the identity; checkpointed if asked for."""

@@ -1,0 +1,246 @@
+"""The classes of torch.distributed.pipelining's users, on this executor.
+
+    schedule's name or CSV, PipelineStage objects --> TorchSchedule (this file) --> PipelineRunner
+
+[Note: torch's division] torch sums the gradients of a step undivided and divides ``.grad`` by the number of
+microbatches at its end. So does this class, that gradients have torch's bits for any number of microbatches; but
+gradients from before the step are set aside meanwhile, which torch divides once more at every step. A stage with
+``data_parallel`` has its gradients elsewhere; there each loss is divided before its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sixfold.pipeline.errors import ScheduleError, whole
+from sixfold.pipeline.program import Program
+from sixfold.pipeline.run import PipelineRunner
+from sixfold.pipeline.schedules import by_name
+from sixfold.pipeline.stage import Stage
+
+__all__ = ["TorchSchedule", "program_of"]
+
+
+def program_of(schedule: str | Path, ranks: int, microbatches: int, chunks: int = 1) -> Program:
+    """The program of a schedule's name, ours, torch's or torchtitan's, or of a CSV file of theirs.
+
+    Args:
+        schedule: such as "1F1B", "Interleaved1F1B", "zb_v"; or a path that ends in ``.csv``, "compute_only" or
+            "compute_comms".
+        chunks: stages per rank.
+    Raises:
+        ScheduleError: no such schedule, one that cannot have so many chunks, or a file for other ranks,
+            microbatches or stages.
+    """
+    if not str(schedule).endswith(".csv"):
+        return by_name(str(schedule)).with_chunks(ranks, microbatches, chunks)
+    program = Program.from_csv(Path(schedule).read_text())
+    there = {"ranks": len(program.ranks), "microbatches": program.microbatches, "stages": program.stages}
+    asked = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * chunks}
+    for what, count in asked.items():
+        if there[what] != count:
+            raise ScheduleError(f"{schedule} has {there[what]} {what}; here there are {count}")
+    return program
+
+
+class TorchSchedule:
+    """``Schedule1F1B``, ``ScheduleZBVZeroBubble``, ... with torch's arguments and calls, run by ``PipelineRunner``.
+
+    All ranks of the group make theirs together, and make the same calls.
+
+    Args:
+        schedule: as ``program_of`` takes it.
+        stages: this rank's ``torch.distributed.pipelining.PipelineStage`` objects, or one; ``Stage`` objects are taken
+            too, where ``group`` and ``num_stages`` say the rest.
+        n_microbatches: of a step.
+        loss_fn: of output and target; None runs forwards alone.
+        scale_grads: divide gradients by ``n_microbatches`` ([Note: torch's division]).
+        group: None takes the stages' own.
+        num_stages: None takes the stages' own.
+        options: of ``PipelineRunner``, such as ``timeout_s`` and ``store``.
+    Attributes:
+        program, runner: what runs, and what runs it.
+    Raises:
+        ScheduleError: stages without a group, or of different groups or numbers of stages, a number of stages that the
+            ranks do not divide, a stage with a ``dw_builder``; or as ``program_of`` and ``PipelineRunner``.
+    """
+
+    def __init__(
+        self,
+        schedule: str | Path,
+        stages: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        scale_grads: bool = True,
+        group: dist.ProcessGroup | None = None,
+        num_stages: int | None = None,
+        **options: Any,
+    ) -> None:
+        given = list(stages) if isinstance(stages, Sequence) else [stages]
+        group = _one_of("group", given, group)
+        count = whole("num_stages", _one_of("num_stages", given, num_stages), least=1)
+        ranks = group.size()
+        if count % ranks:
+            raise ScheduleError(f"num_stages is {count}, which {ranks} ranks do not divide; each rank has equally many")
+        self._microbatches = whole("n_microbatches", n_microbatches, least=1)
+        self._stages = [stage if isinstance(stage, Stage) else Stage.from_torch(stage) for stage in given]
+        self._loss_fn = loss_fn
+        self._loss_kwargs: dict[str, Any] = {}
+        own = all(stage.data_parallel is None for stage in self._stages)
+        self._divide = scale_grads and own
+        self.program = program_of(schedule, ranks, self._microbatches, count // ranks)
+        self._last = self.program.placement[-1] == group.rank()
+        self.runner = PipelineRunner(
+            self.program,
+            self._stages,
+            group,
+            None if loss_fn is None else self._loss,
+            scale="mean" if scale_grads and not own else "sum",
+            **options,
+        )
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One batch, forward and backward; as torch's ``step``.
+
+        Args:
+            args: the model's inputs, where stage 0 is. Tensors are cut along dim 0, other values go to each microbatch.
+            target: where the last stage is; cut likewise.
+            losses: filled, where the last stage is, with the losses of the microbatches, detached.
+            return_outputs: join the last stage's outputs; False saves their memory.
+            loss_kwargs: further arguments of ``loss_fn``.
+            kwargs: of every local stage's module; cut likewise, never sent.
+        Returns:
+            the outputs of the whole batch where the last stage is, else None.
+        Raises:
+            ScheduleError: rows that ``n_microbatches`` does not divide, where gradients are divided by it; or as
+                ``PipelineRunner.step``.
+        """
+        if self._loss_fn is None:
+            return self.eval(*args, target=target, losses=losses, **kwargs)
+        batch = self._cut(args, target, kwargs)
+        self._loss_kwargs = dict(loss_kwargs or {})
+        keep = return_outputs and self._last
+        with _divided(self._stages, self._microbatches if self._divide else 1):
+            result = self.runner.step(*batch[:2], kwargs=batch[2], keep_outputs=keep)
+        _fill(losses, result.losses, self._last)
+        return joined(result.outputs) if keep else None
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forwards alone; arguments and result as ``step``'s."""
+        inputs, targets, each = self._cut(args, target, kwargs)
+        self._loss_kwargs = dict(loss_kwargs or {})
+        if self._loss_fn is None:
+            result = self.runner.forward(inputs, kwargs=each)
+        else:
+            result = self.runner.evaluate(inputs, targets, kwargs=each, keep_outputs=self._last)
+        _fill(losses, result.losses, self._last)
+        return joined(result.outputs) if self._last else None
+
+    def _loss(self, output: Any, target: Any) -> Any:
+        assert self._loss_fn is not None, "the runner has a loss_fn only if there is one"
+        return self._loss_fn(output, target, **self._loss_kwargs)
+
+    def _cut(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, list[dict[str, Any]]]:
+        m = self._microbatches
+        inputs = cut(args, m, "args", equal=self._divide) if args else None
+        return inputs, cut(target, m, "target", equal=self._divide), cut(kwargs, m, "kwargs", equal=self._divide)
+
+
+def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:
+    """``value`` as m of its kind: tensors in it cut along dim 0, other leaves in each.
+
+    Raises:
+        ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
+    """
+    if isinstance(value, Tensor):
+        rows = value.shape[0] if value.dim() else 0
+        if rows < m or (equal and rows % m):
+            rule = "each counts equally; scale_grads=False takes them" if rows >= m else "each has one at least"
+            raise ScheduleError(f"{name} has {rows} rows for {m} microbatches; {rule}")
+        return list(torch.tensor_split(value, m))
+    if isinstance(value, Mapping):
+        parts = {key: cut(each, m, f"{name}[{key!r}]", equal=equal) for key, each in value.items()}
+        return [{key: part[k] for key, part in parts.items()} for k in range(m)]
+    if isinstance(value, tuple | list):
+        rows_of = [cut(each, m, f"{name}[{at}]", equal=equal) for at, each in enumerate(value)]
+        return [type(value)(part[k] for part in rows_of) for k in range(m)]
+    return [value] * m
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of m microbatches as one: tensors joined along dim 0, of other leaves the last."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: joined([each[key] for each in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return type(first)(joined(part) for part in zip(*outputs, strict=True))
+    return outputs[-1]
+
+
+def _one_of(name: str, stages: Iterable[Any], given: Any) -> Any:
+    """What is given, or what all the stages say."""
+    said = [getattr(stage, name, None) for stage in stages]
+    if given is not None:
+        return given
+    if not said or any(one is None or one != said[0] for one in said):
+        raise ScheduleError(f"{name} of the stages is {said}; give them one, or {name}=")
+    return said[0]
+
+
+@contextmanager
+def _divided(stages: Iterable[Stage], by: int) -> Iterator[None]:
+    """Gradients that come within are divided by ``by``, and added to those from before."""
+    parameters = _parameters(stages) if by > 1 else []
+    before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(by)
+    except BaseException:
+        for parameter in parameters:
+            parameter.grad = None
+        raise
+    finally:
+        for parameter, gradient in before:
+            new, parameter.grad = parameter.grad, gradient
+            if new is not None:
+                gradient.add_(new)
+
+
+def _parameters(stages: Iterable[Stage]) -> list[nn.Parameter]:
+    """Each parameter of the stages once."""
+    modules = (stage.module for stage in stages if stage.module is not None)
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+
+def _fill(losses: list[Tensor] | None, made: Sequence[Tensor], last: bool) -> None:
+    if losses is not None and last:
+        losses[:] = made

@@ -62,9 +62,10 @@ def bare_work(rank: int) -> Callable[[], object]:
     return step
 
 
-def ours(rank: int) -> Callable[[], object]:
-    """This package's runner."""
-    runner = PipelineRunner(one_f_one_b(RANKS, M), [Stage(module(), rank)], dist.group.WORLD, loss, timeout_s=60)
+def ours(rank: int, edges: str | None = None) -> Callable[[], object]:
+    """This package's runner; edges of shared memory, or "groups" of gloo."""
+    stages = [Stage(module(), rank)]
+    runner = PipelineRunner(one_f_one_b(RANKS, M), stages, dist.group.WORLD, loss, timeout_s=60, edges=edges)
     x, y = torch.randn(M * ROWS, WIDTH), torch.randn(M * ROWS, WIDTH)
     return lambda: runner.step(x, y)
 
@@ -88,6 +89,7 @@ def torchs(rank: int, outputs: bool = False) -> Callable[[], object]:
 CONTENDERS = {
     "bare": bare_work,
     "sixfold": ours,
+    "sixfold, gloo": partial(ours, edges="groups"),
     "torch": torchs,
     "torch, outputs": partial(torchs, outputs=True),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
@@ -27,10 +28,10 @@ def cut(rows: list[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
     return list(inputs.split(rows)), list(targets.split(rows))
 
 
-def change_shapes(rank: int, ranks: int) -> None:
+def change_shapes(rank: int, ranks: int, edges: str | None) -> None:
     """Uneven microbatches, new shapes with every step, an evaluation between, and other programs."""
     modules, oracle = layers(2), layers(2)
-    runner = two_stages(rank, modules)
+    runner = two_stages(rank, modules, edges=edges)
     for seed, rows in enumerate([[3, 1, 2], [3, 1, 2], [5, 5, 1], [2, 2, 2], [2, 2, 4]]):
         inputs, targets = cut(rows, seed)
         runner.step(inputs, targets)
@@ -46,8 +47,9 @@ def change_shapes(rank: int, ranks: int) -> None:
     assert equal_bits(gradients(modules[rank]), gradients(oracle[rank]))
 
 
-def test_shapes_and_programs_may_change_from_step_to_step():
-    run_ranks(change_shapes, 2)
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_shapes_and_programs_may_change_from_step_to_step(edges):
+    run_ranks(change_shapes, 2, edges)
 
 
 class Doubles(nn.Module):
@@ -57,7 +59,7 @@ class Doubles(nn.Module):
         return torch.cat([x, x]) if double else x
 
 
-def surprise(rank: int, ranks: int, dynamic: bool) -> list[str]:
+def surprise(rank: int, ranks: int, dynamic: bool, edges: str | None) -> list[str]:
     """Change the output of stage 0: of the first microbatch (announced), then of the last only."""
     modules: list[nn.Module] = [Doubles(), layers(1)[0]]
     runner = PipelineRunner(
@@ -67,6 +69,7 @@ def surprise(rank: int, ranks: int, dynamic: bool) -> list[str]:
         lambda output, _: output.sum(),
         timeout_s=5,
         dynamic_shapes=dynamic,
+        edges=edges,
     )
     seen = []
     for doubles in ([0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 1, 0]):
@@ -91,15 +94,16 @@ class _Quiet(nn.Module):
 
 
 def test_a_changed_first_output_is_announced_and_a_later_one_is_refused():
-    sender, receiver = run_ranks(surprise, 2, False)
+    sender, receiver = run_ranks(surprise, 2, False, "groups")
     assert sender[:3] == receiver[:3] == ["fine"] * 3
     assert "0SEND_F2: stage 0 made torch.float32 (2, 8) of microbatch 2" in sender[3]
     assert "in the step before torch.float32 (4, 8); make the runner with dynamic_shapes=True" in sender[3]
     assert receiver[3].startswith("rank 1 waits at [")
 
 
-def test_with_dynamic_shapes_any_output_may_change():
-    assert run_ranks(surprise, 2, True) == [["fine"] * 4] * 2
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_with_dynamic_shapes_or_in_shared_memory_any_output_may_change(edges):
+    assert run_ranks(surprise, 2, edges is not None, edges) == [["fine"] * 4] * 2
 
 
 class Pair(nn.Module):
@@ -113,7 +117,7 @@ class Pair(nn.Module):
         return self.layer(hidden)[index], index
 
 
-def pairs(rank: int, ranks: int) -> None:
+def pairs(rank: int, ranks: int, edges: str | None) -> None:
     """Pairs over three ranks, the middle one with an empty stage."""
     torch.manual_seed(0)
     modules: list[nn.Module | None] = [Pair(), None, Pair()]
@@ -125,6 +129,7 @@ def pairs(rank: int, ranks: int) -> None:
         lambda out, _: out[0].float().sum(),
         scale="sum",
         timeout_s=10,
+        edges=edges,
     )
     for _ in range(2):
         runner.step(parts)
@@ -137,8 +142,9 @@ def pairs(rank: int, ranks: int) -> None:
         assert equal_bits(gradients(modules[rank]), gradients(oracle[rank]))
 
 
-def test_tuples_bfloat16_integers_and_an_empty_stage_travel():
-    run_ranks(pairs, 3)
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_tuples_bfloat16_integers_and_an_empty_stage_travel(edges):
+    run_ranks(pairs, 3, edges)
 
 
 def by_token(rank: int, ranks: int) -> None:

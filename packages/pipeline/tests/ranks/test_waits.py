@@ -18,6 +18,7 @@ from ranktest import run_ranks, store
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, Stage, gpipe, one_f_one_b
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport.groups import GroupControl, GroupLinks, Outgoing
+from sixfold.pipeline.transport.shared_memory import SharedOutgoing
 
 TIMEOUT_S = 0.5
 ALLOWED_S = TIMEOUT_S + 1.0
@@ -52,7 +53,7 @@ def stop_at(owner: Any, name: str) -> None:
     setattr(owner, name, stopping)
 
 
-def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, float] | None:
+def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) -> tuple[str, str, float] | None:
     """Rank 1 stops at ``where``; what rank 0 gets, and how long it took."""
     dist.barrier()  # both are up: on a busy machine one may be late by more than the deadline
     module: nn.Module = layers(ranks)[rank]
@@ -71,9 +72,9 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, 
         elif where == "backlog":
             module = Stops(1)
         elif where == "sending":
-            stop_at(Outgoing, "send")
+            stop_at(SharedOutgoing if edges is None else Outgoing, "send")
     # A rank that runs ahead of a stopped one by more than the kernel buffers waits for its oldest SEND.
-    program, rows = (gpipe(ranks, 12), 240_000) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
+    program, rows = (gpipe(ranks, 12), 240_000 if edges else 24) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
     begin = time.monotonic()
     try:
         runner = PipelineRunner(
@@ -84,6 +85,7 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, 
             timeout_s=TIMEOUT_S,
             store=store(),
             scale=scale,
+            edges=edges,
         )
         begin = time.monotonic()
         runner.step(*batch(rows))
@@ -94,9 +96,15 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str) -> tuple[str, str, 
     return "none", "", 0.0
 
 
-@pytest.mark.parametrize("where", ["making", "agreeing", "connecting", "forward", "sending", "tokens", "backlog"])
-def test_a_stopped_rank_is_a_timeout_in_every_wait(where):
-    kind, text, took = run_ranks(beside_a_stopped_rank, 2, where, allow_exit=(1,))[0]
+@pytest.mark.parametrize(
+    ("where", "edges"),
+    [
+        *((where, None) for where in ("making", "agreeing", "connecting", "forward", "sending", "tokens", "backlog")),
+        *((where, "groups") for where in ("connecting", "forward", "sending", "backlog")),
+    ],
+)
+def test_a_stopped_rank_is_a_timeout_in_every_wait(where, edges):
+    kind, text, took = run_ranks(beside_a_stopped_rank, 2, where, edges, allow_exit=(1,))[0]
     assert kind == "PipelineTimeout"
     assert took < ALLOWED_S, f"{took:.2f} s: {text}"
     assert "rank 0 wait" in text

@@ -19,65 +19,23 @@ it travels in headers only, and a change of it is a change of shape.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.transport.routes import Route, forward_edges, route_of
+from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs, words_of
 
-__all__ = ["GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing"]
+__all__ = ["GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
 
 Values = tuple[Any, ...]
 _FLAGS = 1  # tag of flags and headers: one for all lanes, so that ranks in different calls notice it
-TensorSpec = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, whether its gradient is wanted
-_PLAIN = (type(None), bool, int, float)
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-
-
-class Plain:
-    """A value that is no tensor, as part of a shape: equal by type and spelling, so that NaN equals itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: float | None) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plain) and repr(self.value) == repr(other.value)
-
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
-
-    def __str__(self) -> str:
-        return repr(self.value)
-
-
 Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
-Spec = TensorSpec | Plain
-Specs = tuple[Spec, ...]
 
 
 class TensorOutgoing(Protocol):
@@ -188,7 +146,7 @@ class Outlet:
     def send_forward(self, slot: Slot, action: Action, values: Values) -> None:
         """An output."""
         lane = self._lane
-        specs = tuple([_spec(value) for value in values])
+        specs = specs_of(values)
         same = specs == lane.sent.get(slot)
         if not self._left:
             self._left = self._batch
@@ -197,12 +155,12 @@ class Outlet:
             lane.control.send_number(2 * lane.number + self._headers, self._peer, _FLAGS, action)
         self._left -= 1
         if self._headers:
-            lane.control.send(_header(specs, action), self._peer, action, _FLAGS)
+            lane.control.send(pack_specs(specs, action), self._peer, action, _FLAGS)
             lane.sent[slot] = specs
         elif not same:
             raise ScheduleError(
-                f"stage {action.stage} made {_words(specs)} of microbatch {action.microbatch}, in the step before "
-                f"{_words(lane.sent[slot])}; make the runner with dynamic_shapes=True"
+                f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
+                f"{words_of(lane.sent[slot])}; make the runner with dynamic_shapes=True"
             )
         self._edge.send([v for v in values if isinstance(v, Tensor)], lane.tag, action)
 
@@ -250,16 +208,13 @@ class Inlet:
             self._read_flag(wanted.action)
         if receipt.route.forward and self._headers:
             header = self._lane.control.receive(self._peer, wanted.action, _FLAGS)
-            self._lane.received[receipt.slot] = _specs(header)
+            self._lane.received[receipt.slot] = unpack_specs(header)
         self._ask(receipt)
 
     def _read_flag(self, action: Action) -> None:
         call, flag = divmod(self._lane.control.receive_number(self._peer, _FLAGS, action), 2)
         if call != self._lane.number:
-            raise ScheduleError(
-                f"rank {self._peer} runs another program in this step, or another call (step, evaluate, forward); "
-                "all ranks make the same calls"
-            )
+            raise other_call(self._peer)
         self._headers = bool(flag)
         self._lane.open |= self._headers
 
@@ -301,35 +256,9 @@ def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
     return tensor.requires_grad_() if wants_gradient else tensor
 
 
-def _spec(value: Any) -> Spec:
-    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else Plain(value)
-
-
-def _header(specs: Specs, action: Action) -> bytes:
-    entries: list[object] = []
-    for spec in specs:
-        if isinstance(spec, Plain):
-            if type(spec.value) not in _PLAIN:
-                raise ScheduleError(
-                    f"stage {action.stage} made a {type(spec.value).__name__} of microbatch {action.microbatch}; "
-                    "tensors, None, ints, floats and bools travel between stages"
-                )
-            entries.append({"plain": spec.value})
-            continue
-        shape, dtype, wants_gradient = spec
-        if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
-            raise ScheduleError(f"{dtype} does not travel between stages; known are {', '.join(_DTYPES)}")
-        entries.append([name, list(shape), wants_gradient])
-    return json.dumps(entries).encode()
-
-
-def _specs(header: bytes) -> Specs:
-    return tuple(
-        Plain(entry["plain"]) if isinstance(entry, dict) else (torch.Size(entry[1]), _DTYPES[entry[0]], bool(entry[2]))
-        for entry in json.loads(header)
+def other_call(peer: int) -> ScheduleError:
+    """A message came that belongs to nothing that runs here."""
+    return ScheduleError(
+        f"rank {peer} runs another program in this step, or another call (step, evaluate, forward); "
+        "all ranks make the same calls"
     )
-
-
-def _words(specs: Specs) -> str:
-    words = (str(spec) if isinstance(spec, Plain) else f"{spec[1]} {tuple(spec[0])}" for spec in specs)
-    return ", ".join(words) or "nothing"

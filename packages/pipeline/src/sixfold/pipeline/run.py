@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,9 @@ class PipelineRunner:
         lookahead: compute actions by which a receive is posted before its place.
         profile: not supported, and refused: ``simulate`` times a program on paper, torch.profiler a step.
         dynamic_shapes: shapes may differ in every step and microbatch without notice.
-        edges: ``edges(source, destination)`` makes the group of a directed edge; None makes a
-            communicator per edge. One shared NCCL communicator serialises both directions.
+        edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
+            memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
+            "groups" always the latter. One shared NCCL communicator serialises both directions.
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
             right (``verify``, where a SEND never waits), or it has other actions than F, B, messages and slots.
@@ -75,7 +76,7 @@ class PipelineRunner:
         lookahead: int = 2,
         profile: bool = False,
         dynamic_shapes: bool = False,
-        edges: Callable[[int, int], dist.ProcessGroup] | None = None,
+        edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups"] | None = None,
     ) -> None:
         check_loss(loss_fn, scale, stages)
         if profile:

@@ -8,17 +8,17 @@ runners never take each other's messages. A ``Lane`` is what one compiled progra
 uses; its ends are bound to an action each, so that a SEND is one call and a
 RECV is two: ``post`` at its place (or ahead of it), ``wait`` at its consumer.
 
-Back ends: ``groups.py`` (gloo, NCCL), ``threads.py`` (ranks that are threads),
-``one_thread.py`` (all ranks in one thread). What a message holds is given as it is:
-tensors, None, ints, floats and bools. Of a forward message the receiver gets leaves
-that ask for gradients where the sender's tensors did; of a backward message the
-gradients of those, in order.
+Back ends: ``groups.py`` (gloo, NCCL, and ``shared_memory.py`` for CPU tensors on one host),
+``threads.py`` (ranks that are threads), ``one_thread.py`` (all ranks in one thread).
+What a message holds is given as it is: tensors, None, ints, floats and bools. Of a
+forward message the receiver gets leaves that ask for gradients where the sender's
+tensors did; of a backward message the gradients of those, in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ class Transport(Protocol):
         """
 
 
-def over(group: Any, edges: EdgeFactory | None = None) -> Transport:
+def over(group: Any, edges: EdgeFactory | Literal["groups"] | None = None) -> Transport:
     """The transport over a process group; ``edges`` as in PipelineRunner."""
     from sixfold.pipeline.transport.groups import GroupTransport
 

@@ -23,12 +23,15 @@ for when more than a window are in flight; NCCL tells, and is asked at each SEND
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from socket import socket
 from sys import byteorder
-from typing import Any
+from typing import Any, Literal
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -38,12 +41,17 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.faults import Store
-from sixfold.pipeline.messages import GroupLane, TensorSpec
-from sixfold.pipeline.transport.routes import Edge, forward_edges
-from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
+from sixfold.pipeline.messages import GroupLane
+from sixfold.pipeline.messages import Receipt as GroupReceipt
+from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, route_of
+from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
+from sixfold.pipeline.transport.specs import TensorSpec
+from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, StreamWait, within
 
 __all__ = ["GroupControl", "GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
 
+Values = tuple[Any, ...]
+EdgeFactory = Callable[[int, int], dist.ProcessGroup]
 _SENDS_IN_FLIGHT = 8  # per edge; then a SEND waits for the oldest, so that a slow peer bounds memory
 _NOTES_IN_FLIGHT = 64  # likewise, of small things
 _NOTE = 256  # bytes that one message of the control channel holds; a longer one is followed by the rest
@@ -71,6 +79,10 @@ class Outgoing:
                 raise PeerLost(action, self._rank) from error
             self._in_flight.append((work, tensor, action))
         self._wait.release(self._in_flight, _SENDS_IN_FLIGHT, self._rank)
+
+    def deliver(self, deadline: float) -> None:
+        """Wait until everything has been sent."""
+        _wait_until_sent(self._in_flight, deadline)
 
     def close(self) -> None:
         """Let the peer notice that nothing more will come."""
@@ -156,6 +168,10 @@ class GroupControl:
         self._wait(work, None, None)
         return [int(value) for value in everyone]
 
+    def deliver(self, deadline: float) -> None:
+        """Wait until everything has been sent."""
+        _wait_until_sent(self._in_flight, deadline)
+
     def close(self) -> None:
         """Let all peers notice that nothing more will come."""
         for peer in self._peers:
@@ -186,10 +202,13 @@ class GroupTransport:
     Args:
         group: the pipeline's ranks; group rank r runs the program's rank r.
         edges: makes the group of the edge (source, destination), group ranks; called on both
-            ranks of each edge, in one order on all ranks. None makes a communicator of two.
+            ranks of each edge, in one order on all ranks. None makes an edge of shared memory where both ranks
+            have CPU tensors and are on one host, else a communicator of two; "groups" always the latter.
     """
 
-    def __init__(self, group: dist.ProcessGroup, edges: Callable[[int, int], dist.ProcessGroup] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, edges: EdgeFactory | Literal["groups"] | None = None) -> None:
+        if not (edges is None or edges == "groups" or callable(edges)):
+            raise ScheduleError(f"edges is {edges!r}; it makes the group of an edge, or is 'groups', or None")
         self.rank, self.ranks = group.rank(), group.size()
         self._group, self._edges = group, edges
 
@@ -213,40 +232,46 @@ class GroupLinks:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout_s: float,
-        edges: Callable[[int, int], dist.ProcessGroup] | None,
+        edges: EdgeFactory | Literal["groups"] | None,
     ) -> None:
         self.rank, self.ranks = group.rank(), group.size()
         self._group = group
         self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
-        self._factory = edges
+        self._timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
+        self._factory = edges if callable(edges) else None
+        self._share = edges is None and device.type == "cpu" and can_share()
         host = HostWait(timeout_s)
         self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
         everyone = within(timeout_s, self._meet)
         self.control = GroupControl(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
+        self._shared_outgoing: dict[int, SharedOutgoing] = {}
+        self._shared_incoming: dict[int, SharedIncoming] = {}
+        self._connected: set[Edge] = set()
         self._lanes = 0
+        self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s)
 
     def lane(
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
-    ) -> GroupLane:
+    ) -> _Lane:
         """See Links."""
         edges = set(forward_edges(placement))
         edges = {edge for edge in edges | {(b, a) for a, b in edges if backward} if self.rank in edge}
         self.connect(edges)
         self._lanes += 1
-        return GroupLane(
+        over_groups = GroupLane(
             tuple(placement),
             microbatches,
             self.control,
-            {to: self._outgoing[to] for source, to in edges if source == self.rank},
-            {source: self._incoming[source] for source, to in edges if to == self.rank},
+            {to: self._outgoing[to] for source, to in edges if source == self.rank and to in self._outgoing},
+            {source: self._incoming[source] for source, to in edges if to == self.rank and source in self._incoming},
             rank=self.rank,
             tag=self._lanes,
             number=number,
             dynamic_shapes=dynamic_shapes,
         )
+        return _Lane(over_groups, self._shared_outgoing, self._shared_incoming, tuple(placement), microbatches)
 
     def connect(self, edges: set[Edge]) -> None:
         """Make the communicators of those directed edges of this rank that are new.
@@ -260,14 +285,42 @@ class GroupLinks:
         for source, destination in sorted(edges, key=lambda edge: (min(edge) % 2, edge)):
             peer = destination if source == self.rank else source
             try:
-                if source == self.rank and destination not in self._outgoing:
-                    group, there = self._edge(source, destination, peer)
-                    self._outgoing[peer] = Outgoing(group, there, self._wait, peer)
-                elif destination == self.rank and source not in self._incoming:
-                    group, there = self._edge(source, destination, peer)
-                    self._incoming[peer] = Incoming(group, there, self._wait, self._device, peer)
+                if (source, destination) not in self._connected:
+                    self._connect(source, destination, peer)
+                    self._connected.add((source, destination))
             except (RuntimeError, TimeoutError) as error:
                 raise PeerLost(None, peer) from error
+
+    def _connect(self, source: int, destination: int, peer: int) -> None:
+        sends = source == self.rank
+        if self._factory is None:
+            link = within(self._timeout_s, lambda: self._link(f"{source}>{destination}", sends))
+            if link is not None and sends:
+                self._shared_outgoing[peer] = SharedOutgoing(link, peer, self._timeout_s)
+                return
+            if link is not None:
+                self._shared_incoming[peer] = SharedIncoming(link, peer, self._timeout_s)
+                return
+        group, there = self._edge(source, destination, peer)
+        if sends:
+            self._outgoing[peer] = Outgoing(group, there, self._wait, peer)
+        else:
+            self._incoming[peer] = Incoming(group, there, self._wait, self._device, peer)
+
+    def _link(self, name: str, sends: bool) -> socket | None:
+        """A connection between the two ends of an edge that are on one host; both get one, or none."""
+        offer, answer = f"offer {name}", f"answer {name}"
+        if sends:
+            there = self._store.get(offer).decode()
+            link = connect(there) if there and self._share else None
+            self._store.set(answer, "no" if link is None else "yes")
+            return link
+        listener, here = listen() if self._share else (None, "")
+        self._store.set(offer, here)
+        agreed = self._store.get(answer) == b"yes"
+        if listener is None or not agreed:
+            return None
+        return accept(listener)
 
     def check(self) -> None:
         """See Links."""
@@ -275,7 +328,9 @@ class GroupLinks:
 
     def close(self) -> None:
         """See Links."""
-        ends: list[Any] = [*self._outgoing.values(), *self._incoming.values(), self.control]
+        self._leave.detach()
+        ends: list[Any] = [*self._shared_outgoing.values(), *self._shared_incoming.values()]
+        ends += [*self._outgoing.values(), *self._incoming.values(), self.control]
         for end in ends:
             end.close()
 
@@ -303,7 +358,7 @@ class GroupLinks:
             return made, dist.get_group_rank(made, dist.get_global_rank(self._group, peer))
         name, mine = f"{source}>{destination}", 0 if self.rank == source else 1
         if self._device.type == "cpu":
-            return within(self._timeout.total_seconds(), partial(self._gloo, name, mine)), 1 - mine
+            return within(self._timeout_s, partial(self._gloo, name, mine)), 1 - mine
         if self._device.type != "cuda":
             raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
         options = dist.ProcessGroupNCCL.Options()
@@ -313,6 +368,75 @@ class GroupLinks:
         first = torch.zeros(1, device=self._device)
         (nccl.send([first], 1, 0) if mine == 0 else nccl.recv([first], 0, 0)).wait()
         return nccl, 1 - mine
+
+
+def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: float) -> None:
+    """A runner ends, with its process or before it: what it sent is still asked for by slower ranks.
+
+    Ends at the latest after ``timeout_s``, and at once where the peer has ended; shared memory needs no such wait.
+    """
+    deadline = time.monotonic() + timeout_s
+    for edge in outgoing.values():
+        edge.deliver(deadline)
+    control.deliver(deadline)
+
+
+def _wait_until_sent(in_flight: InFlight, deadline: float) -> None:
+    while in_flight:
+        work, _, _ = in_flight.popleft()
+        try:
+            if not work.is_completed():
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError:
+            pass  # the peer has ended, or is overdue: nobody is left to tell
+
+
+class _Lane:
+    """A lane whose edges are of both sorts."""
+
+    def __init__(
+        self,
+        groups: GroupLane,
+        outgoing: dict[int, SharedOutgoing],
+        incoming: dict[int, SharedIncoming],
+        placement: tuple[int, ...],
+        microbatches: int,
+    ) -> None:
+        self._groups, self._outgoing, self._incoming = groups, outgoing, incoming
+        self._placement, self._microbatches = placement, microbatches
+        self.begin, self.clear = groups.begin, groups.clear
+
+    def sender(self, action: Action) -> Callable[[Values], None]:
+        """See Lane."""
+        edge = self._outgoing.get(self._placement[action.peer_stage])
+        if edge is None:
+            return self._groups.sender(action)
+        return partial(_send_shared, edge.send, self._groups, route_of(action, self._microbatches), action)
+
+    def receiver(self, action: Action) -> _SharedReceipt | GroupReceipt:
+        """See Lane."""
+        edge = self._incoming.get(self._placement[action.peer_stage])
+        if edge is None:
+            return self._groups.receiver(action)
+        return _SharedReceipt(edge, self._groups, route_of(action, self._microbatches), action)
+
+
+def _send_shared(send: Callable[..., None], lane: GroupLane, route: Route, action: Action, values: Values) -> None:
+    send(lane.number, route, lane.open, values, action)
+
+
+class _SharedReceipt:
+    __slots__ = ("_action", "_edge", "_lane", "_route", "post")
+
+    def __init__(self, edge: SharedIncoming, lane: GroupLane, route: Route, action: Action) -> None:
+        self._edge, self._lane, self._route, self._action = edge, lane, route, action
+        self.post = edge.post
+
+    def wait(self) -> Values:
+        values = self._edge.wait(self._lane.number, self._route, self._action)
+        if self._edge.may_change:
+            self._lane.open = True  # edges behind this one that agree on shapes do so anew
+        return values
 
 
 def _close(group: Any, peer: int) -> None:

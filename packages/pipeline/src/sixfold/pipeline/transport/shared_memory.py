@@ -1,0 +1,381 @@
+"""Edges between two processes of one host: shared memory, and a socket as its doorbell.
+
+    SEND: one copy into a slot, one packet --> socket --> RECV: a tensor over the slot (this file)
+
+A packet says which message it is, what is in it and in which slot, so shapes need no agreement; the receiver's
+tensors lie in the slot, which is free again when the last of them has died. The end of the socket tells a dead peer
+at once. Memory is anonymous (memfd) and travels as a descriptor, so nothing has a name that could be left behind.
+
+[Note: page] One page is shared besides. The receiver writes how many messages it has asked for (a SEND waits
+while more than a window are sent and not asked for), and a byte per slot when it is free: the sender sets it, the
+receiver clears it. Neither needs a system call.
+
+[Note: held] Memory of an edge is bounded: what the receiver's stage keeps beyond ``_HELD_BYTES`` it gets as a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from functools import cache, lru_cache
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.messages import other_call
+from sixfold.pipeline.transport.routes import Route
+from sixfold.pipeline.transport.specs import Plain, Specs, pack_specs, specs_of, unpack_specs
+from sixfold.pipeline.watchdog import PeerLost
+
+__all__ = ["SharedIncoming", "SharedOutgoing", "accept", "can_share", "connect", "listen"]
+
+_WINDOW = 8  # messages sent and not asked for; see groups.py
+_HELD_BYTES = 2**30  # of one edge, in tensors of its receiver
+_FREE_BYTES = 2**28  # of slots that lie free; more are given back
+_ALIGN = 64
+_PAGE_BYTES = 8192
+_STATES = 64  # where the bytes of slots begin in the page
+_SPECS_KNOWN = 1024
+_POLL_S = 0.0002
+_PACKET_BYTES = 2**16
+_FAILED = ctypes.c_void_p(-1).value
+
+_MESSAGE = Struct(
+    "<BQIBIiIB"
+)  # kind, program, stage, forward, microbatch, slot (-1: none), specs, whether they may change
+_SLOT = Struct("<BiQ")  # kind, slot, bytes
+_IS_MESSAGE, _IS_NEW_SLOT, _IS_DROPPED_SLOT = 1, 2, 3
+
+
+class SharedOutgoing:
+    """The sending end.
+
+    Args:
+        link: connected, of packets.
+        rank: of the peer.
+    """
+
+    def __init__(self, link: socket.socket, rank: int, timeout_s: float) -> None:
+        self._socket, self._rank, self._timeout_s = link, rank, timeout_s
+        descriptor = os.memfd_create("sixfold-page")
+        os.ftruncate(descriptor, _PAGE_BYTES)
+        self._page = mmap.mmap(descriptor, _PAGE_BYTES)
+        socket.send_fds(link, [b"page"], [descriptor])
+        os.close(descriptor)
+        self._asked = memoryview(self._page).cast("Q")
+        self._sent = 0
+        self._slots: dict[int, _Slot] = {}
+        self._known: dict[Specs, _Layout] = {}
+
+    def send(self, number: int, route: Route, may_change: bool, values: tuple[Any, ...], action: Action) -> None:
+        """Copy a message into shared memory and ring; blocks only while the peer is far behind."""
+        specs, fresh = specs_of(values), b""
+        layout = self._known.get(specs)
+        if layout is None:
+            fresh = pack_specs(specs, action)
+            layout = self._learn(specs)
+        if self._sent - self._asked[0] >= _WINDOW:
+            self._wait_for_peer(action)
+        try:
+            slot = self._free_slot(layout.bytes, action) if layout.bytes else None
+            if slot is not None:
+                self._page[_STATES + slot.index] = 1
+                tensors = [value for value in values if isinstance(value, Tensor)]
+                for into, tensor in zip(slot.views(layout), tensors, strict=True):
+                    if into is not None:
+                        into.copy_(tensor.detach())
+            index = -1 if slot is None else slot.index
+            head = _MESSAGE.pack(
+                _IS_MESSAGE, number, route.stage, route.forward, route.slot, index, layout.id, may_change
+            )
+            self._socket.send(head + fresh)
+        except OSError as error:
+            raise PeerLost(action, self._rank) from error
+        self._sent += 1
+
+    def close(self) -> None:
+        """Nothing more will come; what was sent can still be read."""
+        _end(self._socket)
+
+    def _learn(self, specs: Specs) -> _Layout:
+        if len(self._known) >= _SPECS_KNOWN:
+            self._known.clear()
+            for slot in self._slots.values():
+                slot.forget()
+        layout = self._known[specs] = _Layout(specs, len(self._known))
+        return layout
+
+    def _wait_for_peer(self, action: Action) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while self._sent - self._asked[0] >= _WINDOW:
+            if time.monotonic() > deadline or self._peer_has_left():
+                raise PeerLost(action, self._rank)
+            time.sleep(_POLL_S)
+
+    def _peer_has_left(self) -> bool:
+        try:
+            return not self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _free_slot(self, size: int, action: Action) -> _Slot:
+        """A free slot of at least ``size`` bytes, and not of many times as many."""
+        page, free = self._page, 0
+        for slot in self._slots.values():
+            if not page[_STATES + slot.index]:
+                if size <= slot.size <= 2 * size + mmap.PAGESIZE:
+                    self._slots[slot.index] = self._slots.pop(slot.index)  # the one that was used first comes first
+                    return slot
+                free += slot.size
+        if free > _FREE_BYTES:
+            for slot in [slot for slot in self._slots.values() if not page[_STATES + slot.index]]:
+                self._socket.send(_SLOT.pack(_IS_DROPPED_SLOT, slot.index, 0))
+                del self._slots[slot.index]
+        index = next(index for index in range(len(self._slots) + 1) if index not in self._slots)
+        if index >= _PAGE_BYTES - _STATES:
+            raise ScheduleError(f"{action}: rank {self._rank} keeps {index} messages; edges='groups' has no limit")
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = os.memfd_create("sixfold-slot")
+        try:
+            os.ftruncate(descriptor, size)
+            slot = self._slots[index] = _Slot(index, _Memory(descriptor, size))
+            self._socket.send(_SLOT.pack(_IS_NEW_SLOT, index, size))
+            socket.send_fds(self._socket, [b"slot"], [descriptor])
+        finally:
+            os.close(descriptor)
+        return slot
+
+
+class SharedIncoming:
+    """The receiving end; arguments as of SharedOutgoing."""
+
+    def __init__(self, link: socket.socket, rank: int, timeout_s: float) -> None:
+        self._socket, self._rank = link, rank
+        _set_deadline(link, timeout_s)
+        _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
+        if not descriptors:
+            raise RuntimeError(f"rank {rank} left while it was connected to")
+        self._page = mmap.mmap(descriptors[0], _PAGE_BYTES)
+        os.close(descriptors[0])
+        self._asked = memoryview(self._page).cast("Q")
+        self._posted = 0
+        self._slots: dict[int, _Memory] = {}
+        self._layouts: dict[int, _Layout] = {}
+        self._early: dict[tuple[int, Route], deque[tuple[Any, ...]]] = {}
+        self._packet = bytearray(_PACKET_BYTES)
+        self._held = [0]  # bytes; leases take theirs off
+        self.may_change = False  # what the sender said with the last message
+
+    def post(self) -> None:
+        """One more message is asked for."""
+        self._posted += 1
+        self._asked[0] = self._posted
+
+    def wait(self, number: int, route: Route, action: Action) -> tuple[Any, ...]:
+        """The values of a message: tensors over its slot."""
+        early = self._early.get((number, route))
+        if early:
+            return early.popleft()
+        while True:
+            program, came, values = self._read(action)
+            if program == number and came == route:
+                return values
+            if came.forward and program != number:
+                raise other_call(self._rank)
+            self._early.setdefault((program, came), deque()).append(values)
+
+    def close(self) -> None:
+        """Nothing more will be taken."""
+        _end(self._socket)
+
+    def _read(self, action: Action) -> tuple[int, Route, tuple[Any, ...]]:
+        """The next message."""
+        packet = self._packet
+        while True:
+            try:
+                size = self._socket.recv_into(packet)
+            except OSError as error:  # overdue, or the connection has broken
+                raise PeerLost(action, self._rank) from error
+            if size == 0:
+                raise PeerLost(action, self._rank)
+            if packet[0] == _IS_MESSAGE:
+                break
+            _, index, length = _SLOT.unpack_from(packet)
+            if packet[0] == _IS_NEW_SLOT:
+                _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1)
+                self._slots[index] = _Memory(descriptors[0], length)
+                os.close(descriptors[0])
+            else:
+                del self._slots[index]
+        _, number, stage, forward, microbatch, index, specs, self.may_change = _MESSAGE.unpack_from(packet)
+        if size > _MESSAGE.size:
+            self._layouts[specs] = _Layout(unpack_specs(packet[_MESSAGE.size : size]), specs)
+        layout = self._layouts[specs]
+        return number, Route(stage, bool(forward), microbatch), self._values(layout, index, bool(forward))
+
+    def _values(self, layout: _Layout, index: int, forward: bool) -> tuple[Any, ...]:
+        lease = None
+        if index >= 0:
+            memory = self._slots[index]
+            lease = _lease_type(memory.size).from_address(memory.address)
+            lease.free = self._page, _STATES + index, self._held, memory
+            self._held[0] += memory.size
+        values: list[Any] = []
+        for spec, offset, count in layout.entries:
+            if isinstance(spec, Plain):
+                values.append(spec.value)
+                continue
+            shape, dtype, wants_gradient = spec
+            if not count:
+                tensor = torch.empty(shape, dtype=dtype)
+            else:
+                tensor = torch.frombuffer(lease, dtype=dtype, count=count, offset=offset).view(shape)
+                if self._held[0] > _HELD_BYTES:
+                    tensor = tensor.clone()
+            values.append(tensor.requires_grad_() if wants_gradient and forward else tensor)
+        return tuple(values)
+
+
+class _Layout:
+    """Where the tensors of a message lie in its slot."""
+
+    def __init__(self, specs: Specs, identity: int) -> None:
+        self.id = identity
+        self.bytes = 0
+        self.entries: list[tuple[Any, int, int]] = []  # spec, offset, elements
+        for spec in specs:
+            if isinstance(spec, Plain):
+                self.entries.append((spec, 0, 0))
+                continue
+            count = spec[0].numel()
+            self.entries.append((spec, self.bytes, count))
+            self.bytes += -(-count * spec[1].itemsize // _ALIGN) * _ALIGN
+
+
+class _Memory:
+    """Shared memory of this process. Python's mmap would keep a descriptor for each slot."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        rights, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
+        self.address = _libc().mmap(None, size, rights, shared, descriptor, 0)
+        if self.address == _FAILED:
+            raise OSError(ctypes.get_errno(), "no room for a message in shared memory")
+        self._unmap = _libc().munmap
+
+    def __del__(self) -> None:
+        if self.address != _FAILED:
+            self._unmap(self.address, self.size)
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+class _Slot:
+    """A slot as its sender sees it."""
+
+    def __init__(self, index: int, memory: _Memory) -> None:
+        self.index, self.size = index, memory.size
+        self._bytes: Any = (ctypes.c_char * memory.size).from_address(memory.address)
+        self._bytes.memory = memory  # which its views keep
+        self._views: dict[int, list[Tensor | None]] = {}
+
+    def views(self, layout: _Layout) -> list[Tensor | None]:
+        """What the tensors of a message are copied into; None for an empty one."""
+        views = self._views.get(layout.id)
+        if views is None:
+            views = self._views[layout.id] = [
+                torch.frombuffer(self._bytes, dtype=spec[1], count=count, offset=offset).view(spec[0])
+                if count
+                else None
+                for spec, offset, count in layout.entries
+                if not isinstance(spec, Plain)
+            ]
+        return views
+
+    def forget(self) -> None:
+        """Numbers of layouts are given anew."""
+        self._views.clear()
+
+
+def _give_back(lease: Any) -> None:
+    page, at, held, _ = lease.free
+    held[0] -= len(lease)
+    page[at] = 0
+
+
+@lru_cache(maxsize=256)
+def _lease_type(size: int) -> Any:
+    """What tensors over a slot of ``size`` bytes hold on to: its end frees the slot."""
+    return type("Lease", (ctypes.c_char * size,), {"__del__": _give_back})
+
+
+def can_share() -> bool:
+    """Whether this system has what edges are made of: Linux has."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(socket, "SO_PEERCRED")
+
+
+def listen() -> tuple[socket.socket, str]:
+    """A socket that waits for the sender, and its name for ``connect``; it has no file."""
+    name = f"sixfold-{uuid.uuid4().hex}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{name}")
+    listener.listen(1)
+    return listener, name
+
+
+def connect(name: str) -> socket.socket | None:
+    """A connection to who listens under ``name``; None if it is on another host or another user's."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.connect(f"\0{name}")
+    except OSError:
+        link.close()
+        return None
+    return link if _same_user(link) else None
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """The connection that was made; None if it is another user's."""
+    with listener:
+        link, _ = listener.accept()
+    return link if _same_user(link) else None
+
+
+def _same_user(link: socket.socket) -> bool:
+    _, user, _ = Struct("3i").unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user == os.getuid():
+        return True
+    link.close()
+    return False
+
+
+def _set_deadline(link: socket.socket, seconds: float) -> None:
+    """Of each receive, in the kernel: Python's own costs a system call more."""
+    whole = int(seconds)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, Struct("ll").pack(whole, int((seconds - whole) * 1e6)))
+
+
+def _end(link: socket.socket) -> None:
+    try:
+        link.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it had ended
+    link.close()

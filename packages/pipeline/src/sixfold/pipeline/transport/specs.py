@@ -1,0 +1,105 @@
+"""The shape of a message: of its tensors shape, dtype and whether a gradient is wanted, of what is no tensor the value.
+
+values <--> specs <--> bytes (this file) --> messages.py, shared_memory.py
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.errors import ScheduleError
+
+__all__ = ["Plain", "Specs", "TensorSpec", "pack_specs", "specs_of", "unpack_specs", "words_of"]
+
+TensorSpec = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, whether its gradient is wanted
+_PLAIN = (type(None), bool, int, float)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+class Plain:
+    """A value that is no tensor, as part of a shape: equal by type and spelling, so that NaN equals itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+Spec = TensorSpec | Plain
+Specs = tuple[Spec, ...]
+
+
+def specs_of(values: tuple[Any, ...]) -> Specs:
+    """The shape of a message."""
+    return tuple([_spec(value) for value in values])
+
+
+def _spec(value: Any) -> Spec:
+    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else Plain(value)
+
+
+def pack_specs(specs: Specs, action: Action) -> bytes:
+    """Bytes that tell them to another rank.
+
+    Raises:
+        ScheduleError: something does not travel between stages.
+    """
+    entries: list[object] = []
+    for spec in specs:
+        if isinstance(spec, Plain):
+            if type(spec.value) not in _PLAIN:
+                raise ScheduleError(
+                    f"stage {action.stage} made a {type(spec.value).__name__} of microbatch {action.microbatch}; "
+                    "tensors, None, ints, floats and bools travel between stages"
+                )
+            entries.append({"plain": spec.value})
+            continue
+        shape, dtype, wants_gradient = spec
+        if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
+            raise ScheduleError(f"{dtype} does not travel between stages; known are {', '.join(_DTYPES)}")
+        entries.append([name, list(shape), wants_gradient])
+    return json.dumps(entries).encode()
+
+
+def unpack_specs(header: bytes | bytearray) -> Specs:
+    """What ``pack_specs`` packed."""
+    return tuple(
+        Plain(entry["plain"]) if isinstance(entry, dict) else (torch.Size(entry[1]), _DTYPES[entry[0]], bool(entry[2]))
+        for entry in json.loads(header)
+    )
+
+
+def words_of(specs: Specs) -> str:
+    """For messages."""
+    words = (str(spec) if isinstance(spec, Plain) else f"{spec[1]} {tuple(spec[0])}" for spec in specs)
+    return ", ".join(words) or "nothing"

@@ -68,10 +68,9 @@ class SharedOutgoing:
         self._socket, self._rank, self._timeout_s = link, rank, timeout_s
         descriptor = os.memfd_create("sixfold-page")
         os.ftruncate(descriptor, _PAGE_BYTES)
-        self._page = mmap.mmap(descriptor, _PAGE_BYTES)
+        self._page, self._asked = _Memory(descriptor, _PAGE_BYTES).page()
         socket.send_fds(link, [b"page"], [descriptor])
         os.close(descriptor)
-        self._asked = memoryview(self._page).cast("Q")
         self._sent = 0
         self._slots: dict[int, _Slot] = {}
         self._known: dict[Specs, _Layout] = {}
@@ -166,9 +165,8 @@ class SharedIncoming:
         _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
         if not descriptors:
             raise RuntimeError(f"rank {rank} left while it was connected to")
-        self._page = mmap.mmap(descriptors[0], _PAGE_BYTES)
+        self._page, self._asked = _Memory(descriptors[0], _PAGE_BYTES).page()
         os.close(descriptors[0])
-        self._asked = memoryview(self._page).cast("Q")
         self._posted = 0
         self._slots: dict[int, _Memory] = {}
         self._layouts: dict[int, _Layout] = {}
@@ -273,6 +271,13 @@ class _Memory:
         if self.address == _FAILED:
             raise OSError(ctypes.get_errno(), "no room for a message in shared memory")
         self._unmap = _libc().munmap
+
+    def page(self) -> tuple[memoryview, memoryview]:
+        """Its bytes and its words, which keep it."""
+        array: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
+        array.memory = self
+        view = memoryview(array).cast("B")
+        return view, view.cast("Q")
 
     def __del__(self) -> None:
         if self.address != _FAILED:

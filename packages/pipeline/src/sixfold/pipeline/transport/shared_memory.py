@@ -298,8 +298,9 @@ class _Slot:
 
     def __init__(self, index: int, memory: _Memory) -> None:
         self.index, self.size = index, memory.size
-        self._bytes: Any = (ctypes.c_char * memory.size).from_address(memory.address)
-        self._bytes.memory = memory  # which its views keep
+        array: Any = (ctypes.c_char * memory.size).from_address(memory.address)
+        array.memory = memory  # which its views keep
+        self._bytes = array
         self._views: dict[int, list[Tensor | None]] = {}
 
     def views(self, layout: _Layout) -> list[Tensor | None]:

@@ -1,4 +1,7 @@
-"""The oracle of ``verify``: a machine that runs a program one action at a time; a message needs both ends."""
+"""The oracle of ``verify``: a machine that runs a program one action at a time; a message needs both ends.
+
+And that of ``simulate``: times that are raised until none is too early.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from sixfold.pipeline import Action, Kind, Program
+from sixfold.pipeline import Action, Costs, Kind, Program, ScheduleError, verify
+from sixfold.pipeline.passes import recompute
 
 _PAIRS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 _MESSAGES = {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
@@ -187,3 +191,94 @@ def mutate(program: Program, rng: random.Random) -> tuple[str, Program]:
             replace(a, microbatch=number) if rng.random() < 0.5 else replace(a, stage=rng.randint(-1, program.stages))
         )
     return what, replace(program, ranks=tuple(map(tuple, rows)))
+
+
+def random_program(rng: random.Random) -> Program:
+    """A valid program: ranks take any action that can run, some backwards are split, neighbours may be overlapped."""
+    stages, m = rng.randint(1, 5), rng.randint(1, 4)
+    ranks = rng.randint(1, stages)
+    placement = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
+    rng.shuffle(placement)
+    split = {(s, k): rng.random() < 0.5 for s in range(stages) for k in range(m)}
+    todo = {Action(s, Kind.F, k) for s in range(stages) for k in range(m)}
+    todo |= {Action(s, Kind.B, k) for (s, k), halves in split.items() if not halves}
+    todo |= {Action(s, kind, k) for (s, k), halves in split.items() if halves for kind in (Kind.I, Kind.W)}
+    done: set[Action] = set()
+
+    def ready(action: Action) -> bool:
+        s, k = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            return s == 0 or Action(s - 1, Kind.F, k) in done
+        if action.kind is Kind.W:
+            return Action(s, Kind.I, k) in done
+        above = s + 1 == stages or Action(s + 1, Kind.B, k) in done or Action(s + 1, Kind.I, k) in done
+        return above and Action(s, Kind.F, k) in done
+
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    while todo:
+        action = rng.choice(sorted((a for a in todo if ready(a)), key=str))
+        todo.remove(action)
+        done.add(action)
+        rows[placement[action.stage]].append(action)
+    program = Program(tuple(map(tuple, rows)), m, tuple(placement))
+    for _ in range(rng.choice((0, 0, 4, 12))):  # overlap neighbours wherever the proof allows it
+        rank = rng.randrange(ranks)
+        row = list(program.ranks[rank])
+        if len(row) < 2:
+            continue
+        at = rng.randrange(len(row) - 1)
+        row[at : at + 2] = [Action.overlap(*row[at].each(), *row[at + 1].each())]
+        merged = Program((*program.ranks[:rank], tuple(row), *program.ranks[rank + 1 :]), m, program.placement)
+        try:
+            verify(merged)
+        except ScheduleError:
+            continue
+        program = merged
+    return recompute(program) if rng.random() < 0.3 and "OVERLAP" not in str(program) else program
+
+
+def raised_times(program: Program, costs: Costs) -> dict[str, tuple[float, float]]:
+    """Start and end of each part of each entry: all begin at 0 and are raised while one begins before it can.
+
+    With ``overlap`` other than 1 the parts of an overlap have the times of the whole.
+    """
+    blocks = costs.overlap != 1
+    hop = costs.hop if callable(costs.hop) else (lambda a, b: costs.hop[a][b] if costs.hop != 0 else 0.0)
+    if isinstance(costs.hop, float):
+        hop = lambda a, b: costs.hop  # noqa: E731
+    price = {"F": costs.forward, "RECOMPUTE": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    price |= {"STEP": costs.step, "UNSHARD": costs.unshard, "REDUCE_GRAD": costs.reduce}
+    price["B"] = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+
+    def lasts(a: Action) -> float:
+        row = price.get(a.kind.value)
+        return row[a.stage] if row else 0.0
+
+    nodes: list[tuple[int, tuple[Action, ...], float]] = []  # rank, actions, time
+    for rank, row in enumerate(program.ranks):
+        for entry in row:
+            if entry.parts and blocks:
+                nodes.append((rank, entry.parts, costs.overlap * sum(map(lasts, entry.parts))))
+            else:
+                nodes += [(rank, (part,), lasts(part)) for part in entry.each()]
+    at = {(a.kind, a.stage, a.microbatch): n for n, (_, parts, _) in enumerate(nodes) for a in parts}
+    start = [0.0] * len(nodes)
+    moved = True
+    while moved:
+        moved = False
+        for n, (rank, parts, _) in enumerate(nodes):
+            earliest = start[n - 1] + nodes[n - 1][2] if n and nodes[n - 1][0] == rank else 0.0
+            for a in parts:
+                ahead = {Kind.F: -1, Kind.B: 1, Kind.I: 1}.get(a.kind, 0)
+                if not ahead or not 0 <= a.stage + ahead < program.stages:
+                    continue
+                for kind in (Kind.F,) if ahead < 0 else (Kind.B, Kind.I):
+                    maker = at.get((kind, a.stage + ahead, a.microbatch))
+                    if maker is not None and maker != n:
+                        source = nodes[maker][0]
+                        earliest = max(
+                            earliest, start[maker] + nodes[maker][2] + (hop(source, rank) if source != rank else 0.0)
+                        )
+            if earliest > start[n]:
+                start[n], moved = earliest, True
+    return {str(a): (start[n], start[n] + nodes[n][2]) for n, (_, parts, _) in enumerate(nodes) for a in parts}

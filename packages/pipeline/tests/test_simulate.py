@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+from dataclasses import replace
 
-from sixfold.pipeline import Costs, Program, ScheduleError, draw, gpipe, interleaved, one_f_one_b, simulate
-from sixfold.pipeline.passes import lower
+import pytest
+from machine_helpers import raised_times, random_program
+from schedule_helpers import SCHEDULES
+
+from sixfold.pipeline import Costs, Kind, Program, ScheduleError, draw, gpipe, interleaved, one_f_one_b, simulate
+from sixfold.pipeline.passes import lower, optimizer_step, reduce_grad, unshard
 
 
 def times(program: Program, costs: Costs) -> dict[str, tuple[float, float]]:
@@ -28,6 +33,79 @@ def test_an_overlap_takes_its_factor_of_the_sum():
     program = Program.parse("0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1")
     costs = Costs([1.0], [1.0], [1.0], overlap=0.5)
     assert times(program, costs)["(0F1;0B0)OVERLAP_F_B"] == (1, 2.5)
+
+
+def test_with_factor_one_the_parts_of_an_overlap_wait_and_hand_on_alone():
+    # Rank 0's second part waits for rank 1, which got the first part's output before.
+    program = Program.parse("0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1\n1: 1F0 1B0 1F1 1B1")
+    costs = Costs([1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
+    played = times(program, costs)
+    assert played["0F1"] == (1, 2) and played["0B0"] == (4, 6), "with a gap they are two events"
+    assert played["1F1"] == (4, 5), "0F1 was there at 2"
+    assert simulate(program, costs).bubble_over_total == pytest.approx(1 - 12 / (2 * 9))
+    block = times(program, replace(costs, overlap=0.5))
+    assert block["(0F1;0B0)OVERLAP_F_B"] == (4, 5.5) and block["1F1"] == (5.5, 6.5)
+    together = Program.parse("0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+    assert times(together, Costs([1.0], [1.0], [1.0]))["(0F1;0B0)OVERLAP_F_B"] == (1, 4)
+
+
+def test_a_hop_is_a_number_a_table_or_a_function_of_the_two_ranks():
+    program, ones = gpipe(3, 2), [1.0] * 3
+    table = [[0.0, 0.5, 9.0], [0.25, 0.0, 2.0], [9.0, 3.0, 0.0]]
+    costs = Costs(ones, ones, ones, hop=table)
+    assert times(program, costs)["1F0"][0] == 1.5 and times(program, costs)["2F0"][0] == 4.5
+    assert times(program, costs)["1B0"][0] == 6.5 + 2 + 3 and times(program, costs)["0B0"][0] == 11.5 + 2 + 0.25
+    by_function = Costs(ones, ones, ones, hop=lambda a, b: table[a][b])
+    assert simulate(program, by_function) == simulate(program, costs)
+    assert by_function.hops(3) == costs.hops(3) == costs.hop == tuple(map(tuple, table))
+    assert costs == Costs(ones, ones, ones, hop=[tuple(row) for row in table]) and len({costs, by_function}) == 2
+    assert by_function == replace(by_function) and hash(by_function) == hash(replace(by_function))
+    assert Costs(ones, ones, ones, hop=2).hops(2) == ((0, 2), (2, 0))
+    numpys = pytest.importorskip("numpy", reason="its arrays are tables too").array(table)
+    assert Costs(ones, ones, ones, hop=numpys) == costs
+
+
+def test_steps_and_slots_take_their_time_and_only_steps_are_work():
+    program = optimizer_step(unshard(reduce_grad(gpipe(1, 2))))
+    costs = Costs([1.0], [1.0], [1.0], step=[0.5], unshard=[0.25], reduce=[2.0])
+    played = times(program, costs)
+    assert played["0UNSHARD"] == (0, 0.25) and played["0REDUCE_GRAD"] == (6.25, 8.25) and played["0STEP0"][1] == 8.75
+    timeline = simulate(program, costs)
+    assert (timeline.makespan, timeline.ideal) == (8.75, 6.5)
+    assert simulate(program, replace(costs, unshard=None, reduce=None)).makespan == 6.5
+    assert "0UNSHARD" not in times(program, replace(costs, unshard=None))
+
+
+def some_costs(rng: random.Random, stages: int, ranks: int) -> Costs:
+    def row() -> list[float]:
+        return [rng.choice((0.0, 0.25, 1.0, 1.5)) for _ in range(stages)]
+
+    table = [[rng.choice((0.0, 0.5, 2.0)) for _ in range(ranks)] for _ in range(ranks)]
+    hop = rng.choice((0.0, 0.5, table, lambda a, b: table[a][b]))
+    return Costs(row(), row(), row(), hop, overlap=rng.choice((0.5, 1.0, 1.0, 1.5)), step=row(), unshard=row())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_times_are_the_earliest_that_break_no_rule(seed):
+    rng = random.Random(seed)
+    program = random_program(rng) if seed % 2 else SCHEDULES[rng.choice(list(SCHEDULES))](rng.randint(1, 4), 5)
+    if seed % 3 == 0 and program.weights == "flushed":
+        program = optimizer_step(program)
+    if seed % 5 == 0:
+        program = lower(program)
+    program = unshard(program, 2) if seed % 7 < 3 else program
+    costs = some_costs(rng, program.stages, len(program.ranks))
+    wanted = raised_times(program, costs)
+    played = simulate(program, costs)
+    for _, entry, start, end in played.events:
+        parts = list(entry.each())
+        if entry.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD):
+            continue  # there may be several of one name
+        if costs.overlap != 1:
+            assert all(wanted[str(part)] == pytest.approx((start, end)) for part in parts)
+        else:
+            assert (wanted[str(parts[0])][0], wanted[str(parts[-1])][1]) == pytest.approx((start, end))
+    assert played.makespan == pytest.approx(max(end for _, end in wanted.values()))
 
 
 def test_the_three_bubbles_of_1f1b_differ_as_their_definitions_do():
@@ -95,6 +173,19 @@ def test_a_program_that_hangs_and_costs_for_another_one_are_refused():
         (lambda: Costs([1.0], [1.0], [1.0], hop=-1.0), "hop is -1.0"),
         (lambda: Costs([1.0], [1.0], [1.0], hop=float("inf")), "hop is inf"),
         (lambda: Costs([1.0], [1.0], [1.0], overlap=0.0), "overlap is 0.0"),
+        (lambda: Costs([1.0], [1.0], [1.0], hop=[[0.0, 1.0]]), "as a table it has a row per rank"),
+        (lambda: Costs([1.0], [1.0], [1.0], hop="1"), "hop is '1'"),
+        (lambda: Costs([1.0], [1.0], [1.0], hop=[[0.0, -1.0], [1.0, 0.0]]), "hop from rank 0 to rank 1 is -1.0"),
+        (lambda: Costs([1.0], [1.0], [1.0], step=[1.0, 1.0]), "step has 2 values, forward has 1"),
+        (lambda: Costs([1.0], [1.0], [1.0], unshard=2.0), "unshard is 2.0; it has one value per stage"),
+        (
+            lambda: simulate(gpipe(3, 1), Costs([1.0] * 3, [1.0] * 3, [1.0] * 3, hop=[[0.0, 1.0], [1.0, 0.0]])),
+            "hop is a table of 2 ranks; rank 2 sends or receives",
+        ),
+        (
+            lambda: simulate(gpipe(2, 1), Costs([1.0] * 2, [1.0] * 2, [1.0] * 2, hop=lambda a, b: "soon")),
+            "hop from rank 0 to rank 1 is 'soon'",
+        ),
         (lambda: draw(gpipe(1, 1), format="png"), "format is 'png'"),
     ],
 )

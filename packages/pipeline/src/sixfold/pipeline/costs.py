@@ -8,16 +8,20 @@ Torch-free. Any one unit of time and any one unit of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any, cast
 
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.fit import Measured, fit
 from sixfold.pipeline.memory import activation_share
 from sixfold.pipeline.program import Program
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "Hop"]
+
+Hop = float | Sequence[Sequence[float]] | Callable[[int, int], float]
+_OPTIONAL = ("activation", "input", "step", "unshard", "reduce", "deferred")
 
 
 @dataclass(frozen=True)
@@ -28,26 +32,35 @@ class Costs:
 
     Attributes:
         forward, backward_input, backward_weight: time of F, I and W; B takes I + W.
-        hop: time of one message between different ranks.
+        hop: time of one message between different ranks: a number, a table [from rank][to rank], or a pure function of
+            the two. Within a rank there is none. Costs with functions are equal if they hold the same one.
         activation: what F makes the stage hold; None means 1/v of a rank with v stages.
         input: size of the stage's input, which is what RECOMPUTE keeps; None means 0.
         input_share: part of ``activation`` that I frees already; W frees the rest.
-        overlap: factor on the summed times of an OVERLAP_F_B.
+        overlap: factor on the summed times of an OVERLAP_F_B. At 1 it is its parts in order, each of which begins when
+            its own inputs are there and hands on its result at its own end; else it is one block, which begins when the
+            inputs of all are there and hands on all results at its end.
+        step, unshard, reduce: time for which STEP, UNSHARD and REDUCE_GRAD keep the rank; None means 0.
+        deferred: what I adds to a stage's ``activation`` until W: gradients of layers' outputs; None means 0.
     """
 
     forward: Sequence[float]
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
-    hop: float = 0.0
+    hop: Hop = 0.0
     activation: Sequence[float] | None = None
     input: Sequence[float] | None = None
     input_share: float = 0.0
     overlap: float = 1.0
+    step: Sequence[float] | None = None
+    unshard: Sequence[float] | None = None
+    reduce: Sequence[float] | None = None
+    deferred: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "activation", "input"):
+        for name in ("forward", "backward_input", "backward_weight", *_OPTIONAL):
             values = getattr(self, name)
-            if values is None and name in ("activation", "input"):
+            if values is None and name in _OPTIONAL:
                 continue
             if isinstance(values, str) or not hasattr(values, "__len__"):
                 raise ScheduleError(f"Costs.{name} is {values!r}; it has one value per stage")
@@ -59,13 +72,35 @@ class Costs:
                 raise ScheduleError(
                     f"Costs.{name} has {len(row)} values, forward has {len(self.forward)}; one per stage"
                 )
-        object.__setattr__(self, "hop", _amount("Costs.hop", self.hop))
+        object.__setattr__(self, "hop", _hop(self.hop))
         for name in ("input_share", "overlap"):
             object.__setattr__(self, name, number(f"Costs.{name}", getattr(self, name)))
         if not 0 <= self.input_share <= 1:
             raise ScheduleError(f"Costs.input_share is {self.input_share}; it is in 0..1")
         if not (math.isfinite(self.overlap) and self.overlap > 0):
             raise ScheduleError(f"Costs.overlap is {self.overlap}; it is finite and > 0")
+
+    def between(self, source: int, destination: int) -> float:
+        """Time of a message from one rank to another; 0 within a rank.
+
+        Raises:
+            ScheduleError: the table has no such rank, or the function gives no time.
+        """
+        if source == destination:
+            return 0.0
+        if isinstance(self.hop, float):
+            return self.hop
+        if callable(self.hop):
+            return _amount(f"Costs.hop from rank {source} to rank {destination}", self.hop(source, destination))
+        if max(source, destination) >= len(self.hop):
+            raise ScheduleError(
+                f"Costs.hop is a table of {len(self.hop)} ranks; rank {max(source, destination)} sends or receives"
+            )
+        return self.hop[source][destination]
+
+    def hops(self, ranks: int) -> tuple[tuple[float, ...], ...]:
+        """Time of a message from each of ``ranks`` ranks to each other, as a table; errors as ``between``."""
+        return tuple(tuple(self.between(a, b) for b in range(ranks)) for a in range(ranks))
 
     @classmethod
     def per_rank(
@@ -74,7 +109,7 @@ class Costs:
         forward: float = 1.0,
         backward_input: float = 1.0,
         backward_weight: float = 1.0,
-        hop: float = 0.0,
+        hop: Hop = 0.0,
     ) -> Costs:
         """Costs of a rank's whole share; each of its v stages gets 1/v, activations included."""
         share = activation_share(program)
@@ -121,3 +156,18 @@ def _amount(name: str, value: object) -> float:
     if not (math.isfinite(amount := number(name, value)) and amount >= 0):
         raise ScheduleError(f"{name} is {amount}; it is finite and >= 0")
     return amount
+
+
+def _hop(value: Any) -> Hop:
+    """A number as a float, a table as tuples of floats, a function as it is."""
+    if callable(value):
+        return cast(Hop, value)
+    if isinstance(value, str) or not hasattr(value, "__len__"):
+        return _amount("Costs.hop", value)
+    rows = list(value)
+    if not rows or any(isinstance(row, str) or not hasattr(row, "__len__") or len(row) != len(rows) for row in rows):
+        raise ScheduleError(f"Costs.hop is {value!r}; as a table it has a row per rank, with a time to each rank")
+    return tuple(
+        tuple(_amount(f"Costs.hop from rank {a} to rank {b}", time) for b, time in enumerate(row))
+        for a, row in enumerate(rows)
+    )

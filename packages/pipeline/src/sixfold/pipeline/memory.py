@@ -34,28 +34,31 @@ def peak_activations(
     *,
     inputs: Sequence[float] | None = None,
     input_share: float = 0.0,
+    deferred: Sequence[float] | None = None,
     cap: float | None = None,
 ) -> tuple[float, ...]:
     """Largest amount of activations that each rank holds at once.
 
     F adds its stage's activation and B or W removes it; I removes ``input_share`` of
-    it and W the rest. Between F and its RECOMPUTE only the stage's input is held.
+    it, adds ``deferred`` and W removes the rest. Between F and its RECOMPUTE only the stage's input is held.
 
     Args:
         activation: per stage, any unit; the result has the same.
         inputs: per stage, size of the stage's input; None counts nothing.
+        deferred: per stage, what I adds and W removes; None counts nothing.
         cap: refuse programs that hold more.
     Raises:
         ScheduleError: the first action over ``cap``, with need and cap.
     """
     kept = [0.0] * len(activation) if inputs is None else inputs
+    late = [0.0] * len(activation) if deferred is None else deferred
     # What each action adds, per stage; kinds that are not here add nothing.
     adds: dict[Kind, Sequence[float]] = {
         Kind.F: activation,
         Kind.RECOMPUTE: [whole - part for whole, part in zip(activation, kept, strict=True)],
         Kind.B: [-whole for whole in activation],
-        Kind.I: [-whole * input_share for whole in activation],
-        Kind.W: [-whole * (1.0 - input_share) for whole in activation],
+        Kind.I: [more - whole * input_share for whole, more in zip(activation, late, strict=True)],
+        Kind.W: [-more - whole * (1.0 - input_share) for whole, more in zip(activation, late, strict=True)],
     }
     peaks = []
     for rank, actions in enumerate(program.ranks):

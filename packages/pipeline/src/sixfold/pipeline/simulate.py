@@ -4,22 +4,25 @@
     measured events --> Timeline (this file) --> draw(beside=...)
 
 Torch-free. A rank runs its list in order; an action starts when the rank is free
-and its inputs are there; a tensor from another rank arrives ``hop`` after its
+and its inputs are there; a tensor from another rank arrives a hop after its
 maker ended; sending costs the rank nothing. Messages in the lists change nothing,
-so a program and its lowered form have one timeline.
+so a program and its lowered form have one timeline, but for slots that have a price.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, repeat
+from operator import add
 
 from sixfold.pipeline.action import WORK, Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
+from sixfold.pipeline.paper import play, stuck
 from sixfold.pipeline.program import Program, Weights
 
 __all__ = ["Event", "Timeline", "measured", "simulate"]
@@ -40,8 +43,8 @@ class Timeline:
         span_over_ideal: (longest time from the start of a rank's first work to the end of its last - ideal) / ideal.
         peak_activations: per rank.
         weight_versions: per rank.
-        events: of rank 0 in order, then rank 1, ...; simulated ones are work alone, where a STEP takes no time,
-            measured ones all that was given.
+        events: of rank 0 in order, then rank 1, ...; simulated ones are work, and the slots that ``Costs`` prices;
+            measured ones all that was given. An overlap whose parts run in order and with a gap is there as its parts.
         peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I.
         weights: the program's.
     """
@@ -68,10 +71,13 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     """
     if len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
-    rows = [[a for a in actions if a.kind in WORK] for actions in program.ranks]
+    timed = WORK | {kind for kind, price in ((Kind.UNSHARD, costs.unshard), (Kind.REDUCE_GRAD, costs.reduce)) if price}
+    rows = [[a for a in actions if a.kind in timed] for actions in program.ranks]
     events = _play(program, rows, costs)
     activation = costs.activation if costs.activation is not None else activation_share(program)
-    peaks = peak_activations(program, activation, inputs=costs.input, input_share=costs.input_share)
+    peaks = peak_activations(
+        program, activation, inputs=costs.input, input_share=costs.input_share, deferred=costs.deferred
+    )
     return _timeline(program, events, peaks)
 
 
@@ -143,62 +149,44 @@ def _covered(times: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _duration(action: Action, costs: Costs) -> float:
-    if action.parts:
-        return costs.overlap * sum(_duration(part, costs) for part in action.parts)
-    stage = action.stage
-    if action.kind in (Kind.F, Kind.RECOMPUTE):
-        return costs.forward[stage]
-    if action.kind is Kind.I:
-        return costs.backward_input[stage]
-    if action.kind is Kind.W:
-        return costs.backward_weight[stage]
-    if action.kind is Kind.STEP:
-        return 0.0  # no cost is given for it
-    return costs.backward_input[stage] + costs.backward_weight[stage]
-
-
 def _play(program: Program, rows: list[list[Action]], costs: Costs) -> list[list[Event]]:
-    """Start and end of every action, rank by rank; a rank goes on until an input is not made yet."""
-    made: dict[tuple[bool, int, int | None], float] = {}  # (forward?, stage, microbatch) -> end of its maker
-    sleepers: dict[tuple[bool, int, int | None], list[int]] = {}
-    events: list[list[Event]] = [[] for _ in rows]
-    ready = list(range(len(rows)))
-    while ready:
-        rank = ready.pop()
-        for action in rows[rank][len(events[rank]) :]:
-            start = events[rank][-1][3] if events[rank] else 0.0
-            missing = None
-            for key in _inputs(action, program):
-                if key not in made:
-                    missing = key
-                    break
-                far = program.placement[key[1]] != rank
-                start = max(start, made[key] + (costs.hop if far else 0.0))
-            if missing is not None:
-                sleepers.setdefault(missing, []).append(rank)
-                break
-            end = start + _duration(action, costs)
-            events[rank].append((rank, action, start, end))
-            for part in action.each():
-                if part.kind in (Kind.F, Kind.B, Kind.I):
-                    key = (part.kind is Kind.F, part.stage, part.microbatch)
-                    made[key] = end
-                    ready += sleepers.pop(key, ())
-    for rank, row in enumerate(rows):
-        if len(events[rank]) < len(row):
-            action = row[len(events[rank])]
-            message = f"rank {rank}: {action} never starts; verify(program) shows why"
-            raise ScheduleError(message, rank=rank, action=action)
+    """Start and end of every action, rank by rank."""
+    lasts = _durations(costs)
+
+    def overlap(entry: Action) -> float:
+        return costs.overlap * sum(lasts(part.kind, part.stage) for part in entry.parts)
+
+    in_order = costs.overlap == 1.0  # overlaps are their parts
+    lists = [[part for entry in row for part in entry.each()] for row in rows] if in_order else rows
+    starts, ends = play(program.placement, lists, lasts, overlap, costs.between)
+    if (entry := stuck(lists, starts)) is not None:
+        rank, _, action = entry
+        raise ScheduleError(f"rank {rank}: {action} never starts; verify(program) shows why", rank=rank, action=action)
+    events = [
+        list(zip(repeat(rank), *row, strict=False)) for rank, row in enumerate(zip(lists, starts, ends, strict=True))
+    ]
+    if in_order and any(entry.parts for row in rows for entry in row):
+        return [_joined(row, played) for row, played in zip(rows, events, strict=True)]
     return events
 
 
-def _inputs(action: Action, program: Program) -> list[tuple[bool, int, int | None]]:
-    """Keys of the tensors that ``action`` takes from other stages."""
-    keys = []
-    for part in action.each():
-        if part.kind is Kind.F and part.stage > 0:
-            keys.append((True, part.stage - 1, part.microbatch))
-        elif part.kind in (Kind.B, Kind.I) and part.stage < program.stages - 1:
-            keys.append((False, part.stage + 1, part.microbatch))
-    return keys
+def _durations(costs: Costs) -> Callable[[Kind, int], float]:
+    none = (0.0,) * len(costs.forward)
+    both = tuple(map(add, costs.backward_input, costs.backward_weight))
+    of = {Kind.F: costs.forward, Kind.RECOMPUTE: costs.forward, Kind.B: both}
+    of |= {Kind.I: costs.backward_input, Kind.W: costs.backward_weight}
+    of |= {Kind.STEP: costs.step or none, Kind.UNSHARD: costs.unshard or none, Kind.REDUCE_GRAD: costs.reduce or none}
+    return lambda kind, stage: of.get(kind, none)[stage]
+
+
+def _joined(row: list[Action], played: list[Event]) -> list[Event]:
+    """An overlap whose parts follow each other without a gap as one event; one with a gap stays as its parts."""
+    joined: list[Event] = []
+    at = 0
+    for entry in row:
+        parts = played[at : at + max(1, len(entry.parts))]
+        at += len(parts)
+        if entry.parts and all(a[3] == b[2] for a, b in pairwise(parts)):
+            parts = [(parts[0][0], entry, parts[0][2], parts[-1][3])]
+        joined += parts
+    return joined

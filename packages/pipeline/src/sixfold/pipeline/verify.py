@@ -89,6 +89,7 @@ def verify(
         costs.activation if costs is not None and costs.activation is not None else activation_share(program),
         inputs=costs.input if costs is not None else None,
         input_share=costs.input_share if costs is not None else 0.0,
+        deferred=costs.deferred if costs is not None else None,
         cap=memory_cap,
     )
     crossings = sum(a != b for a, b in pairwise(program.placement))

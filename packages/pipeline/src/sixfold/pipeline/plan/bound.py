@@ -49,12 +49,13 @@ def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int) -> fl
     forward, backward_input, backward_weight = (
         [factor * time for time in row] for row in (costs.forward, costs.backward_input, costs.backward_weight)
     )
-    hop = [0.0] + [costs.hop if placement[s] != placement[s - 1] else 0.0 for s in stages[1:]]
+    hop = [0.0] + [costs.between(placement[s - 1], placement[s]) for s in stages[1:]]
+    back = [0.0] + [costs.between(placement[s], placement[s - 1]) for s in stages[1:]]
     reached = list(accumulate((forward[s - 1] + hop[s] for s in stages[1:]), initial=0.0))
     # home[s]: from the end of stage s's I to the end of everything that only waits for it
     home = [backward_weight[0]]
     for s in stages[1:]:
-        home.append(hop[s] + backward_input[s - 1] + home[-1])
+        home.append(back[s] + backward_input[s - 1] + home[-1])
     one_microbatch = reached[-1] + forward[-1] + backward_input[-1] + home[-1]
     bounds = [one_microbatch]
     for rank in set(placement):

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sixfold.pipeline import placement as placements
 from sixfold.pipeline import schedules
@@ -117,7 +118,7 @@ def plan_over(
     cap = math.inf if memory_cap is None else number("memory_cap", memory_cap)
     if math.isnan(cap):
         raise ScheduleError("memory_cap is nan; it is a number, or None for no cap")
-    unit = _unit(ways)
+    unit = _unit(ways, ranks)
     shops = _shops(ways, unit, ranks, cap, placement)
     deadline = time.perf_counter() + time_limit_s
     random = Random(_SEED)
@@ -152,21 +153,20 @@ class _Joined(NamedTuple):
     entry: _Entry
 
 
-def _unit(ways: Sequence[tuple[int, Costs]]) -> float:
+def _unit(ways: Sequence[tuple[int, Costs]], ranks: int) -> float:
     """About the longest time in the costs, in which the search counts: costs may be in nanoseconds or in hours.
 
     A power of two, so that a time in units is exact.
     """
-    longest = max(max((*c.forward, *c.backward_input, *c.backward_weight, c.hop)) for _, c in ways)
+    longest = max(max((*c.forward, *c.backward_input, *c.backward_weight, *chain(*c.hops(ranks)))) for _, c in ways)
     return math.ldexp(1.0, math.frexp(longest)[1] - 1)
 
 
-def _in_units(costs: Costs, unit: float) -> Costs:
-    rows = (costs.forward, costs.backward_input, costs.backward_weight)
-    forward, backward_input, backward_weight = ([time / unit for time in row] for row in rows)
-    return replace(
-        costs, forward=forward, backward_input=backward_input, backward_weight=backward_weight, hop=costs.hop / unit
-    )
+def _in_units(costs: Costs, unit: float, ranks: int) -> Costs:
+    names = ("forward", "backward_input", "backward_weight", "step", "unshard", "reduce")
+    rows = {name: row for name in names if (row := getattr(costs, name)) is not None}
+    counted: dict[str, Any] = {name: [time / unit for time in row] for name, row in rows.items()}
+    return replace(costs, hop=[[time / unit for time in row] for row in costs.hops(ranks)], **counted)
 
 
 def _shops(
@@ -175,7 +175,7 @@ def _shops(
     """Every way with every placement that fits the cap, the most promising first; times in units."""
     fitting, least = [], math.inf
     for microbatches, costs in ways:
-        counted = _in_units(costs, unit)
+        counted = _in_units(costs, unit, ranks)
         for place in _placements(len(costs.forward), ranks, placement):
             shop = Shop(counted, place, microbatches, cap)
             needed = least_memory(shop.activation, place)

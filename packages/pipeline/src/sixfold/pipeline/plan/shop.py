@@ -76,7 +76,7 @@ class Shop:
             else:
                 continue
             self.source[operation], self.user[source] = source, operation
-            self.lag[operation] = costs.hop if self.rank[source] != self.rank[operation] else 0.0
+            self.lag[operation] = costs.between(self.rank[source], self.rank[operation])
         self.work = [sum(row[s] for row in durations for s in own) * microbatches for own in self.stages_of]
 
     def name(self, operation: int) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """Options of pipeline's randomised and large tests.
 
 nox -s "tests(pipeline)" -- --mutants 2000
+nox -s "tests(pipeline)" -- --all-bubbles
 nox -s "ranks(pipeline)" -- --all-exports
 """
 
@@ -8,3 +9,4 @@ nox -s "ranks(pipeline)" -- --all-exports
 def pytest_addoption(parser):
     parser.addoption("--mutants", type=int, default=8, help="of each schedule that verify is tested with (8)")
     parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")
+    parser.addoption("--all-bubbles", action="store_true", help="V-Half and V-Min beside the authors' at all 60 sizes")

@@ -13,8 +13,8 @@ from sixfold.pipeline.plan import plan, plan_over, search
 from sixfold.pipeline.plan.bound import least_memory, lower_bound
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.patterns import pattern_order
-from sixfold.pipeline.plan.shop import Shop
 from sixfold.pipeline.plan.tabu import improved
+from sixfold.pipeline.shop import Shop
 
 
 def random_costs(rng, stages):

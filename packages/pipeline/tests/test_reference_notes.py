@@ -90,10 +90,10 @@ def test_hanayo_divides_by_2w_only_where_there_is_room():
     # One wave at p = m = 4: the optimum is 0.5, not the formula's 0.375; no search finds less.
     assert timeline_of(hanayo(4, 4)).bubble_over_ideal == pytest.approx(0.5)
     # At m = 8 the formula's 0.1875 takes memory for every microbatch.
-    timeline = timeline_of(hanayo(4, 8))
+    timeline = timeline_of(hanayo(4, 8, memory_cap=8))
     assert timeline.bubble_over_ideal == pytest.approx(3 / 16)
     assert max(timeline.peak_activations) == 8
-    assert timeline_of(hanayo(4, 8, 2)).bubble_over_ideal == pytest.approx(3 / 32)
+    assert timeline_of(hanayo(4, 8, 2, memory_cap=8)).bubble_over_ideal == pytest.approx(3 / 32)
 
 
 def test_2bw_trains_on_weights_one_step_old():

@@ -22,6 +22,7 @@ from sixfold.pipeline import (
     pipedream_2bw,
     schedules,
     simulate,
+    v_min,
     verify,
     zb_v,
 )
@@ -120,6 +121,8 @@ def test_sizes_below_one_are_refused_by_name(name, p, m, words):
         (lambda: interleaved(4, 8, 2, group=3), "group is 3"),
         (lambda: looped_bfs(2, 2, -1), "chunks is -1"),
         (lambda: hanayo(2, 2, 0), "waves is 0"),
+        (lambda: hanayo(2, 2, memory_cap=0.5), "memory_cap is 0.5 microbatches; it is >= 1"),
+        (lambda: v_min(4, 2, memory_cap=float("nan")), "memory_cap is nan microbatches; it is >= 1"),
         (lambda: one_f_one_b(2, 2.5), "microbatches is 2.5; it is a whole number >= 1"),
         (lambda: zb_v(float("nan"), 2), "ranks is nan; it is a whole number"),
         (lambda: interleaved(2, 2, "2"), "chunks is '2'; it is a whole number"),

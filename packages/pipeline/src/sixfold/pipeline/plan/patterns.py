@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from random import Random
 
-from sixfold.pipeline.plan.shop import ROUNDING, Order, Shop
+from sixfold.pipeline.shop import ROUNDING, Order, Shop
 
 __all__ = ["pattern_order"]
 

@@ -30,9 +30,9 @@ from sixfold.pipeline.plan.bound import least_memory, lower_bound
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.overlap import overlapped
 from sixfold.pipeline.plan.patterns import pattern_order
-from sixfold.pipeline.plan.shop import Order, Shop
 from sixfold.pipeline.plan.tabu import improved
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.shop import Order, Shop
 from sixfold.pipeline.simulate import Timeline, simulate
 
 __all__ = ["Plan", "plan", "plan_over"]

@@ -20,7 +20,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from sixfold.pipeline.plan.shop import ROUNDING, Order, Shop, Times
+from sixfold.pipeline.shop import ROUNDING, Order, Shop, Times
 
 __all__ = ["improved"]
 

@@ -4,54 +4,84 @@
 
 Two ranks, three microbatches, one wave:
 
-    0: 0F0 0F1 0F2 3F0 3B0 3F1 3F2 3B1 3B2 0B0 0B1 0B2
-    1: 1F0 2F0 1F1 2F1 1F2 2F2 2B0 1B0 2B1 2B2 1B1 1B2
+    0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 3F2 3B2 0B0 0B1 0B2
+    1: 1F0 2F0 1F1 2F1 2B0 1F2 2B1 2F2 1B0 1B1 2B2 1B2
 
-A wave is two chunks, so v = 2 waves. bubble_over_ideal is (p - 1) / (2 waves m) where that can
-be reached: for one wave at m >= 2 p and p <= 4, and for two at p=4, m=8. At p = m = 4 the optimum
-of one wave is 0.5 and not the paper's 0.375, and at m=8 0.1875 needs memory for all 8 (with five it is 0.25).
-A rank holds at most m microbatches, mostly more than 1F1B's p; messages are 4 waves m (p - 1).
+A wave is two chunks, so v = 2 waves. With memory for all microbatches (``memory_cap=m``) bubble_over_ideal is
+(p - 1) / (2 waves m) where that can be reached: for one wave at m >= 2 p and p <= 4, and for two at p=4, m=8. At
+p = m = 4 the optimum of one wave is 0.5 and not the paper's 0.375. By default less is held: at (p, m) = (4, 8)
+five microbatches for 0.25 instead of eight for 0.1875, and at (8, 64) eight for 0.122 instead of 64 for 0.055.
+Messages are 4 waves m (p - 1).
 """
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Kind
+import math
+from collections.abc import Callable
+
+from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.placement import at_least_one, wave
 from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules.list_scheduling import list_schedule
+from sixfold.pipeline.schedules.list_scheduling import Pattern, in_pattern, room_for_one
 from sixfold.pipeline.schedules.registry import schedule
+from sixfold.pipeline.shop import Order, Shop
 
 __all__ = ["hanayo"]
 
+_SLACK = 0.1  # of a rank's work that less memory may cost
+_ROOMS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # microbatches that a rank may hold, of p
+
 
 @schedule(placement=wave, chunks=None, searched=True)
-def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
-    """The shortest of a few list schedules of ``2 * waves`` chunks; of equally short ones that which holds least.
+def hanayo(ranks: int, microbatches: int, waves: int = 1, memory_cap: float | None = None) -> Program:
+    """Of several list schedules of ``2 * waves`` chunks, the least memory within 10 % of work of the shortest.
 
-    They differ in what a rank starts first, deepest forward or shallowest backward, and in how much it may hold.
+    They differ in what a rank begins first, deepest forward or shallowest backward, and in how much it may hold: from
+    half of p to three times p microbatches, and where these are more than p fewer than all.
 
+    Args:
+        memory_cap: microbatches that a rank may hold; the shortest within it is taken, and m allows all.
     Raises:
         ScheduleError: an argument is below one.
+    Cost: 14 list schedules of at most 4 p microbatches, and the chosen one for all.
     """
     at_least_one(ranks=ranks, microbatches=microbatches, waves=waves)
-    placement = wave(ranks, 2 * waves)
-    stages = len(placement)
-
-    def deepest_forward(kind: Kind, stage: int) -> int:
-        return -stage if kind is Kind.F else stages - stage
-
-    def shallowest_backward(kind: Kind, stage: int) -> int:
-        return stage if kind is Kind.B else 2 * stages - stage
-
+    # GPipe's memory is all microbatches; those that 1F1B would hold too are none too many.
+    most = float(max(ranks, microbatches - 1)) if memory_cap is None else room_for_one(memory_cap)
+    rooms = {max(1.0, math.floor(2 * waves * part * ranks) / (2 * waves)) for part in _ROOMS}
+    rooms = {min(most, room) for room in rooms} | ({most} if memory_cap is not None else set())
+    few = min(microbatches, 4 * ranks)
+    favours = (_deepest_forward, _shallowest_backward)
     tried = []
-    narrow, wide = ranks + ranks // 2, 2 * ranks
-    for favour, most in (
-        (deepest_forward, narrow),
-        (deepest_forward, wide),
-        (deepest_forward, microbatches),
-        (shallowest_backward, wide),
-    ):
-        room = 2 * waves * min(most, microbatches)
-        tried.append(list_schedule(placement, microbatches, favour, split=False, room=room))
-    best = min(tried, key=lambda listed: (listed.makespan, listed.peak))
-    return Program(best.rows, microbatches, placement, "hanayo")
+    for room in sorted(rooms):
+        for favour in favours:
+            shop, order = _listed(ranks, few, waves, room, favour)
+            times = shop.play(order)
+            assert times is not None, "it ran"
+            tried.append((times.makespan, shop.peak(order), room, favour))
+    shortest = min(makespan for makespan, *_ in tried)
+    slack = 0.0 if memory_cap is not None else _SLACK * 3 * few
+    _, _, room, favour = min((one for one in tried if one[0] <= shortest + slack), key=lambda one: (one[1], one[0]))
+    shop, order = _listed(ranks, microbatches, waves, room, favour)
+    return shop.program(order, shop.play(order), "hanayo")
+
+
+def _deepest_forward(stages: int) -> list[float]:
+    return [*(-float(stage) for stage in range(stages)), *(float(stages - stage) for stage in range(stages))]
+
+
+def _shallowest_backward(stages: int) -> list[float]:
+    return [*(2.0 * stages - stage for stage in range(stages)), *(float(stage) for stage in range(stages))]
+
+
+def _listed(
+    ranks: int, microbatches: int, waves: int, room: float, favour: Callable[[int], list[float]]
+) -> tuple[Shop, Order]:
+    """B is an I that takes twice as long as F and frees all, with a W of no time behind it."""
+    stages = 2 * waves * ranks
+    share = [0.5 / waves] * stages
+    costs = Costs(share, [2 * time for time in share], [0.0] * stages, activation=share, input_share=1.0)
+    shop = Shop(costs, wave(ranks, 2 * waves), microbatches, room)
+    order = in_pattern(shop, Pattern(begin=favour(stages), period=0.0, weight_after=-math.inf))
+    assert order is not None, f"one microbatch fits {room}"
+    return shop, order

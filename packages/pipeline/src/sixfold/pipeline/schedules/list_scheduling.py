@@ -1,109 +1,218 @@
-"""List scheduling: at each moment every free rank starts the action it favours most among those that can run.
+"""List scheduling: whenever a rank is free it begins the operation whose turn in a pattern comes first.
 
-    placement, favour, room --> order of each rank (this file) --> hanayo, v_half, v_min
+    Shop, Pattern --> order of each rank, the best of several (this file) --> hanayo, v_half, v_min, plan
 
-The clock ticks in units of one stage's F; I and W take one unit, B two, messages
-none. Microbatches pass each stage in ascending order.
+Torch-free. A pattern says when microbatch 0 would begin each F and I if nothing stood in the way, and after which
+period the next microbatch follows ("building block" in Qi et al., arXiv 2405.15362). Here its times are turns only:
+what can run runs, the earliest turn first, so that warm-up and drain fill up by themselves and the steady
+state falls into the pattern. Microbatches pass each stage in ascending order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.placement import vee
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.shop import ROUNDING, WAIT, Order, Run, Shop
 
-__all__ = ["Listed", "best_v", "list_schedule"]
+__all__ = ["Pattern", "Try", "best_v", "in_pattern", "pattern_of_chain", "room_for_one"]
 
-_UNITS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-Favour = Callable[[Kind, int], float]  # kind, stage -> smaller runs first
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Rows of actions, the time that they take, and the most stages' activations that a rank holds."""
-
-    rows: tuple[tuple[Action, ...], ...]
-    makespan: int
-    peak: int
+# What an order is judged by: times of F, I and W of a rank's whole share, and of a message.
+_EQUAL, _UNEQUAL = (1.0, 1.0, 1.0, 0.0), (1.0, 1.6, 0.6, 0.1)
 
 
-def list_schedule(
-    placement: Sequence[int], microbatches: int, favour: Favour, *, split: bool, room: int | None = None, pace: int = 0
-) -> Listed:
-    """Schedule every microbatch through every stage.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """Turns of the operations of one microbatch, and of the next ones a ``period`` later each.
+
+    Attributes:
+        begin: of each F and I by line (kind * stages + stage), in the shop's unit of time.
+        period: 0 means that turns say what is preferred, whatever the microbatch.
+        weight_after: from the turn of an I to that of its W; infinite: W's run where nothing else can, or where a
+            forward has no room until one has run; minus infinite: at once.
+        entry, burst: while a rank holds something, the k-th microbatch enters it at ``entry * k - burst`` at the
+            earliest, if the rank comes free then.
+    """
+
+    begin: Sequence[float]
+    period: float
+    weight_after: float = math.inf
+    entry: float = 0.0
+    burst: float = 0.0
+
+
+def pattern_of_chain(
+    shop: Shop, steps: Sequence[float], gaps: Sequence[float], *, period: float, **more: float
+) -> Pattern:
+    """The pattern in which each stage of a row (stages 0..p-1, p..2p-1, ...) begins a step after the one before it.
 
     Args:
-        split: backwards are I and W, else B.
-        room: stages' activations that a rank may hold, at least its number of stages.
-        pace: units between the moments from which on two microbatches may enter.
-    Cost: O(makespan * ranks), a constant per action.
+        steps: of each row of F's, then of each row of I's in their order, last row first.
+        gaps: from one row's last turn to the next one's first, beside the duration: one fewer than steps.
+        more: as the attributes of Pattern.
+    """
+    ranks, stages = shop.ranks, shop.stages
+    begin = [0.0] * (2 * stages)
+    now = 0.0
+    chain = (*range(stages), *reversed(range(stages, 2 * stages)))
+    for at, line in enumerate(chain):
+        row, place = divmod(at, ranks)
+        if at and place:
+            now += steps[row]
+        elif at:
+            now += shop.duration[chain[at - 1] * shop.microbatches] + gaps[row - 1]
+        begin[line] = now
+    return Pattern(begin=begin, period=period, **more)
+
+
+Try = tuple[tuple[float, float, float, float], tuple[float, float, float], float]  # steps, gaps, entry in periods
+
+
+def best_v(
+    ranks: int, microbatches: int, tries: Sequence[Try], cap: float, memory_cap: float | None, name: str
+) -> Program:
+    """Of several patterns of a V the order that is shortest at F = I = W; of equally short ones at 1 : 1.6 : 0.6.
+
+    Args:
+        tries: steps and gaps of the rows (first chunk's F, second's F, second's I, first's I) in durations, and the
+            pace at which microbatches enter after the first burst.
+        cap: microbatches that a rank may hold; ``memory_cap`` is the caller's, which goes before.
+    Raises:
+        ScheduleError: ``memory_cap`` is less than one microbatch.
+    Cost: every pattern for at most 3 p microbatches, and the best again for all.
+    """
+    if memory_cap is not None:
+        cap = room_for_one(memory_cap)
+
+    def made(microbatches: int, one: Try) -> tuple[float, float, Shop, Order]:
+        equal, unequal = (_shop(ranks, microbatches, cap, times) for times in (_EQUAL, _UNEQUAL))
+        steps, gaps, entry = one
+        unit = 0.5  # of any operation here
+        pattern = pattern_of_chain(
+            equal,
+            [unit * step for step in steps],
+            [unit * gap for gap in gaps],
+            period=6 * unit,
+            entry=6 * unit * entry,
+            burst=ranks * unit,
+        )
+        order = in_pattern(equal, pattern)
+        assert order is not None, f"one microbatch fits {cap}"
+        lengths = [times.makespan for shop in (equal, unequal) if (times := shop.play(order)) is not None]
+        return lengths[0], lengths[1], equal, order
+
+    few = min(microbatches, 3 * ranks)
+    best = min(tries, key=lambda one: made(few, one)[:2])
+    _, _, shop, order = made(microbatches, best)
+    return shop.program(order, name=name)
+
+
+def room_for_one(memory_cap: float) -> float:
+    """``memory_cap`` as a number of microbatches.
+
+    Raises:
+        ScheduleError: it is no number, or less than one.
+    """
+    cap = number("memory_cap", memory_cap)
+    if not cap >= 1.0:
+        raise ScheduleError(f"memory_cap is {cap:.12g} microbatches; it is >= 1, since a rank holds one whole")
+    return cap
+
+
+def _shop(ranks: int, microbatches: int, cap: float, times: Sequence[float]) -> Shop:
+    """The job shop of a V whose ranks are all alike."""
+    share = [0.5] * (2 * ranks)
+    forward, backward_input, backward_weight, hop = times
+    costs = Costs(
+        [forward * s for s in share],
+        [backward_input * s for s in share],
+        [backward_weight * s for s in share],
+        hop,
+        activation=share,
+    )
+    return Shop(costs, vee(ranks), microbatches, cap)
+
+
+def in_pattern(shop: Shop, pattern: Pattern) -> Order | None:
+    """The order of every rank that takes turns as ``pattern`` says, within the cap.
+
+    Returns:
+        None only if one microbatch alone does not fit the cap.
+    Cost: O(operations * log ranks * stages of a rank): about 12 us per operation.
 
     [Note: room] A forward starts only if its microbatch's later stages on the rank would still fit, so that no choice
     ends in a deadlock. The last stage but one may take the last place if the rank holds something of its last stage:
-    that comes back by itself, since each rank lets microbatches pass in order and backwards need no room.
+    that comes back by itself, since each rank lets microbatches pass in order and backwards need no room. And it
+    leaves room for every forward of a later stage whose turn came before its own: a microbatch that enters early
+    must not stop one that is on its way.
     """
-    ranks, last = max(placement) + 1, len(placement) - 1
-    back = Kind.I if split else Kind.B
-    mine = [[s for s, holder in enumerate(placement) if holder == rank] for rank in range(ranks)]
-    spare = {s: len(stages) - i for stages in mine for i, s in enumerate(stages)}  # this stage and those behind it
-    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
-    favoured = [sorted(((k, s) for s in stages for k in kinds), key=lambda at: favour(*at)) for stages in mine]
-    # What can run: (time from which on, microbatch), in order of both.
-    ready: dict[tuple[Kind, int], deque[tuple[int, int]]] = {at: deque() for row in favoured for at in row}
-    ready[Kind.F, 0].extend((pace * k, k) for k in range(microbatches))
-    rows: list[list[Action]] = [[] for _ in range(ranks)]
-    free, held, peak = [0] * ranks, [0] * ranks, 0
-    deep = [0] * ranks  # what a rank holds of its last stage
-    left, now = microbatches * len(placement) * len(kinds), 0
-    while left:
-        assert now <= max(pace * microbatches, *free), f"nothing can run at {now} with room for {room}"
-        for rank in (r for r in range(ranks) if free[r] <= now):
-            for kind, stage in favoured[rank]:
-                queue = ready[kind, stage]
-                if not queue or queue[0][0] > now:
+    return Run(shop).to_the_end(_Turns(shop, pattern))
+
+
+class _Turns:
+    """What each rank does next; called as ``choose`` of a Run."""
+
+    def __init__(self, shop: Shop, pattern: Pattern) -> None:
+        self.shop, self.pattern = shop, pattern
+        s = shop.stages
+        lines = [[kind + stage for kind in (0, s) for stage in own] for own in shop.stages_of]
+        self.rows = [sorted(own, key=pattern.begin.__getitem__) for own in lines]
+        # later[stage]: stages of its rank behind it
+        self.later = [[t for t in shop.stages_of[rank] if t > stage] for stage, rank in enumerate(shop.placement)]
+        self.behind = [sum(shop.activation[t] for t in later) for later in self.later]
+
+    def __call__(self, run: Run, rank: int) -> int:
+        shop, pattern = self.shop, self.pattern
+        m, stages, period = shop.microbatches, shop.stages, pattern.period
+        limit = run.now + ROUNDING
+        best, chosen, blocked = math.inf, WAIT, math.inf
+        for line in self.rows[rank]:
+            k = run.turn[line]
+            turn = pattern.begin[line] + period * k
+            if turn >= best:
+                continue
+            arrival = run.arrival(line)
+            if arrival is None or arrival > limit:
+                continue
+            if line < stages:
+                if line == 0 and run.held[rank] and pattern.entry * k - pattern.burst > limit:
                     continue
-                if kind is Kind.F:
-                    places = 1 if spare[stage] == 2 and deep[rank] else spare[stage]
-                    if room is not None and held[rank] + places > room:
-                        continue
-                    held[rank] += 1
-                    deep[rank] += spare[stage] == 1
-                    peak = max(peak, held[rank])
-                elif kind is not Kind.I:
-                    held[rank] -= 1
-                    deep[rank] -= spare[stage] == 1
-                _, k = queue.popleft()
-                end = free[rank] = now + _UNITS[kind]
-                rows[rank].append(Action(stage, kind, k))
-                left -= 1
-                if kind is Kind.F:
-                    ready[(Kind.F, stage + 1) if stage < last else (back, last)].append((end, k))
-                elif kind is not Kind.W and stage:
-                    ready[back, stage - 1].append((end, k))
-                if kind is Kind.I:
-                    ready[Kind.W, stage].append((end, k))
-                break
-        now += 1
-    return Listed(tuple(map(tuple, rows)), max(free), peak)
+                if not self._has_room(run, rank, line, turn):
+                    blocked = min(blocked, turn)
+                    continue
+            best, chosen = turn, line * m + k
+        first, weight = math.inf, WAIT
+        for stage in shop.stages_of[rank]:
+            line = 2 * stages + stage
+            k = run.turn[line]
+            if run.turn[line - stages] > k:
+                turn = pattern.begin[stages + stage] + period * k
+                if turn < first:
+                    first, weight = turn, line * m + k
+        if weight != WAIT and (chosen == WAIT or min(blocked, first + pattern.weight_after) < best):
+            return weight
+        return chosen
 
-
-def best_v(ranks: int, microbatches: int, tries: Sequence[tuple[str, int]], room: int, name: str) -> Program:
-    """The shortest of several list schedules of a V; of equally short ones the first.
-
-    Args:
-        tries: of each the order of preference, such as "F1 F0 I1 I0 W0 W1" (kinds with the chunk), and the pace.
-    """
-    tried = []
-    for order, pace in tries:
-        turn = {word: at for at, word in enumerate(order.split())}
-
-        def favour(kind: Kind, stage: int, turn: dict[str, int] = turn) -> float:
-            return turn[f"{kind.value}{int(stage >= ranks)}"]
-
-        tried.append(list_schedule(vee(ranks), microbatches, favour, split=True, room=room, pace=pace))
-    best = min(tried, key=lambda listed: listed.makespan)
-    return Program(best.rows, microbatches, vee(ranks), name)
+    def _has_room(self, run: Run, rank: int, stage: int, turn: float) -> bool:
+        """[Note: room]"""
+        shop, pattern = self.shop, self.pattern
+        room = shop.memory_cap - run.held[rank] - shop.activation[stage]
+        later = self.later[stage]
+        if not later:
+            return room >= 0
+        last = later[-1]
+        deep = len(later) == 1 and run.turn[last] > run.turn[2 * shop.stages + last]
+        if room < (0.0 if deep else self.behind[stage]):
+            return False
+        if pattern.period:
+            for other in later:
+                due = min(shop.microbatches, math.ceil((turn - pattern.begin[other]) / pattern.period - ROUNDING))
+                if due > run.turn[other]:
+                    room -= (due - run.turn[other]) * shop.activation[other]
+            return room >= 0
+        return True

@@ -1,15 +1,19 @@
 """A pipeline step as a job shop: ranks are machines, F, I and W are operations.
 
-    Costs, placement --> Shop (this file) --> patterns, dispatch, tabu --> Program
+    Costs, placement --> Shop, and a Run of it (this file) --> list_scheduling, plan/* --> Program
 
-Torch-free. Operation ``(kind * stages + stage) * m + microbatch`` with kind 0, 1, 2 for F, I, W: small
-integers, so that a search can look at thousands of orders in a second of plain Python. An order is one
-list of operations per rank; it is *right* if every stage takes its F's, I's and W's in ascending microbatch order.
+Torch-free. What runs operations on paper is here alone: ``Shop.play`` takes each rank's list as it is, ``Run`` asks
+for the next operation of a rank whenever one could begin. Operation ``(kind * stages + stage) * m + microbatch`` with
+kind 0, 1, 2 for F, I, W: small integers, so that a search can look at thousands of orders in a second of plain Python.
+An order is one list of operations per rank; it is *right* if every stage takes its F's, I's and W's in ascending
+microbatch order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 from sixfold.pipeline.action import Action, Kind
@@ -17,10 +21,11 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.memory import with_rounding
 from sixfold.pipeline.program import Program
 
-__all__ = ["FORWARD", "ROUNDING", "Order", "Shop", "Times"]
+__all__ = ["FORWARD", "INPUT", "ROUNDING", "WAIT", "WEIGHT", "Order", "Run", "Shop", "Times"]
 
 Order = list[list[int]]
 FORWARD, INPUT, WEIGHT = 0, 1, 2
+WAIT = -1  # instead of an operation
 ROUNDING = 1e-9  # of sums of times
 
 
@@ -101,6 +106,10 @@ class Shop:
                     return False
         return True
 
+    def peak(self, order: Order) -> float:
+        """The most that any rank holds."""
+        return max(max(accumulate(map(self.memory.__getitem__, row)), default=0.0) for row in order)
+
     def play(self, order: Order) -> Times | None:
         """Run every rank's list in order; None if the lists wait for each other."""
         source, lag, duration = self.source, self.lag, self.duration
@@ -132,22 +141,98 @@ class Shop:
             free[rank], at[rank] = now, position
         return Times(max(free), start, end, sequence) if len(sequence) == self.size else None
 
-    def program(self, order: Order, times: Times) -> Program:
-        """``order`` as a program, with I and W written as B wherever that delays nobody."""
+    def program(self, order: Order, times: Times | None = None, name: str = "planned") -> Program:
+        """``order`` as a program; with ``times``, I and W are written as B wherever that delays nobody."""
         ranks = []
         for row in order:
             actions: list[Action] = []
             for operation in row:
                 kind, stage, microbatch = self.name(operation)
                 fused = Action(stage, Kind.I, microbatch)
-                if kind == WEIGHT and actions and actions[-1] == fused and self._nobody_waits(operation, times):
+                if (
+                    times is not None
+                    and kind == WEIGHT
+                    and actions
+                    and actions[-1] == fused
+                    and self._nobody_waits(operation, times)
+                ):
                     actions[-1] = Action(stage, Kind.B, microbatch)
                 else:
                     actions.append(Action(stage, (Kind.F, Kind.I, Kind.W)[kind], microbatch))
             ranks.append(tuple(actions))
-        return Program(tuple(ranks), self.microbatches, self.placement, "planned")
+        return Program(tuple(ranks), self.microbatches, self.placement, name)
 
     def _nobody_waits(self, weight: int, times: Times) -> bool:
         """Whether the input gradient may leave only when ``weight``, which follows it, has run."""
         user = self.user[weight - self.stages * self.microbatches]
         return user < 0 or times.end[weight] + self.lag[user] <= times.start[user] + ROUNDING
+
+
+class Run:
+    """A step that is being run by choice: what has begun, what each rank holds.
+
+    Attributes:
+        now: the moment at which a choice is asked for.
+        free, held, order (per rank): when its last operation ends, its activations, what it began so far.
+        turn (per line, which is kind * stages + stage): the microbatch that comes next there.
+    """
+
+    def __init__(self, shop: Shop) -> None:
+        self.shop = shop
+        self.now = 0.0
+        self.free, self.held = [0.0] * shop.ranks, [0.0] * shop.ranks
+        self.order: Order = [[] for _ in range(shop.ranks)]
+        self.turn = [0] * (3 * shop.stages)
+        self._end = [-1.0] * shop.size
+        self._moments = [(0.0, rank) for rank in range(shop.ranks)]
+
+    def to_the_end(self, choose: Callable[[Run, int], int]) -> Order | None:
+        """Ask ``choose(run, rank)`` for an operation at each moment at which that rank could begin one.
+
+        That is when it ends one, when an input comes, and when ``ask_again`` says. The operation is the next of its
+        line with its input there, or WAIT.
+
+        Returns:
+            the order; None if everybody waits.
+        Cost: O(operations log ranks) and as many choices and one more per message.
+        """
+        shop, moments, free = self.shop, self._moments, self.free
+        heapify(moments)
+        left = shop.size
+        while moments and left:
+            moment = heappop(moments)
+            now, rank = moment
+            if now < free[rank] or (moments and moments[0] == moment):
+                continue
+            self.now = now
+            operation = choose(self, rank)
+            if operation == WAIT:
+                continue
+            left -= 1
+            self._end[operation] = free[rank] = end = now + shop.duration[operation]
+            self.held[rank] += shop.memory[operation]
+            self.order[rank].append(operation)
+            self.turn[operation // shop.microbatches] += 1
+            heappush(moments, (end, rank))
+            user = shop.user[operation]
+            if user >= 0 and shop.rank[user] != rank:
+                arrival = end + shop.lag[user]
+                heappush(moments, (max(arrival, free[shop.rank[user]]), shop.rank[user]))
+        return self.order if not left else None
+
+    def ask_again(self, moment: float, rank: int) -> None:
+        """Ask for ``rank`` at ``moment`` too, which is not past."""
+        heappush(self._moments, (moment, rank))
+
+    def arrival(self, line: int) -> float | None:
+        """When the input of the next operation of ``line`` is there; None if there is no next or nobody knows."""
+        shop = self.shop
+        microbatch = self.turn[line]
+        if microbatch == shop.microbatches or (line >= shop.stages and self.turn[line - shop.stages] <= microbatch):
+            return None
+        operation = line * shop.microbatches + microbatch
+        source = shop.source[operation]
+        if source < 0:
+            return 0.0
+        end = self._end[source]
+        return None if end < 0 else end + shop.lag[operation]

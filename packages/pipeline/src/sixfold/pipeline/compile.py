@@ -18,6 +18,8 @@ from torch import Tensor
 from sixfold.pipeline.action import COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.recorder import Recorder
+from sixfold.pipeline.simulate import Event, Timeline, measured
 from sixfold.pipeline.split import Values
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import StageRun
@@ -33,15 +35,22 @@ _SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step returns; the lists are empty but on the rank of the last stage.
+    """What a step returns.
 
     Attributes:
-        losses: m detached scalars, as ``loss_fn`` returned them (sums with ``scale="token"``).
-        outputs: m outputs of the last stage, from ``forward`` and with ``keep_outputs``.
+        losses: m detached scalars, as ``loss_fn`` returned them (sums with ``scale="token"``); [] where the last stage
+            is on another rank.
+        outputs: m outputs of the last stage, from ``forward`` and with ``keep_outputs``; likewise.
+        events: with ``profile``, what this process did: (rank, action, begin, end) in seconds of its
+            ``time.perf_counter``. A SEND is what it costs to start it, a RECV the wait for its message; an overlap is
+            there as its parts.
+        timeline: of these events, where they are those of all ranks; ``gather_timeline`` makes it of several.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    events: tuple[Event, ...] = ()
+    timeline: Timeline | None = None
 
 
 class Compiled:
@@ -68,6 +77,7 @@ class Compiled:
         lookahead: int,
         dynamic_shapes: bool,
         number: int,
+        profile: bool = False,
     ) -> None:
         self.program = program
         self._links = links
@@ -91,7 +101,8 @@ class Compiled:
             self.entries = [(rank, call) for rank, calls in rows.items() for call in calls]
         else:
             self.entries = merged(rows)
-        self.calls: list[Callable[[], object]] = [call.run for _, call in self.entries]
+        self._recorder = Recorder() if profile else None
+        self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
 
@@ -109,15 +120,22 @@ class Compiled:
             lane.begin([[_signature(value) for value in values] for values in inputs] if first else None)
         if self.tokens is not None:
             self.tokens.begin()
+        if self._recorder is not None:
+            self._recorder.begin()
 
     def result(self) -> StepResult:
         """What the step made."""
-        tail = self.tail
-        if tail is None:
-            return StepResult()
-        losses = list(tail.losses) if self._goal.loss_fn is not None else []
-        outputs = list(tail.outputs) if tail.keep or not losses else []
-        return StepResult(losses=losses, outputs=outputs)
+        events = () if self._recorder is None else self._recorder.events()
+        timeline = None
+        if events and len(self._links) == len(self.program.ranks):
+            first = min(begin for *_, begin, _ in events)
+            timeline = measured([(r, a, begin - first, end - first) for r, a, begin, end in events])
+        losses: list[Tensor] = []
+        outputs: list[Any] = []
+        if (tail := self.tail) is not None:
+            losses = list(tail.losses) if self._goal.loss_fn is not None else []
+            outputs = list(tail.outputs) if tail.keep or not losses else []
+        return StepResult(losses=losses, outputs=outputs, events=events, timeline=timeline)
 
     def clear(self, *, failed: bool = False) -> None:
         """Drop every tensor of a step, whether it went through or not."""
@@ -128,6 +146,11 @@ class Compiled:
                 lane.clear()
         if self.tokens is not None:
             self.tokens.clear()
+
+    def _run_of(self, rank: int, call: Call) -> Callable[[], object]:
+        if self._recorder is None or not call.main:
+            return call.run
+        return self._recorder.timed(call.run, rank, call.action, self._runs[call.action.stage].stage.device)
 
     def _bound(self, wiring: Wiring, lookahead: int) -> list[Call]:
         entries = list(enumerate(self.program.ranks[wiring.rank]))

@@ -16,20 +16,24 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from sixfold.pipeline.agree import broadcast
 from sixfold.pipeline.arguments import check_loss, check_program, check_stages, check_timeout, complete
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, whole
-from sixfold.pipeline.faults import Record, Records, Store, report
+from sixfold.pipeline.faults import Store
+from sixfold.pipeline.measure import gathered
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.reports import Faults
+from sixfold.pipeline.simulate import Timeline, measured
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.tied import Ties, tie
 from sixfold.pipeline.transport import Links, Transport, one_thread, over
 from sixfold.pipeline.watchdog import PeerLost
-from sixfold.pipeline.wiring import Call, Goal
+from sixfold.pipeline.wiring import Goal
 
 __all__ = ["PipelineRunner", "StepResult"]
 
-_GRACE_S = 0.5  # for the other ranks to write where they stand
 _REMEMBERED = 64  # program objects looked up by identity
 
 LossFn = Callable[[Any, Any], Any]
@@ -52,7 +56,7 @@ class PipelineRunner:
         timeout_s: deadline of every wait for another rank.
         store: for ranks to tell each other where they stand after a failure.
         lookahead: compute actions by which a receive is posted before its place.
-        profile: not supported, and refused: ``simulate`` times a program on paper, torch.profiler a step.
+        profile: results hold when each action began and ended.
         dynamic_shapes: shapes may differ in every step and microbatch without notice.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
             memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
@@ -79,19 +83,17 @@ class PipelineRunner:
         edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups"] | None = None,
     ) -> None:
         check_loss(loss_fn, scale, stages)
-        if profile:
-            raise ScheduleError("profile is not supported: simulate times a program on paper, torch.profiler a step")
         timeout_s = check_timeout(timeout_s)
         lookahead = whole("lookahead", lookahead, least=0)
         self._rank = 0 if group is None else group.rank() if isinstance(group, dist.ProcessGroup) else group.rank
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
-        self._lookahead, self._dynamic_shapes = lookahead, dynamic_shapes
+        self._lookahead, self._dynamic_shapes, self._profile = lookahead, dynamic_shapes, bool(profile)
         self._compiled: dict[tuple[Program, str, Goal], Compiled] = {}
         self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled]] = {}
-        self._broken: str | None = None
+        self._faults = Faults(self._rank, len(program.ranks))
+        self._ties: Ties | None = None
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
-        self._records: Records | None = None
         self._program = program
         if len(self._stages) != len(stages):
             check_stages(program, stages, None if group is None else self._rank)
@@ -102,6 +104,11 @@ class PipelineRunner:
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
             self._join(transport, backend, store, timeout_s)
+        try:
+            links = self._links or _one_process(program)
+            self._ties = tie(stages, program.placement.__getitem__, links, self._rank)
+        except BaseException as error:
+            self._fail(error)
 
     def step(
         self,
@@ -127,9 +134,8 @@ class PipelineRunner:
             ScheduleError: an argument, a stage or ``loss_fn`` failed here or on the rank it names.
             PipelineTimeout: another rank did not answer before the deadline.
         """
-        goal = Goal(train=True, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
         with torch.enable_grad():
-            return self._run(program, "step", goal, inputs, targets, kwargs, keep_outputs)
+            return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs)
 
     def evaluate(
         self,
@@ -154,6 +160,71 @@ class PipelineRunner:
         with torch.no_grad():
             return self._run(None, "forward", goal, inputs, None, kwargs)
 
+    def check(self) -> None:
+        """Call it before what a step made is used, such as before an optimizer that is not the stages'.
+
+        Where devices work behind the host's back a message may be found overdue when ``step`` has returned.
+
+        Raises:
+            ScheduleError, PipelineTimeout: the runner has failed, or a message of its steps did not come in time.
+        """
+        self._not_broken()
+        try:
+            for links in self._links.values():
+                links.check()
+        except PeerLost as error:
+            self._fail(error)
+
+    def agree(self, program: Program | None = None, source: int = 0) -> Program:
+        """The program of rank ``source``, on all ranks, compiled for ``step``; all ranks call it.
+
+        Args:
+            program: of that rank; others may give None, and theirs is not looked at.
+        Raises:
+            ScheduleError: on all ranks, when the source's program cannot run.
+            PipelineTimeout: a rank did not take part before the deadline.
+        """
+        self._not_broken()
+        source = whole("source", source, least=0)
+        if source >= self._ranks:
+            raise ScheduleError(f"source is {source}; ranks are 0..{self._ranks - 1}")
+        try:
+            if self._here is not None:
+                program = broadcast(program, source, self._links[self._here])
+            if program is None:
+                raise ScheduleError("program is None on the rank that decides; give it there")
+            self._compile(program, "step", self._goal())
+        except Exception as error:
+            self._fail(error)
+        return program
+
+    def gather_timeline(self, result: StepResult) -> Timeline | None:
+        """The events of all ranks on the clock of rank 0, there; None elsewhere. All ranks call it, behind a step.
+
+        Raises:
+            ScheduleError: the runner was made without ``profile``.
+            PipelineTimeout: a rank did not take part before the deadline.
+        """
+        if not self._profile:
+            raise ScheduleError("gather_timeline needs events; make the runner with profile=True")
+        if self._here is None:
+            return result.timeline
+        self._not_broken()
+        try:
+            channel = self._links[self._here].control
+            clock = time.perf_counter
+            events = gathered(result.events, rank=self._here, ranks=self._ranks, channel=channel, clock=clock)
+        except PeerLost as error:
+            self._fail(error)
+        return None if events is None else measured(events)
+
+    def _not_broken(self) -> None:
+        if self._faults.broken is not None:
+            raise ScheduleError(f"this runner failed before ({self._faults.broken}); make a new one")
+
+    def _goal(self) -> Goal:
+        return Goal(train=True, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
+
     def _run(
         self,
         program: Program | None,
@@ -164,23 +235,27 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool = False,
     ) -> StepResult:
-        if self._broken is not None:
-            raise ScheduleError(f"this runner failed before ({self._broken}); make a new one")
+        self._not_broken()
         program = self._program if program is None else program
         compiled: Compiled | None = None
         if goal.autocast:
             # It remembers the casts of weights: those of an evaluation have no graph, and an optimizer makes them old.
             torch.clear_autocast_cache()
+        ties = self._ties if goal.train else None
         at = -1  # the call that runs, for errors; set-up and the checks of arguments come before the first
         try:
             compiled = self._compile(program, mode, goal)
+            if ties is not None:
+                ties.begin()
             self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
             at = 0
             for call in compiled.calls:
                 call()
                 at += 1
+            if ties is not None:
+                ties.add_up()
         except BaseException as error:
-            self._fail(compiled, at, error)
+            self._fail(error, compiled, at)
         finally:
             if goal.autocast:
                 torch.clear_autocast_cache()
@@ -227,6 +302,7 @@ class PipelineRunner:
                 lookahead=self._lookahead,
                 dynamic_shapes=self._dynamic_shapes,
                 number=number,
+                profile=self._profile,
             )
             self._compiled[program, mode, goal] = compiled
         if len(self._by_identity) >= _REMEMBERED:
@@ -244,7 +320,15 @@ class PipelineRunner:
                 message = f"rank {self._rank} has no connection to all {transport.ranks} ranks: {error}"
             raise PipelineTimeout(message, rank=self._rank) from error
         self._links[transport.rank] = links
-        self._records = Records(store or links.store, links.key, self._rank, transport.ranks)
+        self._faults = Faults(self._rank, transport.ranks, links, store)
+
+    def _fail(self, error: BaseException, compiled: Compiled | None = None, at: int = -1) -> NoReturn:
+        """The step is over, here and on every other rank."""
+        if compiled is not None:
+            compiled.clear(failed=True)
+        if self._ties is not None:
+            self._ties.restore()
+        self._faults.end(error, compiled, at)
 
     def _number_of(self, program: Program, mode: str) -> int:
         """Equal on ranks that run the same program for the same call; below 2**56."""
@@ -264,62 +348,6 @@ class PipelineRunner:
                     "all ranks make the same calls",
                     rank=self._rank,
                 )
-
-    def _fail(self, compiled: Compiled | None, at: int, error: BaseException) -> NoReturn:
-        """Turn the failure of one call into one error here and on every other rank."""
-        rank, position, action = self._rank, None, None
-        place = "the start of the step" if at < 0 else "the end of the step"
-        if compiled is not None:
-            if 0 <= at < len(compiled.entries):
-                rank, call = compiled.entries[at]
-                position, action = call.position, call.entry
-                place = _place(compiled, rank, call)
-            compiled.clear(failed=True)
-        if isinstance(error, PeerLost):
-            self._time_out(compiled, place, error)
-        words = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
-        if self._records is not None:
-            self._records.write(Record(place, error=words))
-            self._close()
-        interrupted = not isinstance(error, Exception)
-        stepped = compiled is not None and at >= 0 and compiled.steps  # some stages may be a STEP ahead of others
-        if self._here is not None or interrupted or stepped:
-            self._broken = words
-        if interrupted or (isinstance(error, ScheduleError) and action is None):
-            raise error
-        message = f"rank {rank} failed at {place}: {words}"
-        raise ScheduleError(message, rank=rank, position=position, action=action) from error
-
-    def _close(self) -> None:
-        for links in self._links.values():
-            links.close()
-
-    def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
-        """A message did not come: find out what the other ranks know, and say it."""
-        assert self._records is not None, "only a group has peers"
-        peer, position = error.peer, None
-        if compiled is not None and error.action is not None:
-            program = compiled.program
-            if peer is None:
-                peer = program.placement[error.action.peer_stage]
-            position = program.ranks[self._rank].index(error.action)
-            place = f"[{position}/{len(program.ranks[self._rank])}] {error.action}"
-        mine = Record(place, peer)
-        self._records.write(mine)
-        self._close()
-        others = self._records.others(_GRACE_S)
-        for rank, theirs in others.items():
-            if theirs.error is not None:
-                self._broken = f"rank {rank} failed at {theirs.place}: {theirs.error}"
-                raise ScheduleError(self._broken, rank=rank) from error
-        heard = self._records.has_store
-        line = report(self._rank, self._ranks, mine, others, heard, self._records.deaf)
-        self._broken = line
-        raise PipelineTimeout(line, rank=self._rank, position=position, action=error.action) from error
-
-
-def _place(compiled: Compiled, rank: int, call: Call) -> str:
-    return f"[{call.position}/{len(compiled.program.ranks[rank])}] {call.entry}"
 
 
 def _one_process(program: Program) -> dict[int, Links]:

@@ -1,0 +1,213 @@
+"""Parameters that several stages hold a copy of: one initial value, one gradient.
+
+    Stage(tied=) of all ranks --> holders of each name --> sum in ascending stage order (this file) --> .grad
+
+The holders of a name are a chain, ascending by stage. A sum goes up the chain, each holder adding its own, and the
+total comes down again, over the edges between those ranks alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.tokens import SetAside
+from sixfold.pipeline.transport import Control, Lane, Links, Receipt
+from sixfold.pipeline.watchdog import PeerLost
+
+__all__ = ["Ties", "tie"]
+
+Told = list[list[Any]]  # name, stage, rank, form
+_NUMBER = 2**55  # of their lanes; programs have hashes
+
+
+@dataclass(frozen=True)
+class _Holder:
+    stage: int
+    rank: int
+    form: str  # shape and dtype
+
+
+def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[int, Links], here: int) -> Ties | None:
+    """Find out who holds what, and give every holder the value of the lowest stage; None if nobody ties anything.
+
+    All ranks call it together.
+
+    Args:
+        rank_of: rank of a stage.
+        links: of each rank that is here.
+        here: this rank; where several are here, any of them.
+    Raises:
+        ScheduleError: holders of a name differ in shape or dtype.
+        PeerLost: a rank did not take part before the deadline.
+    """
+    mine: dict[tuple[str, int], nn.Parameter] = {}  # by name and stage
+    known: set[tuple[str, int]] = set()
+    for stage in sorted(stages, key=lambda stage: stage.index):
+        for name, parameter in stage.tied.items():
+            if (name, id(parameter)) not in known:  # one object on two stages has one gradient
+                known.add((name, id(parameter)))
+                mine[name, stage.index] = parameter
+    told: Told = [[name, at, rank_of(at), f"{p.dtype} {list(p.shape)}"] for (name, at), p in mine.items()]
+    if len(links) == 1:
+        told = _all_told(told, links[here].control, here, links[here].ranks)
+    holders: dict[str, list[_Holder]] = {}
+    for entry in sorted(told, key=lambda entry: entry[:2]):
+        holders.setdefault(entry[0], []).append(_Holder(*entry[1:]))
+    chains: dict[tuple[tuple[int, int], ...], list[str]] = {}
+    for name, found in sorted(holders.items()):
+        if other := next((holder for holder in found if holder.form != found[0].form), None):
+            raise ScheduleError(
+                f"tied[{name!r}] is {found[0].form} on stage {found[0].stage} and {other.form} on stage {other.stage}; "
+                "tied parameters have one shape and dtype"
+            )
+        if len(found) > 1:
+            chains.setdefault(tuple((holder.stage, holder.rank) for holder in found), []).append(name)
+    if not chains:
+        return None
+    ties = Ties([_Chain(holders, names, mine, links, n) for n, (holders, names) in enumerate(chains.items())])
+    ties.share()
+    return ties
+
+
+def _all_told(mine: Told, control: Control, here: int, ranks: int) -> Told:
+    """What all ranks hold; where nobody holds anything that is one small exchange."""
+    counts = control.gather(len(mine))
+    told = list(mine)
+    for peer in range(ranks):
+        if peer != here and mine:
+            control.send(json.dumps(mine).encode(), peer)
+        elif peer != here and any(counts):
+            control.send(b"[]", peer)
+    for peer in range(ranks):
+        if peer != here and any(counts):
+            told += json.loads(control.receive(peer))
+    return told
+
+
+class Ties:
+    """All tied parameters that this process holds."""
+
+    def __init__(self, chains: list[_Chain]) -> None:
+        self._chains = chains
+        self._before = SetAside(dict.fromkeys(p for chain in chains for p in chain.parameters()))
+
+    def share(self) -> None:
+        """Every holder gets the value of the lowest stage."""
+        for chain in self._chains:
+            chain.share()
+
+    def begin(self) -> None:
+        """A new step: there are no gradients, those from before are set aside."""
+        self._before.begin()
+
+    def add_up(self) -> None:
+        """The step went through: every holder's gradient becomes the sum of all, and is added to what was there."""
+        for chain in self._chains:
+            chain.add_up()
+            for parameter in chain.parameters():
+                self._before.add(parameter)
+
+    def restore(self) -> None:
+        """The step failed."""
+        self._before.restore()
+
+
+class _Chain:
+    """The names with the same holders, of those that are here."""
+
+    def __init__(
+        self,
+        holders: tuple[tuple[int, int], ...],
+        names: list[str],
+        mine: Mapping[tuple[str, int], nn.Parameter],
+        links: Mapping[int, Links],
+        number: int,
+    ) -> None:
+        self._ranks = [rank for _, rank in holders]
+        # By place in the chain.
+        self._held = {
+            at: [mine[name, stage] for name in names] for at, (stage, rank) in enumerate(holders) if rank in links
+        }
+        self._lanes: dict[int, Lane] = {
+            rank: mine.lane(self._ranks, 1, backward=True, number=_NUMBER + number, dynamic_shapes=False)
+            for rank, mine in links.items()
+        }
+        self._ends: dict[tuple[Kind, int], Any] = {}
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those that are here."""
+        return (parameter for held in self._held.values() for parameter in held)
+
+    def share(self) -> None:
+        """Up the chain goes the value of its first holder."""
+
+        def copied(held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+            if values is None:
+                return [parameter.detach().clone() for parameter in held]
+            with torch.no_grad():
+                for parameter, value in zip(held, values, strict=True):
+                    parameter.copy_(value)
+            return values
+
+        self._up(copied)
+
+    def add_up(self) -> None:
+        """Up the chain goes the sum, down the total."""
+
+        def added(held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
+            return own if values is None else [value + mine for value, mine in zip(values, own, strict=True)]
+
+        total = self._up(added)
+        last = len(self._ranks) - 1
+        for at in sorted(self._held, reverse=True):
+            if at < last and self._ranks[at + 1] != self._ranks[at]:
+                total = self._receive(Action(at, Kind.RECV_B, 0), at)
+            assert total is not None, f"place {at} of the chain has no total"
+            if at and self._ranks[at - 1] != self._ranks[at]:
+                self._send(Action(at, Kind.SEND_B, 0), at, total)
+            for parameter, value in zip(self._held[at], total, strict=True):
+                if parameter.requires_grad:
+                    parameter.grad = value.detach().clone()
+
+    def _up(self, step: Callable[[list[nn.Parameter], list[Tensor] | None], list[Tensor]]) -> list[Tensor] | None:
+        for rank, lane in self._lanes.items():
+            if rank in self._ranks:
+                lane.begin(None)
+        values: list[Tensor] | None = None
+        for at in sorted(self._held):
+            if at and self._ranks[at - 1] != self._ranks[at]:
+                values = self._receive(Action(at, Kind.RECV_F, 0), at)
+            values = step(self._held[at], values if at else None)
+            if at + 1 < len(self._ranks) and self._ranks[at + 1] != self._ranks[at]:
+                self._send(Action(at, Kind.SEND_F, 0), at, [value.detach().requires_grad_() for value in values])
+        return values
+
+    def _send(self, action: Action, at: int, values: list[Tensor]) -> None:
+        key = action.kind, at
+        if key not in self._ends:
+            self._ends[key] = self._lanes[self._ranks[at]].sender(action)
+        try:
+            self._ends[key](tuple(values))
+        except PeerLost as error:
+            raise PeerLost(None, error.peer) from error  # the action is of the chain, and in nobody's list
+
+    def _receive(self, action: Action, at: int) -> list[Tensor]:
+        key = action.kind, at
+        if key not in self._ends:
+            self._ends[key] = self._lanes[self._ranks[at]].receiver(action)
+        receipt: Receipt = self._ends[key]
+        try:
+            receipt.post()
+            return [value.detach() for value in receipt.wait()]  # type: ignore[union-attr]
+        except PeerLost as error:
+            raise PeerLost(None, error.peer) from error

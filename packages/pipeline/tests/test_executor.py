@@ -291,7 +291,6 @@ def make(program: Program | None = None, modules: list[nn.Module] | None = None,
         (lambda: make(gpipe(3, 2)), r"stages \(0, 1\) were given"),
         (lambda: make(scale="max"), "scale is 'max'"),
         (lambda: make(timeout_s=0), "timeout_s is 0"),
-        (lambda: make(profile=True), "profile is not supported: simulate times"),
         (
             lambda: make(Program.parse("0: 0F0 0B0 0STEP0\n1: 1F0 1B0 1STEP0")),
             r"rank 0 \[2\] 0STEP0: stage 0 has no optimizer; make it with Stage",

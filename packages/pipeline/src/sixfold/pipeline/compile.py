@@ -22,7 +22,7 @@ from sixfold.pipeline.recorder import Recorder
 from sixfold.pipeline.simulate import Event, Timeline, measured
 from sixfold.pipeline.split import Values
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import StageRun
+from sixfold.pipeline.stage_run import StageRun, Store, WholeBackward
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.wiring import Call, Goal, Wiring
@@ -60,6 +60,8 @@ class Compiled:
         stages: of the ranks that are here, by index.
         links: of each rank that is here.
         number: of the program and what it is run for, by which ranks notice that they run different ones.
+        profile: note when each action begins and ends.
+        stores: the store of a stage whose backward is split; None: I makes all gradients.
     Attributes:
         calls: to be made in order, with no arguments.
         entries: per call its rank, and what it is.
@@ -78,6 +80,7 @@ class Compiled:
         dynamic_shapes: bool,
         number: int,
         profile: bool = False,
+        stores: Callable[[Stage], Store] | None = None,
     ) -> None:
         self.program = program
         self._links = links
@@ -91,7 +94,7 @@ class Compiled:
                 program.placement, m, backward=goal.train, number=number, dynamic_shapes=dynamic_shapes
             )
             here = {stage: stages[stage] for stage in program.stages_of(rank)}
-            self._wirings[rank] = Wiring(program, rank, here, lane, goal, WholeBackward, m)
+            self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores or WholeBackward, m)
         self._runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
         self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
         self.tokens = self._token_count()
@@ -163,25 +166,6 @@ class Compiled:
         rank, links = next(iter(self._links.items()))
         control = links.control if len(self._links) == 1 else None
         return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
-
-
-class WholeBackward:
-    """No store: I makes the gradients of weights too, and W finds nothing."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-
-    def open(self, k: int) -> None:
-        """Nothing is deferred."""
-
-    def close(self) -> None:
-        """Nothing is deferred."""
-
-    def weigh(self, k: int) -> None:
-        """Nothing is left."""
-
-    def drop(self) -> None:
-        """Nothing is held."""
 
 
 def merged(rows: Mapping[int, list[Call]]) -> list[tuple[int, Call]]:

@@ -27,6 +27,7 @@ from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.store import GradientStore
 from sixfold.pipeline.tied import Ties, tie
 from sixfold.pipeline.transport import Links, Transport, one_thread, over
 from sixfold.pipeline.watchdog import PeerLost
@@ -92,6 +93,7 @@ class PipelineRunner:
         self._compiled: dict[tuple[Program, str, Goal], Compiled] = {}
         self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled]] = {}
         self._faults = Faults(self._rank, len(program.ranks))
+        self._stores: dict[int, GradientStore] = {}
         self._ties: Ties | None = None
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
@@ -303,6 +305,7 @@ class PipelineRunner:
                 dynamic_shapes=self._dynamic_shapes,
                 number=number,
                 profile=self._profile,
+                stores=self._store,
             )
             self._compiled[program, mode, goal] = compiled
         if len(self._by_identity) >= _REMEMBERED:
@@ -321,6 +324,12 @@ class PipelineRunner:
             raise PipelineTimeout(message, rank=self._rank) from error
         self._links[transport.rank] = links
         self._faults = Faults(self._rank, transport.ranks, links, store)
+
+    def _store(self, stage: Stage) -> GradientStore:
+        """One per stage, whichever programs it runs in: a store learns which parameters others use too."""
+        if stage.index not in self._stores:
+            self._stores[stage.index] = GradientStore(stage)
+        return self._stores[stage.index]
 
     def _fail(self, error: BaseException, compiled: Compiled | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""

@@ -23,7 +23,7 @@ from sixfold.pipeline.stage import Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "leaves"]
+__all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -42,6 +42,25 @@ class Store(Protocol):
 
     def drop(self) -> object:
         """Forget everything."""
+
+
+class WholeBackward:
+    """No store: I makes the gradients of weights too, and W finds nothing."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def open(self, k: int) -> None:
+        """Nothing is deferred."""
+
+    def close(self) -> None:
+        """Nothing is deferred."""
+
+    def weigh(self, k: int) -> None:
+        """Nothing is left."""
+
+    def drop(self) -> None:
+        """Nothing is held."""
 
 
 class End(Protocol):

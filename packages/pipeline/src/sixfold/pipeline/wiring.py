@@ -20,7 +20,7 @@ from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
 from sixfold.pipeline.loss import LossTail
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import Onward, StageRun, Store
+from sixfold.pipeline.stage_run import Onward, StageRun, Store, WholeBackward
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Receipt
 
@@ -136,7 +136,11 @@ class Wiring:
         self._lane = lane
         self._receipts: dict[tuple[Kind, int, int], Receipt] = {}  # by kind of RECV, stage and slot
         self.facts = Facts(program, rank)
-        self.runs = {index: StageRun(stage, slots, stores(stage)) for index, stage in stages.items()}
+        split = {stage for stage, _ in self.facts.split}
+        self.runs = {
+            index: StageRun(stage, slots, stores(stage) if index in split and goal.train else WholeBackward(stage))
+            for index, stage in stages.items()
+        }
         self.tail: LossTail | None = None
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound
         for run in self.runs.values():

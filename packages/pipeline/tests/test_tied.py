@@ -1,0 +1,134 @@
+"""Tied parameters: one value, one gradient, the sum of all stages' in ascending order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_helpers import batch, equal_bits, layers, square_loss
+from thread_helpers import on_threads, values_or_raise
+from torch import Tensor, nn
+
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, interleaved, zb_h1
+from sixfold.pipeline.passes import optimizer_step
+
+
+class Shared(nn.Module):
+    """A layer, and a factor that other stages have too."""
+
+    def __init__(self, layer: nn.Module, value: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.factor = nn.Parameter(torch.full((8,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def stages_of(count: int, tied: tuple[int, ...]) -> list[Stage]:
+    made = []
+    for index, layer in enumerate(layers(count)):
+        if index in tied:
+            module = Shared(layer, 0.5 + index)
+            made.append(Stage(module, index, tied={"factor": module.factor}))
+        else:
+            made.append(Stage(layer, index))
+    return made
+
+
+def check(program: Program, tied: tuple[int, ...], run: Any) -> None:
+    """Two steps; the oracle keeps each copy's own total and adds them."""
+    stages, oracle = stages_of(program.stages, tied), stages_of(program.stages, tied)
+    copies = [oracle[index].module.factor for index in tied]
+    for copy in copies[1:]:
+        copy.data.copy_(copies[0].data)
+    m = program.microbatches
+    totals = None
+    for seed in (1, 2):
+        x, y = batch(2 * m, seed)
+        for a, b in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+            for stage in oracle:
+                a = stage.module(a)
+            (square_loss(a, b) / m).backward()
+        total = copies[0].grad
+        for copy in copies[1:]:
+            total = total + copy.grad
+        totals = total.clone() if totals is None else totals + total
+        for copy in copies:
+            copy.grad = None
+    run(program, stages, [batch(2 * m, seed) for seed in (1, 2)])
+    for index in tied:
+        factor = stages[index].module.factor
+        assert torch.equal(factor.data, copies[0].data)
+        assert equal_bits([factor.grad], [totals])
+    plain = [s for s in range(program.stages) if s not in tied]
+    for s in plain:
+        theirs = [p.grad for p in oracle[s].module.parameters()]
+        assert equal_bits([p.grad for p in stages[s].module.parameters()], theirs)
+
+
+def one_process(program: Program, stages: list[Stage], batches: list[Any]) -> None:
+    runner = PipelineRunner(program, stages, loss_fn=square_loss)
+    for x, y in batches:
+        runner.step(x, y)
+
+
+def by_threads(program: Program, stages: list[Stage], batches: list[Any]) -> None:
+    def rank(transport: Any) -> None:
+        mine = [stages[s] for s in program.stages_of(transport.rank)]
+        runner = PipelineRunner(program, mine, transport, square_loss, timeout_s=20)
+        for x, y in batches:
+            runner.step(x, y)
+
+    values_or_raise(on_threads(len(program.ranks), rank))
+
+
+CASES = [(gpipe(2, 3), (0, 1)), (zb_h1(3, 4), (0, 2)), (interleaved(2, 4), (0, 1, 3)), (gpipe(4, 2), (1, 2, 3))]
+
+
+@pytest.mark.parametrize("run", [one_process, by_threads])
+@pytest.mark.parametrize(("program", "tied"), CASES, ids=str)
+def test_every_copy_gets_the_sum_in_ascending_stage_order(program, tied, run):
+    check(program, tied, run)
+
+
+def test_one_parameter_on_two_stages_of_a_process_is_not_added_twice():
+    shared = nn.Parameter(torch.ones(8))
+    ours = [Shared(layer, 1.0) for layer in layers(2)]
+    stages = []
+    for index, module in enumerate(ours):
+        module.factor = shared
+        stages.append(Stage(module, index, tied={"factor": shared}))
+    x, y = batch(4)
+    PipelineRunner(gpipe(2, 1), stages, loss_fn=square_loss).step(x, y)
+    gradient, shared.grad = shared.grad, None
+    square_loss(ours[1](ours[0](x)), y).backward()
+    assert torch.equal(gradient, shared.grad)
+
+
+def test_what_cannot_be_tied_is_refused():
+    two = stages_of(2, (0, 1))
+    two[1].module.factor = nn.Parameter(torch.ones(8, dtype=torch.float64))
+    two[1] = Stage(two[1].module, 1, tied={"factor": two[1].module.factor})
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\] is torch.float32 \[8\] on stage 0 and torch.float64"):
+        PipelineRunner(gpipe(2, 2), two, loss_fn=square_loss)
+    stages = [
+        Stage(s.module, s.index, tied=s.tied, optimizer=torch.optim.SGD(s.module.parameters()))
+        for s in stages_of(2, (0, 1))
+    ]
+    with pytest.raises(ScheduleError, match="stage 0 has tied parameters, whose gradients are summed behind"):
+        PipelineRunner(optimizer_step(gpipe(2, 2)), stages, loss_fn=square_loss)
+    module = two[0].module
+    with pytest.raises(ScheduleError, match="stage 0 has tied parameters and data_parallel, which owns"):
+        Stage(module, 0, tied={"factor": module.factor}, data_parallel=object())  # type: ignore[arg-type]
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_tied_parameters_as_they_were():
+    stages = stages_of(2, (0, 1))
+    runner = PipelineRunner(gpipe(2, 2), stages, loss_fn=square_loss)
+    runner.step(*batch(4))
+    before = [stage.module.factor.grad.clone() for stage in stages]
+    with pytest.raises(ScheduleError):
+        runner.step(batch(4)[0], [torch.ones(3)] * 2)
+    assert equal_bits([stage.module.factor.grad for stage in stages], before)

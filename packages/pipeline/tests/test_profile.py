@@ -98,7 +98,8 @@ def agree(transport: Any) -> list[str]:
 
 def test_the_program_of_one_rank_is_agreed_on_by_all():
     words = "program is None on rank 0, which decides; give it there"
-    assert values_or_raise(on_threads(2, agree)) == [["zb_h1", str(zb_h1(2, 4)), words, "this runner failed before "]] * 2
+    told = ["zb_h1", str(zb_h1(2, 4)), words, "this runner failed before "]
+    assert values_or_raise(on_threads(2, agree)) == [told, told]
 
 
 def test_one_process_agrees_with_itself_and_a_source_is_a_rank():

@@ -23,7 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "replicas"]
+
+
+def replicas(ddp: DistributedDataParallel, index: int) -> Replicas:
+    """What drives ``ddp`` as stage ``index``."""
+    made = Replicas(ddp, index)
+    return ReplicasWithBuffers(ddp, index) if made.buffers else made
 
 
 class Replicas:
@@ -34,6 +40,7 @@ class Replicas:
         index: of the stage.
     Attributes:
         timeout_s: deadline of every wait; None: that of the process group.
+        buffers: those that all replicas get from the first.
     Raises:
         ScheduleError: ``ddp`` reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
             optimizers that step in the backward, parameters it reduces apart.
@@ -53,17 +60,8 @@ class Replicas:
         ignored = set(ddp.parameters_to_ignore)
         named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and n not in ignored]
         self._buckets = list(_buckets([p for _, p in reversed(named)], int(ddp.bucket_bytes_cap)))
-        self._buffers = (
-            [b for n, b in self._module.named_buffers() if n not in ignored] if ddp.broadcast_buffers else []
-        )
+        self.buffers = [b for n, b in self._module.named_buffers() if n not in ignored] if ddp.broadcast_buffers else []
         self._step_begins = True
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; the first of a step gives all replicas the buffers of the first."""
-        if self._step_begins:
-            self._step_begins = False
-            self._share_buffers()
-        return self._module(*args, **kwargs)
 
     def unshard(self) -> None:
         """Replicas are whole."""
@@ -104,22 +102,6 @@ class Replicas:
         parts.append(torch.tensor(used, dtype=parts[0].dtype, device=parts[0].device))
         return torch.cat(parts).mul_(factor)
 
-    def _share_buffers(self) -> None:
-        if not self._buffers or self._group.size() == 1:
-            return
-        source = dist.get_global_rank(self._group, 0)
-        by_type: dict[Any, list[Tensor]] = {}
-        for buffer in self._buffers:
-            by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        with torch.no_grad():
-            for buffers in by_type.values():
-                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                work = dist.broadcast(flat, source, group=self._group, async_op=True)
-                self._wait(work, "share its buffers")
-                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
-
     def _wait(self, work: Any, what: str) -> None:
         try:
             if self.timeout_s is None:
@@ -131,6 +113,33 @@ class Replicas:
             raise PipelineTimeout(
                 f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error}"
             ) from error
+
+
+class ReplicasWithBuffers(Replicas):
+    """Replicas that get their buffers from the first one, at the first forward of a step."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if self._step_begins:
+            self._step_begins = False
+            self._share()
+        return self._module(*args, **kwargs)
+
+    def _share(self) -> None:
+        if not self.buffers or self._group.size() == 1:
+            return
+        source = dist.get_global_rank(self._group, 0)
+        by_type: dict[Any, list[Tensor]] = {}
+        for buffer in self.buffers:
+            by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        with torch.no_grad():
+            for buffers in by_type.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                work = dist.broadcast(flat, source, group=self._group, async_op=True)
+                self._wait(work, "share its buffers")
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_bytes: int) -> Iterator[list[nn.Parameter]]:

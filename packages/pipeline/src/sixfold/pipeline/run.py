@@ -19,6 +19,7 @@ import torch.distributed as dist
 from sixfold.pipeline.agree import broadcast
 from sixfold.pipeline.arguments import check_loss, check_program, check_stages, check_timeout, complete
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
+from sixfold.pipeline.data_parallel import Replicas
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, whole
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
@@ -86,6 +87,9 @@ class PipelineRunner:
         check_loss(loss_fn, scale, stages)
         timeout_s = check_timeout(timeout_s)
         lookahead = whole("lookahead", lookahead, least=0)
+        for stage in stages:
+            if isinstance(stage.data_parallel, Replicas):
+                stage.data_parallel.timeout_s = timeout_s
         self._rank = 0 if group is None else group.rank() if isinstance(group, dist.ProcessGroup) else group.rank
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale

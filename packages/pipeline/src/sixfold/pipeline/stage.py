@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpointed_call
 
+from sixfold.pipeline.data_parallel import replicas
 from sixfold.pipeline.errors import ScheduleError, whole
 
 __all__ = ["DataParallel", "Stage"]
@@ -46,7 +47,8 @@ class Stage:
 
     Args:
         module: takes and returns a tensor, or a tuple of tensors with None, ints, floats and truth values beside them;
-            None passes its input on.
+            None passes its input on. A DistributedDataParallel is run as the module inside of it, whose gradients are
+            averaged over DDP's process group once, at REDUCE_GRAD.
         index: its place, 0 first.
         optimizer: steps at the STEPs of a program that has them; its parameters are the stage's.
         tied: parameters that several stages hold a copy of, by a name of all of them. A runner gives each the value of
@@ -55,7 +57,8 @@ class Stage:
             (``torch.utils.checkpoint``, non-reentrant).
         data_parallel: see ``DataParallel``.
     Raises:
-        ScheduleError: the module is none or holds a DistributedDataParallel, ``index`` is no place, or an argument is
+        ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a way
+            of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an argument is
             of another type.
     """
 
@@ -72,11 +75,18 @@ class Stage:
         index = whole("index", index, least=0)
         if module is not None and not isinstance(module, nn.Module):
             raise ScheduleError(f"stage {index} is a {type(module).__name__}; it is an nn.Module, or None to pass on")
+        if isinstance(module, DistributedDataParallel):
+            if data_parallel is not None:
+                raise ScheduleError(
+                    f"stage {index} is a {type(module).__name__} and has data_parallel; give one of them"
+                )
+            data_parallel = replicas(module, index)
+            module = module.module
         for part in module.modules() if module is not None else ():
             if isinstance(part, DistributedDataParallel):
                 raise ScheduleError(
                     f"stage {index} holds a {type(part).__name__}, which reduces in every backward or not at all; "
-                    "give the module itself and what reduces its gradients as data_parallel"
+                    "wrap the whole stage, or give what reduces its gradients as data_parallel"
                 )
         if optimizer is not None and not callable(getattr(optimizer, "step", None)):
             raise ScheduleError(f"stage {index}: optimizer is a {type(optimizer).__name__}; it is a torch.optim one")

@@ -47,6 +47,7 @@ class GradientStore:
         self.slot: Slot | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
+        self._own = set() if stage.module is None else {id(p) for p in stage.module.parameters()}  # not older weights
         self._layers = [] if stage.module is None else deferrable(stage.module, self)
         self.leaf = torch.empty(0, device=stage.device, requires_grad=True)
         self._slots: dict[int, Slot] = {}
@@ -223,12 +224,12 @@ class GradientStore:
             parameter = target
             if type(target) is Cast:
                 parameter = target.parameter
-                if self._accumulate is None:
+                if self._accumulate is None or id(parameter) not in self._own:
                     edges.append(GradientEdge(target.node, 0))
                     arriving.append(gradient)
                     continue
                 gradient = gradient.to(parameter.dtype)
-            if self._accumulate is not None and parameter.is_leaf:
+            if self._accumulate is not None and id(parameter) in self._own:
                 self._accumulate(parameter, gradient)
             else:
                 found = self._edges.get(id(parameter))

@@ -1,0 +1,195 @@
+"""Stages that are DistributedDataParallel, or sharded by torch's fully_shard, beside the plain loop under them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_helpers import square_loss
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ranktest import run_ranks
+from sixfold.pipeline import (
+    PipelineRunner,
+    PipelineTimeout,
+    Program,
+    ScheduleError,
+    Stage,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+
+M = 4
+WIDTH = 6
+
+
+class Part(nn.Module):
+    """A stage with a buffer, a frozen parameter, two types, and a parameter that only some ranks use."""
+
+    def __init__(self, buffers: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(8) if buffers else nn.LayerNorm(8)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.rarely, self.never = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.use = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(torch.tanh(self.norm(self.a(x)))) + self.frozen(x)
+        x = (x * self.scale).float()
+        return x * self.rarely if self.use else x
+
+
+def parts(stages: int, rank: int, *, use: bool, buffers: bool = True) -> list[Part]:
+    torch.manual_seed(5)
+    made = [Part(buffers) for _ in range(stages)]
+    for part in made:
+        part.use = use and rank == 1
+    return made
+
+
+def batch(rank: int, step: int) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    draw = [torch.randn(3, WIDTH, generator=generator) for _ in range(2 * M)]
+    return draw[:M], draw[M:]
+
+
+@contextlib.contextmanager
+def unsynced(modules: list[DistributedDataParallel]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.no_sync())
+        yield
+
+
+def torch_loop(modules: list[DistributedDataParallel], xs: list[Tensor], ys: list[Tensor]) -> None:
+    """As a user of DDP accumulates: the last microbatch alone is reduced."""
+    for k, (hidden, y) in enumerate(zip(xs, ys, strict=True)):
+        with unsynced(modules) if k < M - 1 else contextlib.nullcontext():
+            for module in modules:
+                hidden = module(hidden)
+            (square_loss(hidden, y) / M).backward()
+
+
+def check_alike(ours: list[nn.Module], theirs: list[nn.Module], name: str) -> None:
+    for s, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for (key, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), f"{name}: stage {s} {key} has {p.grad}, DDP {q.grad}"
+            assert p.grad is None or torch.equal(p.grad, q.grad), f"{name}: stage {s} {key} differs"
+        for (key, p), q in zip(a.named_buffers(), b.buffers(), strict=True):
+            assert torch.equal(p, q), f"{name}: stage {s} buffer {key} differs"
+
+
+PROGRAMS: list[Callable[[], Program]] = [
+    lambda: one_f_one_b(1, M),
+    lambda: interleaved(2, M),
+    lambda: zb_h1(2, M),
+    lambda: zb_v(2, M),
+]
+
+
+def check_replicas(rank: int, ranks: int) -> None:
+    """Every pipeline is in one process; its replica in the other."""
+    options = [{"find_unused_parameters": True}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}]
+    for number, make in enumerate(PROGRAMS):
+        program = make()
+        found = [
+            [DistributedDataParallel(p, bucket_cap_mb=0.0003, **options[number % 2]) for p in made]
+            for made in (parts(program.stages, rank, use=number > 0) for _ in range(2))
+        ]
+        ours, theirs = found
+        runner = PipelineRunner(program, [Stage(m, s) for s, m in enumerate(ours)], None, square_loss, timeout_s=20)
+        for step in range(2):
+            torch_loop(theirs, *batch(rank, step))
+            runner.step(*batch(rank, step))
+            check_alike(ours, theirs, f"{program.name}, step {step}")
+        before = [None if p.grad is None else p.grad.clone() for m in ours for p in m.parameters()]
+        with unsynced(ours):
+            runner.step(*batch(rank, 2))
+        with unsynced(theirs):
+            torch_loop(theirs, *batch(rank, 2))
+        after = [p.grad for m in ours for p in m.parameters()]
+        assert any(a is not None and not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        # What the other rank used alone has no gradient in this one's loop, and zeros in its DDP: only used ones.
+        for a, b in zip(after, (p.grad for m in theirs for p in m.parameters()), strict=True):
+            assert a is None or b is None or torch.equal(a, b)
+
+
+def check_static_graph(rank: int, ranks: int) -> None:
+    program = zb_h1(2, M)
+    ours = [DistributedDataParallel(p, static_graph=True) for p in parts(2, rank, use=False)]
+    theirs = [DistributedDataParallel(p, find_unused_parameters=True) for p in parts(2, rank, use=False)]
+    runner = PipelineRunner(program, [Stage(m, s) for s, m in enumerate(ours)], None, square_loss)
+    runner.step(*batch(rank, 0))
+    torch_loop(theirs, *batch(rank, 0))
+    check_alike(ours, theirs, "static graph")
+
+
+def check_refused(rank: int, ranks: int) -> None:
+    def wrapped() -> DistributedDataParallel:
+        return DistributedDataParallel(nn.Linear(2, 2))
+
+    hooked = wrapped()
+    hooked.register_comm_hook(None, lambda state, bucket: bucket.get_future())  # type: ignore[attr-defined]
+    builtin = wrapped()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    sparse = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    for module, words in (
+        (hooked, "DistributedDataParallel with a communication hook"),
+        (builtin, "DistributedDataParallel with a communication hook"),
+        (sparse, "DistributedDataParallel with sparse gradients"),
+        (nn.Sequential(wrapped()), "holds a DistributedDataParallel"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
+            Stage(module, 0)
+    with pytest.raises(ScheduleError, match="give one of them"):
+        Stage(wrapped(), 0, data_parallel=Stage(wrapped(), 0).data_parallel)
+
+
+def check_deadline(rank: int, ranks: int) -> None:
+    """A replica that does not come is told within the runner's deadline."""
+    module = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    runner = PipelineRunner(one_f_one_b(1, M), [Stage(module, 0)], None, square_loss, timeout_s=0.3)
+    if rank == 0:
+        with pytest.raises((PipelineTimeout, ScheduleError), match="waited for its replicas on ranks"):
+            runner.step(*batch(rank, 0))
+
+
+def check_fully_shard(rank: int, ranks: int) -> None:
+    """FSDP2 counts on gradients in I, and gets them there: nothing of its stage is deferred."""
+    program = zb_v(2, M)
+    torch.manual_seed(5)
+    plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(program.stages)]
+    ours, theirs = ([fully_shard(copy.deepcopy(p)) for p in plain] for _ in range(2))
+    runner = PipelineRunner(program, [Stage(m, s) for s, m in enumerate(ours)], None, square_loss)
+    runner.step(*batch(rank, 0))
+    for x, y in zip(*batch(rank, 0), strict=True):
+        for module in theirs:
+            x = module(x)
+        (square_loss(x, y) / M).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        for (key, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), key
+            assert p.grad is None or torch.equal(p.grad.to_local(), q.grad.to_local()), key
+
+
+def check_everything(rank: int, ranks: int) -> None:
+    """One job: starting ranks costs more than what they do here."""
+    check_replicas(rank, ranks)
+    check_static_graph(rank, ranks)
+    check_refused(rank, ranks)
+    check_fully_shard(rank, ranks)
+    check_deadline(rank, ranks)
+
+
+def test_replicas_and_shards_have_the_gradients_of_the_plain_loop():
+    run_ranks(check_everything, 2)

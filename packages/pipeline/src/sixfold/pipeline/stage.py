@@ -57,9 +57,9 @@ class Stage:
             (``torch.utils.checkpoint``, non-reentrant).
         data_parallel: see ``DataParallel``.
     Raises:
-        ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a way
-            of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an argument is
-            of another type.
+        ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a
+            way of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an
+            argument is of another type.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 nox -s "tests(pipeline)" -- --mutants 2000
 nox -s "tests(pipeline)" -- --all-bubbles
 nox -s "ranks(pipeline)" -- --all-exports
+nox -s "tests(pipeline)" -- --random-runs 1000
 """
 
 
@@ -10,3 +11,4 @@ def pytest_addoption(parser):
     parser.addoption("--mutants", type=int, default=8, help="of each schedule that verify is tested with (8)")
     parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")
     parser.addoption("--all-bubbles", action="store_true", help="V-Half and V-Min beside the authors' at all 60 sizes")
+    parser.addoption("--random-runs", type=int, default=60, help="of programs with random delays over threads (60)")

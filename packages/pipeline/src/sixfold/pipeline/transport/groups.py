@@ -31,6 +31,7 @@ from functools import partial
 from socket import socket
 from sys import byteorder
 from typing import Any, Literal
+from uuid import uuid4
 from weakref import finalize
 
 import torch
@@ -43,6 +44,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.messages import Receipt as GroupReceipt
+from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, route_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.transport.specs import TensorSpec
@@ -296,10 +298,10 @@ class GroupLinks:
         if self._factory is None:
             link = within(self._timeout_s, lambda: self._link(f"{source}>{destination}", sends))
             if link is not None and sends:
-                self._shared_outgoing[peer] = SharedOutgoing(link, peer, self._timeout_s)
+                self._shared_outgoing[peer] = SharedOutgoing(link, peer, self._timeout_s, self._alarm)
                 return
             if link is not None:
-                self._shared_incoming[peer] = SharedIncoming(link, peer, self._timeout_s)
+                self._shared_incoming[peer] = SharedIncoming(link, peer, self._timeout_s, self._alarm)
                 return
         group, there = self._edge(source, destination, peer)
         if sends:
@@ -329,6 +331,8 @@ class GroupLinks:
     def close(self) -> None:
         """See Links."""
         self._leave.detach()
+        if self._alarm is not None:
+            self._alarm.ring()
         ends: list[Any] = [*self._shared_outgoing.values(), *self._shared_incoming.values()]
         ends += [*self._outgoing.values(), *self._incoming.values(), self.control]
         for end in ends:
@@ -341,6 +345,9 @@ class GroupLinks:
         members = "-".join(map(str, dist.get_process_group_ranks(self._group)))
         self.key = f"sixfold.pipeline/{members}/{serial}"
         self._store = PrefixStore(f"sixfold.pipeline.{serial}", store)
+        if self.rank == 0:
+            self._store.set("alarm", f"sixfold-{uuid4().hex}")
+        self._alarm = Alarm(self._store.get("alarm").decode(), self.rank, self.ranks) if self._share else None
         everyone: Any = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
         self._options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         self._options._devices = everyone.options._devices

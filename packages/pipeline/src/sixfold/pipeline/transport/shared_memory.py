@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import select
 import socket
 import time
 import uuid
@@ -32,6 +33,7 @@ from torch import Tensor
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.messages import other_call
+from sixfold.pipeline.transport.alarm import LOOK_S, Alarm
 from sixfold.pipeline.transport.routes import Route
 from sixfold.pipeline.transport.specs import Plain, Specs, pack_specs, specs_of, unpack_specs
 from sixfold.pipeline.watchdog import PeerLost
@@ -64,8 +66,8 @@ class SharedOutgoing:
         rank: of the peer.
     """
 
-    def __init__(self, link: socket.socket, rank: int, timeout_s: float) -> None:
-        self._socket, self._rank, self._timeout_s = link, rank, timeout_s
+    def __init__(self, link: socket.socket, rank: int, timeout_s: float, alarm: Alarm | None = None) -> None:
+        self._socket, self._rank, self._timeout_s, self._alarm = link, rank, timeout_s, alarm
         descriptor = os.memfd_create("sixfold-page")
         os.ftruncate(descriptor, _PAGE_BYTES)
         self._page, self._asked = _Memory(descriptor, _PAGE_BYTES).page()
@@ -116,7 +118,8 @@ class SharedOutgoing:
     def _wait_for_peer(self, action: Action) -> None:
         deadline = time.monotonic() + self._timeout_s
         while self._sent - self._asked[0] >= _WINDOW:
-            if time.monotonic() > deadline or self._peer_has_left():
+            heard = self._alarm is not None and self._alarm.heard()
+            if heard or time.monotonic() > deadline or self._peer_has_left():
                 raise PeerLost(action, self._rank)
             time.sleep(_POLL_S)
 
@@ -159,9 +162,10 @@ class SharedOutgoing:
 class SharedIncoming:
     """The receiving end; arguments as of SharedOutgoing."""
 
-    def __init__(self, link: socket.socket, rank: int, timeout_s: float) -> None:
-        self._socket, self._rank = link, rank
-        _set_deadline(link, timeout_s)
+    def __init__(self, link: socket.socket, rank: int, timeout_s: float, alarm: Alarm | None = None) -> None:
+        self._socket, self._rank, self._timeout_s, self._alarm = link, rank, timeout_s, alarm
+        self._look_s = min(timeout_s, LOOK_S)
+        _set_deadline(link, self._look_s)
         _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
         if not descriptors:
             raise RuntimeError(f"rank {rank} left while it was connected to")
@@ -203,7 +207,9 @@ class SharedIncoming:
         while True:
             try:
                 size = self._socket.recv_into(packet)
-            except OSError as error:  # overdue, or the connection has broken
+            except BlockingIOError:
+                size = self._keep_waiting(action)
+            except OSError as error:  # the connection has broken
                 raise PeerLost(action, self._rank) from error
             if size == 0:
                 raise PeerLost(action, self._rank)
@@ -221,6 +227,17 @@ class SharedIncoming:
             self._layouts[specs] = _Layout(unpack_specs(packet[_MESSAGE.size : size]), specs)
         layout = self._layouts[specs]
         return number, Route(stage, bool(forward), microbatch), self._values(layout, index, bool(forward))
+
+    def _keep_waiting(self, action: Action) -> int:
+        """A packet that did not come at once: its size."""
+        deadline = time.monotonic() + self._timeout_s - self._look_s
+        while (left := deadline - time.monotonic()) > 0 and not (self._alarm is not None and self._alarm.heard()):
+            try:
+                if select.select([self._socket], [], [], min(LOOK_S, left))[0]:
+                    return self._socket.recv_into(self._packet)
+            except OSError as error:
+                raise PeerLost(action, self._rank) from error
+        raise PeerLost(action, self._rank)
 
     def _values(self, layout: _Layout, index: int, forward: bool) -> tuple[Any, ...]:
         lease = None

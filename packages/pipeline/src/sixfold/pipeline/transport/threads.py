@@ -9,6 +9,7 @@ that it writes to or reads from; what was sent before it is still received.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import MemoryStore
+from sixfold.pipeline.transport.alarm import LOOK_S
 from sixfold.pipeline.transport.one_thread import leaves
 from sixfold.pipeline.transport.routes import Edge, route_of
 from sixfold.pipeline.watchdog import PeerLost
@@ -53,6 +55,10 @@ class Meeting:
                 if any((runner, rank) in self._ended for rank in edge):
                     queue.put(_ENDED)
             return queue
+
+    def someone_ended(self, runner: int) -> bool:
+        """Whether a rank has ended its links."""
+        return any(of == runner for of, _ in tuple(self._ended))
 
     def end(self, runner: int, rank: int) -> None:
         """``rank`` neither sends nor takes anything more."""
@@ -107,13 +113,23 @@ class _Links:
     def take(self, queue: SimpleQueue[Any], action: Action | None, peer: int) -> Any:
         """The next of a queue, waited for; its end stays in it."""
         try:
-            taken = queue.get(timeout=self._timeout_s)
-        except Empty as error:
-            raise PeerLost(action, peer) from error
+            taken = queue.get(timeout=min(self._timeout_s, LOOK_S))
+        except Empty:
+            taken = self._keep_waiting(queue, action, peer)
         if taken is _ENDED:
             queue.put(_ENDED)
             raise PeerLost(action, peer)
         return taken
+
+    def _keep_waiting(self, queue: SimpleQueue[Any], action: Action | None, peer: int) -> Any:
+        """What did not come at once; a rank that fails elsewhere ends the wait too."""
+        deadline = time.monotonic() + self._timeout_s - LOOK_S
+        while (left := deadline - time.monotonic()) > 0 and not self._meeting.someone_ended(self._runner):
+            try:
+                return queue.get(timeout=min(LOOK_S, left))
+            except Empty:
+                continue
+        raise PeerLost(action, peer)
 
 
 class _Lane:

@@ -1,0 +1,84 @@
+"""Random schedules, sizes and delays over threads: no run hangs, and each has the bits of the plain loop."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from pipeline_helpers import equal_bits, gradients, layers, plain_loop, square_loss
+from thread_helpers import on_threads, values_or_raise
+from transport_helpers import Altered
+
+from sixfold.pipeline import PipelineRunner, Program, Stage
+from sixfold.pipeline.schedules import registered
+from sixfold.pipeline.transport import threads
+
+RUNS = 60
+PER_TEST = 10
+
+
+def random_program(rng: random.Random) -> Program:
+    """Any flushed schedule, p to 4, m to 3p."""
+    schedule = rng.choice([each for each in registered() if each.flushed])
+    ranks = rng.randint(1, 4)
+    chunks = rng.choice([chunks for chunks in (1, 2, 3, 4) if schedule.arguments_for(chunks) is not None])
+    return schedule.with_chunks(ranks, rng.randint(1, 3 * ranks), chunks)
+
+
+class Slow(torch.nn.Module):
+    """A module that sometimes takes a while."""
+
+    def __init__(self, module: torch.nn.Module, seed: int) -> None:
+        super().__init__()
+        self.module, self._random = module, random.Random(seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nap(self._random)
+        return self.module(x)
+
+
+def nap(rng: random.Random) -> bool:
+    """Mostly nothing, now and then up to two milliseconds."""
+    if rng.random() < 0.2:
+        time.sleep(rng.random() * 0.002)
+    return True
+
+
+def train(transport, program, modules, inputs, targets, lookahead, steps):
+    """The steps of one rank."""
+    stages = [Stage(modules[s], s) for s in program.stages_of(transport.rank)]
+    runner = PipelineRunner(program, stages, transport, square_loss, timeout_s=30, lookahead=lookahead)
+    return [runner.step(inputs, targets).losses for _ in range(steps)]
+
+
+def run_at_random(seed: int) -> None:
+    """One program, two steps on threads, beside the plain loop."""
+    rng = random.Random(seed)
+    program = random_program(rng)
+    m, ranks = program.microbatches, len(program.ranks)
+    modules, oracle = layers(program.stages, seed), layers(program.stages, seed)
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = (list(torch.randn(m, 2, 8, generator=generator)) for _ in range(2))
+    transports = []
+    for transport in threads(ranks):
+        sends, waits = (random.Random(rng.random()) for _ in range(2))
+        transports.append(Altered(transport, lambda _, of=sends: nap(of), lambda _, of=waits: nap(of)))
+    slow = [Slow(module, seed + s) for s, module in enumerate(modules)]
+    arguments = (program, slow, inputs, targets, rng.choice([0, 1, 2, 8]), 2)
+    name = f"seed {seed}: {program.name} p={ranks} m={m} stages={program.stages}"
+    results = values_or_raise(on_threads(ranks, train, *arguments, transports=transports))
+    losses = next(result for result in results if result[0])
+    for step in losses:
+        expected = plain_loop(oracle, inputs, targets)
+        assert equal_bits([torch.stack(step)], [torch.stack(expected)]), name
+    for mine, theirs in zip(modules, oracle, strict=True):
+        assert equal_bits(gradients(mine), gradients(theirs)), name
+
+
+@pytest.mark.parametrize("part", range(RUNS // PER_TEST))
+def test_no_random_run_hangs(part, request):
+    runs = request.config.getoption("--random-runs") * PER_TEST // RUNS
+    for seed in range(part * runs, (part + 1) * runs):
+        run_at_random(seed)

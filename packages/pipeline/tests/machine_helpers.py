@@ -282,3 +282,32 @@ def raised_times(program: Program, costs: Costs) -> dict[str, tuple[float, float
             if earliest > start[n]:
                 start[n], moved = earliest, True
     return {str(a): (start[n], start[n] + nodes[n][2]) for n, (_, parts, _) in enumerate(nodes) for a in parts}
+
+
+def most_at_once(program: Program) -> tuple[list[int], list[int]]:
+    """Per rank the most outputs, and the most received tensors, from the first and last place at which each is held."""
+    at, outputs, received = program.placement, [], []
+    lowered = "SEND" in str(program)
+    for rank, row in enumerate(program.ranks):
+        flat = [a for entry in row for a in entry.each()]
+        place = {(a.kind.value, a.stage, a.microbatch): i for i, a in enumerate(flat)}
+        held, got = [], []
+        for s, k in ((a.stage, a.microbatch) for a in flat if a.kind is Kind.F):
+            made = place["F", s, k]
+            done = place.get(("B", s, k), place.get(("I", s, k)))
+            far = s + 1 < program.stages and at[s + 1] != rank
+            if again := place.get(("RECOMPUTE", s, k)):
+                held.append((again, done))
+                if s + 1 < program.stages and not far:
+                    done = place.get(("B", s + 1, k), place.get(("I", s + 1, k)))
+                else:
+                    done = place["SEND_F", s, k] if far and lowered else made
+            held.append((made, done))
+            done = place.get(("B", s, k), place.get(("I", s, k)))
+            if s and at[s - 1] != rank:
+                got.append((place.get(("RECV_F", s, k), made), done))
+            if far:
+                got.append((place.get(("RECV_B", s, k), done), done))
+        for spans, most in ((held, outputs), (got, received)):
+            most.append(max((sum(a <= i <= b for a, b in spans) for i in range(len(flat))), default=0))
+    return outputs, received

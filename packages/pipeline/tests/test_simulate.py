@@ -6,11 +6,22 @@ import random
 from dataclasses import replace
 
 import pytest
-from machine_helpers import raised_times, random_program
+from machine_helpers import most_at_once, raised_times, random_program
 from schedule_helpers import SCHEDULES
 
-from sixfold.pipeline import Costs, Kind, Program, ScheduleError, draw, gpipe, interleaved, one_f_one_b, simulate
-from sixfold.pipeline.passes import lower, optimizer_step, reduce_grad, unshard
+from sixfold.pipeline import (
+    Costs,
+    Kind,
+    Program,
+    ScheduleError,
+    draw,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    verify,
+)
+from sixfold.pipeline.passes import lower, optimizer_step, post_ahead, recompute, reduce_grad, unshard
 
 
 def times(program: Program, costs: Costs) -> dict[str, tuple[float, float]]:
@@ -148,6 +159,42 @@ def test_outputs_are_held_from_their_forward_to_their_input_gradient():
     assert outputs("0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1") == (4,)
     program = interleaved(4, 16, 2)
     assert simulate(program, Costs.per_rank(program)).peak_outputs[0] == 11  # PyTorch's runtime holds all 32
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_most_outputs_and_received_tensors_are_those_of_their_lifetimes(name):
+    rng = random.Random(name)
+    for turn in range(6):
+        program = SCHEDULES[name](rng.randint(1, 4), rng.randint(1, 6))
+        if turn % 3 == 0:
+            program = recompute(program, microbatches=rng.randint(1, program.microbatches))
+        if turn % 2:
+            program = post_ahead(lower(program), rng.randint(0, 3))
+        timeline = simulate(program, Costs.per_rank(program))
+        outputs, received = most_at_once(program)
+        assert timeline.peak_outputs == tuple(outputs), program
+        assert timeline.peak_received == tuple(received), program
+
+
+def test_a_receive_counts_from_where_it_is_posted():
+    program = lower(one_f_one_b(2, 4))
+    costs = Costs.per_rank(program)
+    assert simulate(one_f_one_b(2, 4), costs).peak_received == (1, 1)
+    assert simulate(program, costs).peak_received == (1, 2)  # rank 0 sends its second forward while the first runs here
+    assert simulate(post_ahead(program, 0), costs).peak_received == (1, 2)
+    assert simulate(post_ahead(program, 2), costs).peak_received == (2, 3)
+    assert simulate(post_ahead(program, 9), costs).events == simulate(program, costs).events
+    with pytest.raises(ScheduleError, match="lookahead is -1; it is >= 0"):
+        post_ahead(program, -1)
+
+
+def test_what_i_holds_for_w_is_counted():
+    program = Program.parse("0: 0F0 0F1 0I0 0I1 0W0 0W1")
+    costs = Costs([1.0], [1.0], [1.0], activation=[4.0], input_share=0.25, deferred=[3.0])
+    assert simulate(program, costs).peak_activations == (12.0,)  # two of 4 - 1 + 3 behind both I's
+    assert verify(program, costs=costs).peak_activations == (12.0,)
+    with pytest.raises(ScheduleError, match="0I0: holds 10 of activations"):
+        verify(program, costs=costs, memory_cap=9)
 
 
 def test_weight_versions_are_those_in_use_and_the_newest():

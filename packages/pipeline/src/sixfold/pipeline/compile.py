@@ -8,15 +8,16 @@ their calls are merged in an order in which every message is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import COMPUTE, Action, Kind
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.action import Kind
+from sixfold.pipeline.lowering import post_ahead, posted_order
+from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.recorder import Recorder
 from sixfold.pipeline.simulate import Event, Timeline, measured
@@ -28,9 +29,6 @@ from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.wiring import Call, Goal, Wiring
 
 __all__ = ["Compiled", "StepResult", "step_device"]
-
-_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,9 @@ class Compiled:
         rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
         self.entries: list[tuple[int, Call]]
         if len(rows) == 1:
-            self.entries = [(rank, call) for rank, calls in rows.items() for call in calls]
+            self.entries = [(rank, call) for rank, entries in rows.items() for calls in entries for call in calls]
         else:
-            self.entries = merged(rows)
+            self.entries = merged(post_ahead(program, lookahead), rows)
         self._recorder = Recorder() if profile else None
         self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
@@ -155,9 +153,10 @@ class Compiled:
             return call.run
         return self._recorder.timed(call.run, rank, call.action, self._runs[call.action.stage].stage.device)
 
-    def _bound(self, wiring: Wiring, lookahead: int) -> list[Call]:
-        entries = list(enumerate(self.program.ranks[wiring.rank]))
-        return wiring.bind(_post_ahead(entries, lookahead), self.tokens)
+    def _bound(self, wiring: Wiring, lookahead: int) -> list[list[Call]]:
+        actions = self.program.ranks[wiring.rank]
+        order = posted_order(actions, lookahead)
+        return [wiring.bind([(position, actions[position])], self.tokens) for position in order]
 
     def _token_count(self) -> TokenCount | None:
         if not (self._goal.train and self._goal.scale == "token"):
@@ -168,59 +167,16 @@ class Compiled:
         return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
 
 
-def merged(rows: Mapping[int, list[Call]]) -> list[tuple[int, Call]]:
-    """The calls of several ranks in an order in which every message was sent before it is waited for.
+def merged(posted: Program, rows: Mapping[int, list[list[Call]]]) -> list[tuple[int, Call]]:
+    """The calls of all ranks in an order in which every message was sent before it is waited for; ranks take turns.
 
-    Ranks take turns, a compute action each, so that no more is under way than when they run side by side.
-
+    Args:
+        posted: the lists in the order in which they are run.
+        rows: per rank the calls of each entry there.
     Raises:
         ScheduleError: there is no such order.
     """
-    order: list[tuple[int, Call]] = []
-    sent: set[Action] = set()
-    cursor = dict.fromkeys(rows, 0)
-    left = sum(map(len, rows.values()))
-    while left:
-        before = left
-        for rank, calls in rows.items():
-            computed = False
-            while cursor[rank] < len(calls):
-                call = calls[cursor[rank]]
-                computes = call.main and call.action.kind in COMPUTE
-                if (computed and (computes or call.awaits)) or (call.awaits and call.awaits not in sent):
-                    break
-                computed |= computes
-                if call.action.kind in _SENDS:
-                    sent.add(call.action)
-                order.append((rank, call))
-                cursor[rank] += 1
-                left -= 1
-        if left == before:
-            raise ScheduleError("the program does not get through; verify(program) shows why")
-    return order
-
-
-def _post_ahead(entries: Iterable[tuple[int, Action]], lookahead: int) -> list[tuple[int, Action]]:
-    """Post each receive up to ``lookahead`` compute actions before its place.
-
-    Receives keep their order, so every edge keeps its own; a RECV_B stays behind its
-    stage's SEND_F of the microbatch, which fixes its shape. Posting blocks nobody, so
-    the proof of ``verify`` still holds.
-    """
-    posted: list[tuple[int, Action]] = []
-    for entry in entries:
-        at, passed = len(posted), 0
-        while at and entry[1].kind in _RECEIVES:
-            before = posted[at - 1][1]
-            own = (before.stage, before.microbatch) == (entry[1].stage, entry[1].microbatch)
-            if before.kind in _RECEIVES or (own and before.kind is Kind.SEND_F):
-                break
-            passed += before.kind in COMPUTE
-            if passed > lookahead:
-                break
-            at -= 1
-        posted.insert(at, entry)
-    return posted
+    return [(rank, call) for rank, position, _ in in_turns(posted) for call in rows[rank][position]]
 
 
 def _signature(value: Any) -> object:

@@ -8,22 +8,23 @@ action that makes it, and a RECV in its consumer's list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
+from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, MESSAGES, Action, Kind
 from sixfold.pipeline.counterexample import check_size
-from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.paper import turns
 from sixfold.pipeline.program import Program
 
-__all__ = ["lower", "reduce_grad"]
+__all__ = ["lower", "post_ahead", "posted_order", "reduce_grad"]
 
 # Names of their own: Python 3.11 needs a quarter of a microsecond to find Kind.F, once per action in the loop below.
 _F, _SEND_F, _RECV_F, _SEND_B, _RECV_B = Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
 _TAKES_GRADIENT = frozenset({Kind.B, Kind.I})
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 def lower(program: Program) -> Program:
@@ -93,6 +94,39 @@ def _with_reductions(actions: tuple[Action, ...], stages: Iterable[int]) -> Iter
         held = []
         row.append(entry)
     return reversed(row + held)
+
+
+def post_ahead(program: Program, lookahead: int = 2) -> Program:
+    """Post each receive up to ``lookahead`` compute actions before its place, as the runner does.
+
+    Receives keep their order, so every edge keeps its own; a RECV_B stays behind its stage's SEND_F of the microbatch,
+    which fixes its shape. Posting blocks nobody: a runner, which waits at a message's consumer, gets through as before;
+    ``verify``, whose ranks meet at a RECV, may refuse the result.
+
+    Raises:
+        ScheduleError: ``lookahead`` is below zero or no whole number.
+    """
+    whole("lookahead", lookahead, least=0)
+    rows = (tuple(actions[at] for at in posted_order(actions, lookahead)) for actions in program.ranks)
+    return replace(program, ranks=tuple(rows))
+
+
+def posted_order(actions: Sequence[Action], lookahead: int) -> list[int]:
+    """Positions of a rank's list in the order of ``post_ahead``."""
+    order: list[int] = []
+    for position, entry in enumerate(actions):
+        at, passed = len(order), 0
+        while at and entry.kind in _RECEIVES:
+            before = actions[order[at - 1]]
+            own = (before.stage, before.microbatch) == (entry.stage, entry.microbatch)
+            if before.kind in _RECEIVES or (own and before.kind is Kind.SEND_F):
+                break
+            passed += before.kind in COMPUTE
+            if passed > lookahead:
+                break
+            at -= 1
+        order.insert(at, position)
+    return order
 
 
 def _check_actions(program: Program) -> None:

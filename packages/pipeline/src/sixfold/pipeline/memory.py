@@ -1,6 +1,6 @@
 """What a rank holds while it runs its list: activations and weight versions.
 
-    one rank's actions --> peak_activations, weight_versions (this file) --> verify, simulate
+    one rank's actions --> peaks of what it holds, weight_versions (this file) --> verify, simulate
 
 Torch-free. Memory follows from the order of a list alone; no clock is needed.
 """
@@ -15,7 +15,9 @@ from sixfold.pipeline.counterexample import broken, missing
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program, Weights
 
-__all__ = ["activation_share", "peak_activations", "weight_versions", "with_rounding"]
+__all__ = ["activation_share", "peak_activations", "peak_outputs", "peak_received", "weight_versions", "with_rounding"]
+
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 def with_rounding(cap: float) -> float:
@@ -73,6 +75,61 @@ def peak_activations(
         peak = max(accumulate(changes), default=0.0)
         if cap is not None and peak > with_rounding(cap):
             raise _over(program, rank, adds, changes, cap)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_outputs(program: Program) -> tuple[int, ...]:
+    """Most stage outputs that each rank holds at once.
+
+    From its F until it was sent, or its taker on the same rank is done with it (B or I), and until autograd is done
+    with it: B or I of its own stage. What F of a microbatch with RECOMPUTE makes autograd does not keep; RECOMPUTE
+    makes it anew. A program without messages sends where a lowered one does: directly behind F.
+    """
+    lowered, placement = program.lowered, program.placement
+    peaks = []
+    for rank, actions in enumerate(program.ranks):
+        parts = [part for entry in actions for part in entry.each()]
+        again = {(a.stage, a.microbatch) for a in parts if a.kind is Kind.RECOMPUTE}
+        held = peak = 0
+        for a in parts:
+            kind, key = a.kind, (a.stage, a.microbatch)
+            if kind is Kind.F:
+                held += 1
+                peak = max(peak, held)
+                last = a.stage + 1 == len(placement)
+                held -= key in again and (last or (not lowered and placement[a.stage + 1] != rank))
+            elif kind is Kind.RECOMPUTE:
+                held += 1
+                peak = max(peak, held)
+            elif kind is Kind.SEND_F:
+                held -= key in again
+            elif kind is Kind.B or kind is Kind.I:
+                below = (a.stage - 1, a.microbatch)
+                held -= 1 + (below in again and placement[a.stage - 1] == rank)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_received(program: Program) -> tuple[int, ...]:
+    """Most tensors from other ranks that each rank holds at once: inputs, and gradients of outputs.
+
+    From where its receive is posted, the place of its RECV, until the stage's B or I ended; without messages from the
+    start of the action that takes it. ``passes.post_ahead`` posts as early as the runner does.
+    """
+    lowered, placement = program.lowered, program.placement
+    peaks = []
+    for rank, actions in enumerate(program.ranks):
+        held = peak = 0
+        for a in (part for entry in actions for part in entry.each()):
+            kind, stage = a.kind, a.stage
+            backward = kind is Kind.B or kind is Kind.I
+            far = stage > 0 and placement[stage - 1] != rank  # its input comes from another rank
+            above = stage + 1 < len(placement) and placement[stage + 1] != rank  # so does its output's gradient
+            held += kind in _RECEIVES or (not lowered and ((kind is Kind.F and far) or (backward and above)))
+            peak = max(peak, held)
+            if backward:
+                held -= far + above
         peaks.append(peak)
     return tuple(peaks)
 

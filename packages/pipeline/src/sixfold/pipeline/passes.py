@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.lowering import lower, reduce_grad
+from sixfold.pipeline.lowering import lower, post_ahead, reduce_grad
 from sixfold.pipeline.placement import at_least_one
 from sixfold.pipeline.program import Program, Weights
 
@@ -21,6 +21,7 @@ __all__ = [
     "lower",
     "merge_backward",
     "optimizer_step",
+    "post_ahead",
     "recompute",
     "reduce_grad",
     "split_backward",

@@ -21,7 +21,7 @@ from operator import add
 from sixfold.pipeline.action import WORK, Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
+from sixfold.pipeline.memory import activation_share, peak_activations, peak_outputs, peak_received, weight_versions
 from sixfold.pipeline.paper import play, stuck
 from sixfold.pipeline.program import Program, Weights
 
@@ -45,8 +45,11 @@ class Timeline:
         weight_versions: per rank.
         events: of rank 0 in order, then rank 1, ...; simulated ones are work, and the slots that ``Costs`` prices;
             measured ones all that was given. An overlap whose parts run in order and with a gap is there as its parts.
-        peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I.
+        peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I, and one
+            that is recomputed from its F until it was handed on as well.
         weights: the program's.
+        peak_received: per rank, most inputs and gradients from other ranks held at once; each from the place of its
+            RECV, where it is posted, to the end of its B or I (``passes.post_ahead`` posts as the runner does).
     """
 
     makespan: float
@@ -59,6 +62,7 @@ class Timeline:
     events: tuple[Event, ...]
     peak_outputs: tuple[int, ...] = ()
     weights: Weights = Weights.FLUSHED
+    peak_received: tuple[int, ...] = ()
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
@@ -118,8 +122,6 @@ def _check_events(events: Sequence[Event]) -> None:
 
 def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, ...]) -> Timeline:
     """Sum up the events of each rank."""
-    # An output is held like an activation of size 1 of which I frees all.
-    outputs = peak_activations(program, [1.0] * program.stages, input_share=1.0)
     worked = [[(start, end) for _, action, start, end in row if action.kind in WORK] for row in events]
     work = [_covered(times) for times in worked]
     makespan = max((end for row in events for *_, end in row), default=0.0)
@@ -134,8 +136,9 @@ def _timeline(program: Program, events: list[list[Event]], peaks: tuple[float, .
         peak_activations=peaks,
         weight_versions=weight_versions(program),
         events=tuple(event for row in events for event in row),
-        peak_outputs=tuple(round(peak) for peak in outputs),
+        peak_outputs=peak_outputs(program),
         weights=program.weights,
+        peak_received=peak_received(program),
     )
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from schedule_helpers import SCHEDULES
+from schedule_helpers import FLUSH, SCHEDULES
 
 from sixfold.pipeline import Action, Costs, ScheduleError, interleaved, one_f_one_b, simulate, zb_h1, zb_v
 from sixfold.pipeline.fit import fit
-from sixfold.pipeline.passes import optimizer_step
+from sixfold.pipeline.passes import optimizer_step, reduce_grad, unshard
 from sixfold.pipeline.simulate import measured
 
 
@@ -158,7 +158,7 @@ def test_i_and_w_of_a_measured_b_are_asked_for_or_taken_from_what_is_assumed():
     fitted = Costs.fit(timeline, assume=assumed)
     assert fitted.backward_input == pytest.approx((1, 3)) and fitted.backward_weight == pytest.approx((3, 1))
     assert (fitted.forward, fitted.activation, fitted.input_share) == ((1, 2), (2, 5), 0.25)
-    assert fitted.hop == pytest.approx(0.5)
+    assert fitted.between(0, 1) == fitted.between(1, 0) == pytest.approx(0.5)
     with pytest.raises(ScheduleError, match="assume is for 3 stages; the timelines have 2"):
         Costs.fit(timeline, assume=Costs([1.0] * 3, [1.0] * 3, [1.0] * 3))
 
@@ -176,3 +176,23 @@ def test_hops_of_pairs_that_no_message_showed():
     assert (filled[0][2], filled[2][0]) == (7, 7) and all(filled[a][a] == 0 for a in range(3))
     bounded = replace(found, hops={(0, 1): 0.5, (1, 2): 0.7}, at_most={(2, 1): 0.1, (1, 0): 9.0}).hop(None)
     assert bounded[2][1] == 0.1 and bounded[1][0] == bounded[0][2] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_hops_of_each_pair_and_times_of_steps_and_slots_are_found(name):
+    rng = random.Random(name)
+    program = optimizer_step(reduce_grad(unshard(FLUSH[name](3, 6), 1)))
+    table = [[rng.uniform(0.1, 0.9) for _ in range(3)] for _ in range(3)]
+    slots = {what: [rng.uniform(0.1, 0.9) for _ in range(program.stages)] for what in ("step", "unshard", "reduce")}
+    costs = replace(some_costs(rng, program.stages, hop=table), **slots)
+    timeline = simulate(program, costs)
+    found, fitted = fit(timeline), Costs.fit(timeline, assume=Costs.per_rank(program, hop=9.0))
+    for a, b in found.hops:
+        assert fitted.between(a, b) == pytest.approx(table[a][b])
+    for a, b in set(product(range(3), repeat=2)) - set(found.hops) - {(0, 0), (1, 1), (2, 2)}:
+        assert fitted.between(a, b) == found.at_most.get((a, b), 9.0)
+        assert fitted.between(a, b) >= table[a][b] - 1e-9
+    for what, times in slots.items():
+        assert getattr(fitted, what) == pytest.approx(times)
+    assert simulate(program, fitted).makespan == pytest.approx(timeline.makespan)
+    assert Costs.fit(simulate(program, replace(costs, step=None)), assume=replace(costs, step=None)).step is None

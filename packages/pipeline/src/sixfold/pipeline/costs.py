@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, cast
 
 from sixfold.pipeline.errors import ScheduleError, number
@@ -144,12 +143,27 @@ class Costs:
             raise ScheduleError(f"assume is for {len(assume.forward)} stages; the timelines have {stages}")
         known = None if assume is None else list(zip(assume.backward_input, assume.backward_weight, strict=True))
         pairs = found.split(known)
-        hop = median(found.hops.values()) if found.hops else 0.0
+        hop: Hop = 0.0 if assume is None else assume.hop
+        if max(found.placement):  # of one rank no message could show it
+            hop = found.hop(None if assume is None else assume.between)
         fitted = cls(found.forward, [i for i, _ in pairs], [w for _, w in pairs], hop)
         if assume is not None:
-            sizes = {name: getattr(assume, name) for name in ("activation", "input", "input_share", "overlap")}
-            fitted = replace(fitted, **sizes)
+            sizes = ("activation", "input", "input_share", "overlap", "deferred")
+            fitted = replace(fitted, **{name: getattr(assume, name) for name in sizes})
+        fitted = replace(
+            fitted,
+            step=_filled(found.step, None if assume is None else assume.step),
+            unshard=_filled(found.unshard, None if assume is None else assume.unshard),
+            reduce=_filled(found.reduce, None if assume is None else assume.reduce),
+        )
         return fitted if found.overlap is None else replace(fitted, overlap=found.overlap)
+
+
+def _filled(seen: Sequence[float | None], instead: Sequence[float] | None) -> Sequence[float] | None:
+    """Times of an action that costs nothing where it was not seen, unless another is given."""
+    others = [0.0] * len(seen) if instead is None else instead
+    times = [others[stage] if time is None else time for stage, time in enumerate(seen)]
+    return times if instead is not None or any(times) else None
 
 
 def _amount(name: str, value: object) -> float:

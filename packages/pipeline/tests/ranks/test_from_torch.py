@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pipeline_helpers import batch, equal_bits, gradients, layers, square_loss
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, TorchSchedule, program_of
@@ -176,3 +177,34 @@ def refusals(rank: int, ranks: int) -> None:
 
 def test_stages_that_cannot_be_run_are_refused_by_name():
     run_ranks(refusals, 2)
+
+
+def replicated(rank: int, ranks: int) -> None:
+    """Two pipelines of two ranks, each stage in DDP over its two replicas; each pipeline has its own batch."""
+    import torch.distributed.pipelining as peer
+
+    pipelines, replicas = ([dist.new_group(members) for members in groups] for groups in (PIPELINES, REPLICAS))
+    mine, stage = rank // 2, rank % 2
+    x, y = batch(2 * M, seed=2 + mine)
+    made = []
+    for _ in range(2):
+        module = DistributedDataParallel(layers(2)[stage], process_group=replicas[stage])
+        made.append(peer.PipelineStage(module, stage, 2, torch.device("cpu"), group=pipelines[mine]))
+    program = program_of("1F1B", 2, M)
+    wanted, joint = step_of(peer.Schedule1F1B(made[0], M, square_loss), program, stage, x, y)
+    losses, outputs = step_of(TorchSchedule("1F1B", made[1], M, square_loss, timeout_s=20), program, stage, x, y)
+    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
+    assert outputs is None or torch.equal(outputs, joint)
+    theirs, ours = (gradients(each.submod) for each in made)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    everyone = [torch.empty_like(ours[0]) for _ in range(2)]
+    dist.all_gather(everyone, ours[0], group=replicas[stage])
+    assert torch.equal(*everyone)
+
+
+PIPELINES, REPLICAS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+
+
+def test_stages_in_ddp_are_reduced_as_torch_reduces_them():
+    pytest.importorskip("numpy", reason="PyTorch's stages send each other their shapes as objects, which needs it")
+    run_ranks(replicated, 4)

@@ -95,7 +95,7 @@ class TorchSchedule:
         self._loss_fn = loss_fn
         self._loss_kwargs: dict[str, Any] = {}
         own = all(stage.data_parallel is None for stage in self._stages)
-        self._divide = scale_grads and own
+        self._equal, self._divide = scale_grads, scale_grads and own
         self.program = program_of(schedule, ranks, self._microbatches, count // ranks)
         self._last = self.program.placement[-1] == group.rank()
         self.runner = PipelineRunner(
@@ -165,8 +165,8 @@ class TorchSchedule:
 
     def _cut(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, list[dict[str, Any]]]:
         m = self._microbatches
-        inputs = cut(args, m, "args", equal=self._divide) if args else None
-        return inputs, cut(target, m, "target", equal=self._divide), cut(kwargs, m, "kwargs", equal=self._divide)
+        inputs = cut(args, m, "args", equal=self._equal) if args else None
+        return inputs, cut(target, m, "target", equal=self._equal), cut(kwargs, m, "kwargs", equal=self._equal)
 
 
 def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from schedule_helpers import FLUSH
+from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, one_f_one_b, zb_h1, zb_v
-from sixfold.pipeline.passes import optimizer_step, recompute, split_backward
+from sixfold.pipeline import (
+    Costs,
+    PipelineRunner,
+    Program,
+    ScheduleError,
+    Stage,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+from sixfold.pipeline.passes import optimizer_step, recompute, split_backward, unshard
 
 
 def runner_of(modules: list[nn.Module], program: Program, **options: Any) -> PipelineRunner:
@@ -316,3 +330,190 @@ def test_an_interrupt_goes_on_as_it_is_and_breaks_the_runner(error):
         runner.step(*batch(4))
     with pytest.raises(ScheduleError, match=f"this runner failed before .{error.__name__}: stop"):
         runner.step(*batch(4))
+
+
+def test_an_interrupt_on_one_rank_ends_the_step_on_all():
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    def rank(transport: Any) -> None:
+        module = Interrupted() if transport.rank else nn.Linear(8, 8)
+        runner = PipelineRunner(gpipe(2, 2), [Stage(module, transport.rank)], transport, square_loss, timeout_s=20)
+        runner.step(*batch(4))
+
+    other, mine = on_threads(2, rank)
+    assert isinstance(mine, KeyboardInterrupt)
+    assert isinstance(other, ScheduleError)
+    assert re.match(r"rank 1 failed at \[\d/\d+\] 1F0: KeyboardInterrupt", str(other))
+
+
+# ---- what a stage may be
+
+
+class Encoder(nn.Module):
+    """Reads the source, and passes the target's ids on for the decoder; ``None`` stands for a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(10, 8), nn.Linear(8, 8)
+
+    def forward(self, source: Tensor, target: Tensor) -> tuple[Any, ...]:
+        return self.layer(self.embed(source)).tanh(), target, None, 1
+
+
+class Middle(nn.Module):
+    """Still encodes; the target passes by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, memory: Tensor, target: Tensor, mask: None, step: int) -> tuple[Any, ...]:
+        assert mask is None
+        return self.layer(memory).tanh(), target, None, step + 1
+
+
+class Bridge(nn.Module):
+    """Two outputs that want gradients: the memory, and the embedded target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+
+    def forward(self, memory: Tensor, target: Tensor, mask: None, step: int) -> tuple[Tensor, Tensor, float]:
+        return memory, self.embed(target), step / 2
+
+
+class Decoder(nn.Module):
+    """Attends to the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, memory: Tensor, hidden: Tensor, scale: float) -> Tensor:
+        return (self.layer(hidden) @ memory.transpose(-1, -2) * scale).softmax(-1) @ memory
+
+
+def translators() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Encoder(), Middle(), Bridge(), Decoder()]
+
+
+def sentences(m: int) -> tuple[list[Any], list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(10, (2, n), generator=generator)  # noqa: E731
+    pairs = [(draw(3 + k % 2), draw(2 + k % 3)) for k in range(m)]  # lengths of their own
+    return pairs, [torch.randn(2, pair[1].shape[1], 8, generator=generator) for pair in pairs]
+
+
+@pytest.mark.parametrize("program", [one_f_one_b(4, 4), zb_v(2, 4), recompute(zb_h1(4, 4))], ids=lambda p: p.name)
+def test_an_encoder_and_a_decoder_pass_tuples_on_with_the_bits_of_the_plain_loop(program):
+    oracle, (inputs, targets) = translators(), sentences(4)
+    for pair, target in zip(inputs, targets, strict=True):
+        values: Any = pair
+        for module in oracle:
+            values = module(*values)
+        (square_loss(values, target) / 4).backward()
+    modules = translators()
+    runner_of(modules, program).step(inputs, targets)
+    assert same(modules, oracle)
+    modules = translators()
+
+    def rank(transport: Any) -> None:
+        mine = [Stage(modules[s], s) for s in program.stages_of(transport.rank)]
+        PipelineRunner(program, mine, transport, square_loss, timeout_s=20).step(inputs, targets)
+
+    values_or_raise(on_threads(len(program.ranks), rank))
+    assert same(modules, oracle)
+
+
+# ---- an outside sharding library
+
+
+class Accumulates:
+    """Keeps the sums of a stage's gradients itself, those of W by ``accumulate``, others by a hook."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.log = module, []
+        self.sums: dict[Any, Tensor] = {}
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._hook)
+
+    def _hook(self, parameter: Any) -> None:
+        self.accumulate(parameter, parameter.grad)
+        parameter.grad = None
+
+    def accumulate(self, parameter: Any, gradient: Tensor) -> None:
+        self.sums[parameter] = self.sums[parameter] + gradient if parameter in self.sums else gradient
+
+    def unshard(self) -> None:
+        self.log.append("unshard")
+
+    def reshard(self) -> None:
+        self.log.append("reshard")
+
+    def before_last_backward(self) -> None:
+        self.log.append("last")
+
+    def after_backward(self, microbatch: int) -> None:
+        self.log.append(f"after{microbatch}")
+
+    def reduce_grad(self) -> None:
+        self.log.append("reduce")
+
+
+@pytest.mark.parametrize("program", [gpipe(2, 3), zb_h1(2, 3), zb_v(2, 3)], ids=lambda p: p.name)
+def test_a_sharding_library_gets_every_gradient_and_is_told_of_the_last_backward(program):
+    modules, oracle = layers(program.stages), layers(program.stages)
+    handles = [Accumulates(module) for module in modules]
+    stages = [Stage(m, i, data_parallel=h) for i, (m, h) in enumerate(zip(modules, handles, strict=True))]
+    x, y = batch(6)
+    PipelineRunner(unshard(program, max_active=1), stages, loss_fn=square_loss).step(x, y)
+    plain_loop(oracle, list(x.tensor_split(3)), list(y.tensor_split(3)))
+    for module, handle, theirs in zip(modules, handles, oracle, strict=True):
+        assert equal_bits([handle.sums[p] for p in module.parameters()], gradients(theirs))
+        assert gradients(module) == [None] * 2
+        told = [entry for entry in handle.log if not entry.endswith("shard")]
+        assert told == ["after0", "after1", "last", "after2", "reduce"]
+        assert handle.log.count("unshard") == handle.log.count("reshard") > 0
+
+
+# ---- live tensors
+
+
+LIVE = {
+    **FLUSH,
+    "gpipe recomputed": lambda p, m: recompute(gpipe(p, m)),
+    "zb_v recomputed": lambda p, m: recompute(zb_v(p, m)),
+}
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_live_activations_of_each_rank_are_those_of_the_simulator(name):
+    program = LIVE[name](3, 6)
+    most = [0] * 3
+    made: list[tuple[int, Any]] = []
+
+    class Holds(nn.Module):
+        def __init__(self, module: nn.Module, rank: int) -> None:
+            super().__init__()
+            self.module, self.rank = module, rank
+
+        def forward(self, x: Tensor) -> Tensor:
+            own: list[Any] = []
+            y = Counts.apply(self.module(x), own)
+            made.append((self.rank, own[0]))
+            alive = sum(ref() is not None for rank, ref in made if rank == self.rank)
+            most[self.rank] = max(most[self.rank], alive)
+            return y
+
+    modules: list[nn.Module] = [Holds(module, program.placement[i]) for i, module in enumerate(layers(program.stages))]
+    runner_of(modules, program, scale="sum").step(*batch(6))
+    costs = replace(
+        Costs.per_rank(program, forward=1.0, backward_input=1.0, backward_weight=1.0),
+        activation=(1.0,) * program.stages,
+        input_share=1.0,  # what these functions save is free behind I; the inputs of linear layers are not
+    )
+    assert most == list(simulate(program, costs).peak_activations)

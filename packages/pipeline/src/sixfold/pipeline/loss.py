@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sixfold.pipeline.errors import ScheduleError
@@ -37,6 +38,7 @@ class LossTail:
         self._share = share
         self._tokens = tokens
         self.keep = False
+        self._seeds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -80,7 +82,12 @@ class LossTail:
             self.outputs[k] = _detached(_unwrapped(outputs))
 
     def _root(self, k: int, value: Tensor) -> None:
-        self._run.keep_root(k, value if self._share is None else value / self._share)
+        key = value.dtype, value.device
+        if (seed := self._seeds.get(key)) is None:
+            # The gradient of loss / share, with the bits that autograd would give it.
+            one = torch.ones((), dtype=value.dtype, device=value.device)
+            seed = self._seeds[key] = one if self._share is None else one / self._share
+        self._run.keep_root(k, value, seed)
 
 
 def _one_number(loss: Any, trained: bool) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -248,20 +249,23 @@ class PipelineRunner:
             # It remembers the casts of weights: those of an evaluation have no graph, and an optimizer makes them old.
             torch.clear_autocast_cache()
         ties = self._ties if goal.train else None
-        at = -1  # the call that runs, for errors; set-up and the checks of arguments come before the first
+        calls: Iterator[Callable[[], object]] | None = None
+        over = False
         try:
             compiled = self._compile(program, mode, goal)
             if ties is not None:
                 ties.begin()
             self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
-            at = 0
-            for call in compiled.calls:
+            calls = iter(compiled.calls)
+            for call in calls:
                 call()
-                at += 1
+            over = True
             if ties is not None:
                 ties.add_up()
         except BaseException as error:
-            self._fail(error, compiled, at)
+            # What is left of the iterator says which call failed; nothing is counted while all is well.
+            made = 0 if compiled is None else len(compiled.calls) - length_hint(calls or ())
+            self._fail(error, compiled, -1 if calls is None else made if over else made - 1)
         finally:
             if goal.autocast:
                 torch.clear_autocast_cache()

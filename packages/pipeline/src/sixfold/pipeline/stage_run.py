@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
+Roots = tuple[GradientEdge, ...]
+_engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Store(Protocol):
@@ -107,7 +109,7 @@ class StageRun:
         self.outbox: list[Values | None] = [None] * slots
         self.gradient_outbox: list[Tensors | None] = [None] * slots
         self._inputs: list[Any] = [None] * slots
-        self._roots: list[list[GradientEdge]] = [[]] * slots
+        self._roots: list[Roots] = [()] * slots
         self._random: list[RandomState | None] = [None] * slots
         self.store.drop()
 
@@ -182,9 +184,9 @@ class StageRun:
         """B: gradients of the stage's parameters are accumulated, those of its inputs handed on."""
         gradients, roots = self.gradients[k], self._roots[k]
         self.gradients[k] = None
-        self._roots[k] = []
+        self._roots[k] = ()
         if roots:
-            torch.autograd.backward(roots, gradients)
+            run_backward(roots, gradients)
         inputs = self._inputs[k]
         self._inputs[k] = None
         self.hand_back(k, inputs)
@@ -193,11 +195,11 @@ class StageRun:
         """I: gradients of the inputs are handed on; those of weights that can wait go to the store."""
         gradients, roots = self.gradients[k], self._roots[k]
         self.gradients[k] = None
-        self._roots[k] = []
+        self._roots[k] = ()
         if roots:
             self.store.open(k)
             try:
-                torch.autograd.backward(roots, gradients)
+                run_backward(roots, gradients)
             finally:
                 self.store.close()
         inputs = self._inputs[k]
@@ -220,12 +222,12 @@ class StageRun:
 
     def keep_roots(self, k: int, outputs: Values) -> None:
         """Backward of slot ``k`` starts at these; only their graph is kept, they are free once they were sent."""
-        self._roots[k] = [get_gradient_edge(t) for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        self._roots[k] = tuple([get_gradient_edge(t) for t in outputs if isinstance(t, Tensor) and t.requires_grad])
 
-    def keep_root(self, k: int, loss: Tensor) -> None:
-        """Backward of slot ``k`` starts at this scalar."""
-        self._roots[k] = [get_gradient_edge(loss)]
-        self.gradients[k] = (torch.ones_like(loss),)
+    def keep_root(self, k: int, loss: Tensor, gradient: Tensor) -> None:
+        """Backward of slot ``k`` starts at this scalar, with this gradient."""
+        self._roots[k] = (get_gradient_edge(loss),)
+        self.gradients[k] = (gradient,)
 
     def to_outbox(self, k: int, outputs: Values) -> None:
         """Outputs are kept for a SEND_F."""
@@ -307,6 +309,11 @@ class RandomState:
         torch.set_rng_state(states[0])
         if states[1] is not None and self._device is not None:
             torch.cuda.set_rng_state(states[1], self._device)
+
+
+def run_backward(roots: Roots, gradients: Tensors) -> None:
+    """What ``torch.autograd.backward`` calls, hooks and all; its own checks in Python take 25 us of each call."""
+    _engine(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def leaves(values: Values) -> Values:

@@ -151,6 +151,15 @@ def test_a_rank_that_waits_for_its_peers_next_step_is_refused():
         endless(program)
 
 
+def test_a_microbatch_whose_way_depends_on_later_batches_is_refused():
+    # The steady order recomputes every other microbatch, the tail those that it has left.
+    row = "0F0 0F1 0RECOMPUTE0 0B0 0F2 0B1 0STEP0 0F3 0RECOMPUTE2 0B2 0RECOMPUTE3 0B3 0STEP1"
+    program = Program.parse(f"weights: 2bw\n0: {row}\n")
+    verify(program)
+    with pytest.raises(ScheduleError, match=r"0B1 with or without a RECOMPUTE"):
+        endless(program)
+
+
 def test_a_rank_whose_stages_fall_apart_is_refused():
     # Behind its first batch the rank ends two batches of stage 2 before it has ended one of stage 0.
     program = Program.parse(

@@ -223,20 +223,28 @@ def test_a_data_parallel_that_accumulates_gets_every_gradient_for_its_parameter(
 
 
 def test_weights_that_somebody_else_changes_in_flight_are_refused_and_drained_ones_taken():
-    modules = layers(2)
-    drive, batches = Drive(pipedream_2bw(2, 2), modules, OPTIMIZERS["sgd"]), made_batches(4, 2)
-    for t in (0, 1):
-        drive.step(t, batches[t])
-    drive.run(drive.found.tail(2))
-    with torch.no_grad():
-        modules[0][0].weight.mul_(0.5)
-    drive.versions[0].begin(2)
-    drive.found = endless(pipedream_2bw(2, 2))
-    drive.versions[0]._of[0] = drive.versions[0]._make_newest()
-    with torch.no_grad():
-        modules[0][0].weight.mul_(0.5)
+    def halve(drive):
+        with torch.no_grad():
+            drive.modules[0][0].weight.mul_(0.5)
+
+    batches = made_batches(4, 1)
+    drive = Drive(pipedream(2, 3), layers(2), OPTIMIZERS["sgd"])
+    drive.step(0, batches[0])
+    halve(drive)
     with pytest.raises(ScheduleError, match=r"stage 0: 0\.weight was written, .*drain"):
-        drive.versions[0].begin(3)
+        drive.step(1, batches[1])
+    drive = Drive(pipedream(2, 3), layers(2), OPTIMIZERS["sgd"])
+    drive.step(0, batches[0])
+    drive.run(drive.found.tail(1))
+    halve(drive)
+    drive.versions[0].begin(1)
+    double = Drive(pipedream_2bw(2, 1), layers(2), OPTIMIZERS["sgd"])
+    halve(double)
+    double.step(0, batches[0])
+    double.run(double.found.tail(1))
+    halve(double)
+    with pytest.raises(ScheduleError, match=r"stage 0: 0\.weight was written, .*new runner"):
+        double.versions[0].begin(1)
 
 
 def test_what_versions_cannot_do_is_refused_by_name():

@@ -16,7 +16,7 @@ from torch import nn
 from sixfold.pipeline.action import Kind
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.passes import lower, reduce_grad
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.verify import verify
 
@@ -63,11 +63,6 @@ def check_program(program: Program, stages: Mapping[int, Stage], rank: int | Non
     """
     if rank is not None and ranks != len(program.ranks):
         raise ScheduleError(f"the program has {len(program.ranks)} ranks, the group {ranks}; they are equal")
-    if program.weights is not Weights.FLUSHED:
-        raise ScheduleError(
-            f"the program's weights are {program.weights}; PipelineRunner runs flushed ones: give it one flush "
-            "(passes.strip makes it), or a program whose STEPs stand at its end"
-        )
     check_stages(program, tuple(stages.values()), rank)
     verify(program, transport="buffered")  # one that lacks a backward would lose its gradient
     for at, position, action in program.entries():

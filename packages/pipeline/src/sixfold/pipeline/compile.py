@@ -18,7 +18,7 @@ from torch import Tensor
 from sixfold.pipeline.action import Kind
 from sixfold.pipeline.lowering import post_ahead, posted_order
 from sixfold.pipeline.paper import in_turns
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.recorder import Recorder
 from sixfold.pipeline.simulate import Event, Timeline, measured
 from sixfold.pipeline.split import Values
@@ -28,7 +28,7 @@ from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.wiring import Call, Goal, Wiring
 
-__all__ = ["Compiled", "StepResult", "step_device"]
+__all__ = ["Compiled", "StepResult", "signature", "step_device", "timeline_of"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Compiled:
             self.tail.keep = keep
         for rank, lane in self._lanes.items():
             first = rank == self.program.placement[0]
-            lane.begin([[_signature(value) for value in values] for values in inputs] if first else None)
+            lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
         if self.tokens is not None:
             self.tokens.begin()
         if self._recorder is not None:
@@ -127,10 +127,7 @@ class Compiled:
     def result(self) -> StepResult:
         """What the step made."""
         events = () if self._recorder is None else self._recorder.events()
-        timeline = None
-        if len({rank for rank, *_ in events}) == len(self.program.ranks):
-            first = min(begin for *_, begin, _ in events)
-            timeline = measured([(r, a, begin - first, end - first) for r, a, begin, end in events])
+        timeline = timeline_of(events, len(self.program.ranks))
         losses: list[Tensor] = []
         outputs: list[Any] = []
         if (tail := self.tail) is not None:
@@ -167,6 +164,14 @@ class Compiled:
         return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
 
 
+def timeline_of(events: tuple[Event, ...], ranks: int, weights: Weights = Weights.FLUSHED) -> Timeline | None:
+    """Events of all ranks, from the first on; None if some are of other processes."""
+    if len({rank for rank, *_ in events}) != ranks:
+        return None
+    first = min(begin for *_, begin, _ in events)
+    return measured([(rank, action, begin - first, end - first) for rank, action, begin, end in events], weights)
+
+
 def merged(posted: Program, rows: Mapping[int, list[list[Call]]]) -> list[tuple[int, Call]]:
     """The calls of all ranks in an order in which every message was sent before it is waited for; ranks take turns.
 
@@ -179,7 +184,7 @@ def merged(posted: Program, rows: Mapping[int, list[list[Call]]]) -> list[tuple[
     return [(rank, call) for rank, position, _ in in_turns(posted) for call in rows[rank][position]]
 
 
-def _signature(value: Any) -> object:
+def signature(value: Any) -> object:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
 
 

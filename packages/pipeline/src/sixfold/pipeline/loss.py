@@ -43,8 +43,12 @@ class LossTail:
 
     def clear(self) -> None:
         """Empty every slot."""
+        self.targets: list[Any] = [None] * self._run.slots
+        self.clear_results()
+
+    def clear_results(self) -> None:
+        """The caller has them."""
         slots = self._run.slots
-        self.targets: list[Any] = [None] * slots
         self.losses: list[Any] = [None] * slots
         self.outputs: list[Any] = [None] * slots
         self.counts: list[Any] = [None] * slots

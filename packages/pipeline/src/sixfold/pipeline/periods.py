@@ -25,7 +25,7 @@ from sixfold.pipeline.passes import reduce_grad, strip
 from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.verify import verify
 
-__all__ = ["Endless", "endless"]
+__all__ = ["Endless", "Rows", "endless", "moved"]
 
 Row = tuple[Action, ...]
 Rows = tuple[Row, ...]  # of every rank
@@ -114,8 +114,16 @@ def endless(program: Program) -> Endless | None:
             tuple(_tail(pieces, tail, n, steps, batch, first) for pieces, tail in found) for n in range(1, first + 2)
         ),
     )
+    longest = _ways(unlowered.unrolled(first + 3))
     for n in range(1, first + 3):
         _prove(unlowered, n)
+        for action, again in _ways(unlowered.unrolled(n)):
+            if (action, again) not in longest:
+                raise ScheduleError(
+                    f"{action} with or without a RECOMPUTE or a W depends on how many batches follow, which its "
+                    f"forward cannot know; {_REMEDY}",
+                    action=action,
+                )
     return _with_messages(unlowered)
 
 
@@ -123,10 +131,10 @@ def _at(pieces: tuple[Rows, ...], t: int, batch: int) -> Rows:
     last = len(pieces) - 1
     if t <= last:
         return pieces[t]
-    return tuple(_moved(row, t - last, batch) for row in pieces[last])
+    return tuple(moved(row, t - last, batch) for row in pieces[last])
 
 
-def _moved(row: Sequence[Action], batches: int, batch: int) -> Row:
+def moved(row: Sequence[Action], batches: int, batch: int) -> Row:
     """``row`` as it is ``batches`` later."""
     return tuple(_move(action, batches, batch) for action in row) if batches else tuple(row)
 
@@ -160,7 +168,7 @@ def _cut(program: Program, rank: int, steps: int, batch: int) -> tuple[list[Row]
                     raise _refused(program, rank, position, f"{rule}, and a step has the inputs of its own batch alone")
     pieces = [row[a:b] for a, b in zip(cuts, [*cuts[1:], len(row)], strict=True)]
     last = pieces[-1]
-    again = _moved(pieces[-2], 1, batch)
+    again = moved(pieces[-2], 1, batch)
     end = len(again) if _is_whole(again, stages, batch) and last[: len(again)] == again else _whole(last, stages, batch)
     if end is None:
         rule = f"behind it there are never {batch} forwards, {batch} backwards and one STEP of every stage of the rank"
@@ -204,20 +212,20 @@ def _counted(entry: Action) -> Iterator[tuple[int, Kind]]:
 def _repeats(pieces: list[Row], batch: int) -> int:
     """The first batch from which on every piece is the one before it, moved on."""
     first = len(pieces) - 1
-    while first > 0 and _moved(pieces[first - 1], 1, batch) == pieces[first]:
+    while first > 0 and moved(pieces[first - 1], 1, batch) == pieces[first]:
         first -= 1
     return first
 
 
 def _tail(pieces: list[Row], tail: Row, batches: int, steps: int, batch: int, first: int) -> Row:
     """What is left after ``batches``; after fewer than fill the pipeline it is what those have in flight."""
-    moved = _moved(tail, batches - steps, batch) if tail else ()
+    shifted = moved(tail, batches - steps, batch) if tail else ()
     if batches > first or not tail:
-        return moved
+        return shifted
     done = {(a.kind, a.stage, a.microbatch) for t in range(batches) for a in _flat(pieces[t])}
     kept: list[Action] = []
     stepped: set[int] = set()  # stages whose STEP, seen from the end, is kept
-    for entry in reversed(moved):
+    for entry in reversed(shifted):
         parts = [a for a in entry.each() if a.microbatch is None or _due(a, done)]
         for part in parts:
             if part.kind is Kind.STEP:
@@ -233,6 +241,13 @@ def _tail(pieces: list[Row], tail: Row, batches: int, steps: int, batch: int, fi
 def _due(action: Action, done: set[tuple[Kind, int, int | None]]) -> bool:
     assert action.microbatch is not None, f"{action} has no number"
     return action.microbatch >= 0 and (action.kind, action.stage, action.microbatch) not in done
+
+
+def _ways(program: Program) -> set[tuple[Action, bool]]:
+    """How the backward of each microbatch begins, and whether its forward runs again before."""
+    found = [a for row in program.ranks for a in _flat(row) if a.kind in _BEGINS or a.kind is Kind.RECOMPUTE]
+    again = {(a.stage, a.microbatch) for a in found if a.kind is Kind.RECOMPUTE}
+    return {(a, (a.stage, a.microbatch) in again) for a in found if a.kind in _BEGINS}
 
 
 def _prove(unlowered: Endless, batches: int) -> None:
@@ -258,7 +273,7 @@ def _with_messages(unlowered: Endless) -> Endless:
     longest, batch = lowered[-1], unlowered.batch
     steps = [tuple(pieces[t] for pieces in longest) for t in range(first + 3)]
     last = first
-    while any(tuple(_moved(row, 1, batch) for row in steps[t]) != steps[t + 1] for t in range(last, first + 2)):
+    while any(tuple(moved(row, 1, batch) for row in steps[t]) != steps[t + 1] for t in range(last, first + 2)):
         last += 1
     assert last <= first + 1, f"{unlowered.program.name}: messages of batches {first}.. do not repeat"
     tails = [tuple(pieces[-1] for pieces in lowered[n - 1]) for n in range(1, last + 2)]

@@ -12,6 +12,7 @@ from sixfold.pipeline.faults import Record, Records, Store, report
 from sixfold.pipeline.watchdog import PeerLost
 
 if TYPE_CHECKING:
+    from sixfold.pipeline.carried import Carried
     from sixfold.pipeline.compile import Compiled
     from sixfold.pipeline.transport import Links
 
@@ -36,13 +37,16 @@ class Faults:
         self._records = None if links is None else Records(store or links.store, links.key, rank, ranks)
         self.broken: str | None = None
 
-    def end(self, error: BaseException, compiled: Compiled | None, at: int) -> NoReturn:
+    def end(
+        self, error: BaseException, compiled: Compiled | Carried | None, at: int, *, lost: bool = False
+    ) -> NoReturn:
         """Turn the failure of one call into one error here and on every other rank.
 
         What is no Exception, such as Ctrl-C, is told to the others and goes on as it is.
 
         Args:
             at: the call that failed; -1 when none had been made.
+            lost: microbatches of earlier steps were in flight.
         """
         rank, position, action = self._rank, None, None
         place = "the start of the step" if at < 0 else "the end of the step"
@@ -58,14 +62,14 @@ class Faults:
             self._links.close()
         interrupted = not isinstance(error, Exception)
         stepped = compiled is not None and at >= 0 and compiled.steps  # some stages may be a STEP ahead of others
-        if self._links is not None or interrupted or stepped:
+        if self._links is not None or interrupted or stepped or lost:
             self.broken = words
         if interrupted or (isinstance(error, ScheduleError) and action is None):
             raise error
         message = f"rank {rank} failed at {place}: {words}"
         raise ScheduleError(message, rank=rank, position=position, action=action) from error
 
-    def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
+    def _time_out(self, compiled: Compiled | Carried | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""
         assert self._links is not None and self._records is not None, "only a group has peers"
         peer, position, action = error.peer, None, error.action

@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 from sixfold.pipeline.agree import broadcast
 from sixfold.pipeline.arguments import check_loss, check_program, check_stages, check_timeout, complete
+from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.data_parallel import Replicas
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, whole
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.periods import Endless, endless
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
@@ -32,6 +34,7 @@ from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.store import GradientStore
 from sixfold.pipeline.tied import Ties, tie
 from sixfold.pipeline.transport import Links, Transport, one_thread, over
+from sixfold.pipeline.versions import Versions
 from sixfold.pipeline.watchdog import PeerLost
 from sixfold.pipeline.wiring import Goal
 
@@ -95,8 +98,11 @@ class PipelineRunner:
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
         self._lookahead, self._dynamic_shapes, self._profile = lookahead, dynamic_shapes, bool(profile)
-        self._compiled: dict[tuple[Program, str, Goal], Compiled] = {}
-        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled]] = {}
+        self._compiled: dict[tuple[Program, str, Goal], Compiled | Carried] = {}
+        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | Carried]] = {}
+        self._endless: dict[Program, Endless | None] = {}
+        self._versions: dict[Weights, dict[int, Versions]] = {}
+        self._carried: Carried | None = None  # that ran last, and may have microbatches in flight
         self._faults = Faults(self._rank, len(program.ranks))
         self._stores: dict[int, GradientStore] = {}
         self._ties: Ties | None = None
@@ -112,6 +118,8 @@ class PipelineRunner:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
             self._join(transport, backend, store, timeout_s)
         try:
+            if self._continued(program) is not None:
+                self._versions_of(program.weights)
             links = self._links or _one_process(program)
             self._ties = tie(stages, program.placement.__getitem__, links, self._rank)
         except BaseException as error:
@@ -127,6 +135,10 @@ class PipelineRunner:
         keep_outputs: bool = False,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to what is there.
+
+        With a program whose batches overlap (its weights are "2bw" or "pipedream") a batch is one of its batches, the
+        stages' optimizers step inside, and earlier stages still hold backwards of the batch when this returns;
+        ``drain`` runs them. The parameters are the newest weights, which earlier stages have later.
 
         Where autocast is on it holds for forwards and recomputes; backwards run without.
 
@@ -144,6 +156,12 @@ class PipelineRunner:
         with torch.enable_grad():
             return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs)
 
+    def drain(self) -> None:
+        """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
+        if self._carried is not None and self._carried.batches:
+            with torch.enable_grad():
+                self._run(None, "drain", self._carried.goal, None, None, None)
+
     def evaluate(
         self,
         inputs: Any = None,
@@ -154,6 +172,8 @@ class PipelineRunner:
         keep_outputs: bool = False,
     ) -> StepResult:
         """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``.
+
+        While microbatches are in flight each stage has its newest weights, and what is in flight stays as it is.
 
         A tensor of any number of rows from m on is cut; the mean of losses of unequal microbatches is not that of rows.
         """
@@ -244,7 +264,7 @@ class PipelineRunner:
     ) -> StepResult:
         self._not_broken()
         program = self._program if program is None else program
-        compiled: Compiled | None = None
+        compiled: Compiled | Carried | None = None
         if goal.autocast:
             # It remembers the casts of weights: those of an evaluation have no graph, and an optimizer makes them old.
             torch.clear_autocast_cache()
@@ -252,7 +272,8 @@ class PipelineRunner:
         calls: Iterator[Callable[[], object]] | None = None
         over = False
         try:
-            compiled = self._compile(program, mode, goal)
+            compiled = self._carried if mode == "drain" else self._compile(program, mode, goal)
+            assert compiled is not None, "drain looks whether something is in flight"
             if ties is not None:
                 ties.begin()
             self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
@@ -275,13 +296,23 @@ class PipelineRunner:
 
     def _begin(
         self,
-        compiled: Compiled,
+        compiled: Compiled | Carried,
         mode: str,
         inputs: Any,
         targets: Any,
         kwargs: Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool,
     ) -> None:
+        if mode == "drain" and isinstance(compiled, Carried):
+            compiled.drain()
+            return
+        if mode == "step" and self._carried is not compiled:
+            if self._carried is not None and self._carried.batches:
+                raise ScheduleError(
+                    f"microbatches of {self._carried.endless.program.name or 'another program'} are in flight, or "
+                    "autocast was switched since they began; call drain() before a step that differs"
+                )
+            self._carried = compiled if isinstance(compiled, Carried) else None
         m = compiled.program.microbatches
         equal = mode == "step" and self._scale == "mean"
         if compiled.tail is not None and mode != "forward" and self._loss_fn is None:
@@ -293,7 +324,7 @@ class PipelineRunner:
             keep_outputs,
         )
 
-    def _compile(self, program: Program, mode: str, goal: Goal) -> Compiled:
+    def _compile(self, program: Program, mode: str, goal: Goal) -> Compiled | Carried:
         """The bound calls of ``program``; equal programs share them and what was agreed about their shapes."""
         known = self._by_identity.get((id(program), mode, goal))
         if known is not None:
@@ -304,22 +335,38 @@ class PipelineRunner:
                 check_program(program, self._stages, self._here, self._ranks)
             number = self._number_of(program, mode)
             self._agree_on(number, program, mode)
-            compiled = Compiled(
-                complete(program),
-                self._stages,
-                self._links if self._here is not None else _one_process(program),
-                goal,
-                lookahead=self._lookahead,
-                dynamic_shapes=self._dynamic_shapes,
-                number=number,
-                profile=self._profile,
-                stores=self._store,
-            )
+            links = self._links if self._here is not None else _one_process(program)
+            options: Any = {
+                "lookahead": self._lookahead,
+                "dynamic_shapes": self._dynamic_shapes,
+                "number": number,
+                "profile": self._profile,
+            }
+            found = self._continued(program)
+            if found is not None and mode == "step":
+                versions = self._versions_of(program.weights)
+                compiled = Carried(found, self._stages, links, versions, goal, **options)
+            else:
+                whole = complete(program) if found is None else found.forward
+                compiled = Compiled(whole, self._stages, links, goal, **options, stores=self._store)
             self._compiled[program, mode, goal] = compiled
         if len(self._by_identity) >= _REMEMBERED:
             self._by_identity.clear()
         self._by_identity[id(program), mode, goal] = (program, compiled)  # the reference keeps the id from being reused
         return compiled
+
+    def _continued(self, program: Program) -> Endless | None:
+        if program not in self._endless:
+            self._endless[program] = None if program.weights is Weights.FLUSHED else endless(program)
+        return self._endless[program]
+
+    def _versions_of(self, weights: Weights) -> dict[int, Versions]:
+        """Of the stages that are here; they go on when another program with such weights is given."""
+        if weights not in self._versions:
+            if self._versions:
+                raise ScheduleError(f"this runner ran weights: {next(iter(self._versions))}; make one for {weights}")
+            self._versions = {weights: {index: Versions(stage, weights) for index, stage in self._stages.items()}}
+        return self._versions[weights]
 
     def _join(self, transport: Transport, backend: str, store: Store | None, timeout_s: float) -> None:
         begin = time.monotonic()
@@ -339,13 +386,14 @@ class PipelineRunner:
             self._stores[stage.index] = GradientStore(stage)
         return self._stores[stage.index]
 
-    def _fail(self, error: BaseException, compiled: Compiled | None = None, at: int = -1) -> NoReturn:
+    def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""
+        lost = isinstance(compiled, Carried) and compiled.batches > 0
         if compiled is not None:
             compiled.clear(failed=True)
         if self._ties is not None:
             self._ties.restore()
-        self._faults.end(error, compiled, at)
+        self._faults.end(error, compiled, at, lost=lost)
 
     def _number_of(self, program: Program, mode: str) -> int:
         """Equal on ranks that run the same program for the same call; below 2**56."""

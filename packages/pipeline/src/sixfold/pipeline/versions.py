@@ -29,6 +29,8 @@ from sixfold.pipeline.stage import Stage
 
 __all__ = ["Versions"]
 
+_AGAIN = "the next batch reads the weights before: make a new runner to begin with these"
+
 Place = Callable[[nn.Parameter], object]  # puts a parameter where a module looks for it
 
 
@@ -84,16 +86,17 @@ class Versions:
         """The forwards to come are of ``batch``.
 
         Raises:
-            ScheduleError: a parameter was changed by somebody else while microbatches are in flight, which read it.
+            ScheduleError: a parameter was changed by somebody else while microbatches are in flight, or since a batch
+                whose weights the next one reads.
         """
         self._batch = batch
         seal = self._sealed()
-        if self._seal is not None and seal != self._seal and self._of:
+        if self._seal is not None and seal != self._seal and (self._of or (self._delayed and self.made)):
             names = [name for name, _ in self._module.named_parameters()]
             changed = next((n for n, a, b in zip(names, seal, self._seal, strict=False) if a != b), names[-1])
             raise ScheduleError(
-                f"stage {self._stage.index}: {changed} was written, replaced, frozen or unfrozen between two "
-                "steps, while microbatches are in flight that read it; call drain() before that"
+                f"stage {self._stage.index}: {changed} was written, replaced, frozen or unfrozen between two steps; "
+                + ("microbatches in flight read it: call drain() before" if self._of and not self._delayed else _AGAIN)
             )
         if seal != self._seal:
             self._newest, self._places = None, _places(self._module)
@@ -162,6 +165,10 @@ class Versions:
             parameter.grad = None
         self.made += 1
         self._seal = self._sealed()
+
+    def reading(self) -> set[int]:
+        """Slots in flight."""
+        return set(self._of)
 
     def drop(self) -> None:
         """Nothing is in flight any more: a step has failed."""

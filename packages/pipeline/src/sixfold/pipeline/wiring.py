@@ -23,8 +23,9 @@ from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import Onward, StageRun, Store, WholeBackward
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Receipt
+from sixfold.pipeline.versions import Versions
 
-__all__ = ["Call", "Goal", "Wiring"]
+__all__ = ["Call", "Facts", "Goal", "Wiring"]
 
 Run = Callable[[], object]
 _BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W})
@@ -117,6 +118,7 @@ class Wiring:
         lane: its messages.
         stores: makes the store of a stage's weight gradients.
         slots: microbatch k is in slot k modulo this; at least as many as are ever in flight.
+        versions: of the stages' weights, by index; None where they are flushed.
     Attributes:
         runs: the stages, by index.
         tail: the end of the last stage, None where another rank has it.
@@ -131,6 +133,7 @@ class Wiring:
         goal: Goal,
         stores: Callable[[Stage], Store],
         slots: int,
+        versions: Mapping[int, Versions] | None = None,
     ) -> None:
         self.program, self.rank, self.goal, self.slots = program, rank, goal, slots
         self._lane = lane
@@ -142,6 +145,7 @@ class Wiring:
             for index, stage in stages.items()
         }
         self.tail: LossTail | None = None
+        self._versions = {} if versions is None else versions
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound
         for run in self.runs.values():
             self._join(run)
@@ -197,10 +201,10 @@ class Wiring:
         elif action.kind is Kind.SEND_B:
             call = partial(run.send_gradients, self._lane.sender(action), k)
         else:
-            call = self._receipt(action).post
+            call = self.receipt(action).post
         return [Call(call, position, action, action, main=action.kind in _SENDS)]
 
-    def _receipt(self, action: Action) -> Receipt:
+    def receipt(self, action: Action) -> Receipt:
         """Of a RECV: one per slot, so that what was posted in one step may be waited for in the next."""
         assert action.microbatch is not None, f"{action}: a message has a microbatch"
         key = action.kind, action.stage, action.microbatch % self.slots
@@ -216,7 +220,7 @@ class Wiring:
             return [Call(call, position, action, action, main=call is calls[-1]) for call in calls]
         call = partial(self._work(run, action), action.microbatch % self.slots)
         if action.kind is Kind.STEP:
-            call = run.step  # type: ignore[assignment]
+            call = self._versions[run.index].step if self._versions else run.step  # type: ignore[assignment]
             self._seen[run.index] = self._seen.get(run.index, 0) + 1
         if self.goal.autocast and action.kind in _BACKWARDS:
             call = partial(_without_autocast, call, self.goal.autocast)
@@ -232,7 +236,16 @@ class Wiring:
         return bound
 
     def _work(self, run: StageRun, action: Action) -> Callable[[int], None]:
-        """What runs a compute action of one slot."""
+        """What runs a compute action of one slot, with the weights that it reads."""
+        work = self._plain_work(run, action)
+        if not self._versions:
+            return work
+        versions = self._versions[run.index]
+        if action.kind is Kind.F:
+            return versions.forward(work)
+        return versions.last(work) if action.kind in BACKWARD_ENDS else versions.under(work)
+
+    def _plain_work(self, run: StageRun, action: Action) -> Callable[[int], None]:
         key = action.stage, action.microbatch
         kind, split = action.kind, key in self.facts.split
         if kind is Kind.F:
@@ -260,12 +273,14 @@ class Wiring:
             )
         else:
             return None
-        return partial(arrive, self._receipt(receive).wait, k % self.slots), receive, send
+        return partial(arrive, self.receipt(receive).wait, k % self.slots), receive, send
 
     def _slot(self, run: StageRun, action: Action, tokens: TokenCount | None) -> list[Run]:
         """UNSHARD, RESHARD and REDUCE_GRAD."""
         handle = run.stage.data_parallel
         calls: list[Run] = []
+        if action.kind is Kind.REDUCE_GRAD and self._versions:
+            calls.append(self._versions[run.index].collect)
         if action.kind is Kind.REDUCE_GRAD and tokens is not None:
             calls.append(partial(tokens.divide, run.index, self._seen.get(run.index, 0), action))
         if handle is not None:

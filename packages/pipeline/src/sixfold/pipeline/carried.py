@@ -19,7 +19,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import posted_order
 from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.periods import Endless, Rows, moved
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.recorder import Recorder
 from sixfold.pipeline.split import Values
 from sixfold.pipeline.stage import Stage
@@ -140,7 +140,8 @@ class Carried:
             return StepResult(losses=losses, outputs=outputs)
         later = self._later  # numbers of the piece's actions become those of the batches that ran
         events = tuple((r, moved((a,), later, self._m)[0], b, e) for r, a, b, e in self._recorder.events())
-        timeline = timeline_of(events) if len(self._lanes) == len(self._whole.ranks) else None
+        # The events of one step do not hold the STEPs that made what it reads: versions are counted as they come.
+        timeline = timeline_of(events, Weights.PIPEDREAM) if len(self._lanes) == len(self._whole.ranks) else None
         return StepResult(losses=losses, outputs=outputs, events=events, timeline=timeline)
 
     def clear(self, *, failed: bool = False) -> None:

@@ -243,7 +243,8 @@ class PipelineRunner:
             events = gathered(result.events, rank=self._here, ranks=self._ranks, channel=channel, clock=clock)
         except PeerLost as error:
             self._fail(error)
-        return None if events is None else measured(events)
+        weights = Weights.FLUSHED if self._carried is None else Weights.PIPEDREAM  # as Carried.result says
+        return None if events is None else measured(events, weights)
 
     def _not_broken(self) -> None:
         if self._faults.broken is not None:

@@ -141,7 +141,7 @@ class Carried:
         later = self._later  # numbers of the piece's actions become those of the batches that ran
         events = tuple((r, moved((a,), later, self._m)[0], b, e) for r, a, b, e in self._recorder.events())
         # The events of one step do not hold the STEPs that made what it reads: versions are counted as they come.
-        timeline = timeline_of(events, Weights.PIPEDREAM) if len(self._lanes) == len(self._whole.ranks) else None
+        timeline = timeline_of(events, len(self._whole.ranks), Weights.PIPEDREAM)
         return StepResult(losses=losses, outputs=outputs, events=events, timeline=timeline)
 
     def clear(self, *, failed: bool = False) -> None:

@@ -44,6 +44,9 @@ def _has_every_action_once(program: Program) -> bool:
                 wanted.update([Action(s + 1, Kind.SEND_B, k), Action(s, Kind.RECV_B, k)])
     if messages and messages != wanted:
         return False
+    again = Counter(a for _, a in parts if a.kind is Kind.RECOMPUTE)
+    if any(count > 1 or a.microbatch not in range(m) for a, count in again.items()):
+        return False
     computed: dict[tuple[int, int | None], list[str]] = {(s, k): [] for s in range(n) for k in range(m)}
     for _, a in parts:
         if a.kind in _COMPUTE:
@@ -53,7 +56,8 @@ def _has_every_action_once(program: Program) -> bool:
 
 def _gets_through(program: Program) -> bool:
     n, at = program.stages, program.placement
-    lists = [[e for e in row if e.parts or e.kind in _COMPUTE or e.kind in _MESSAGES] for row in program.ranks]
+    kept = _COMPUTE | _MESSAGES | {Kind.RECOMPUTE}
+    lists = [[e for e in row if e.parts or e.kind in kept] for row in program.ranks]
     lowered = any(a.kind in _PAIRS for _, a in _parts(program))
     there = {
         (Kind.F, 0, k) for k in range(program.microbatches)
@@ -67,6 +71,12 @@ def _gets_through(program: Program) -> bool:
             if not row:
                 continue
             head = row[0]
+            if head.kind is Kind.RECOMPUTE:  # of a forward that was, before what needs it
+                own = (head.stage, head.microbatch)
+                if (Kind.F, *own) in done and (Kind.B, *own) not in done and (Kind.I, *own) not in done:
+                    row.pop(0)
+                    moved = True
+                continue
             if head.parts or head.kind in _COMPUTE:
                 # Parts take what earlier parts of their stage made, and nothing of another stage.
                 if not all(_can_run(a, there, done | _results(head.parts[:i])) for i, a in enumerate(head.each())):
@@ -110,11 +120,14 @@ def _can_run(a: Action, there: set, done: set) -> bool:
 def _slots_are_right(program: Program) -> bool:
     for stage, rank in enumerate(program.placement):
         mine = [a for entry in program.ranks[rank] for a in entry.each() if a.stage == stage]
-        gathered = 0
+        gathered, old = 0, False
         slotted = any(a.kind is Kind.UNSHARD for a in mine)
         for a in mine:
             gathered += (a.kind is Kind.UNSHARD) - (a.kind is Kind.RESHARD)
-            if gathered < 0 or (slotted and not gathered and a.kind in _COMPUTE):
+            old = gathered > 0 and (old or a.kind is Kind.STEP)  # what was gathered is of before a STEP
+            if gathered < 0 or (
+                ((slotted and not gathered) or old) and (a.kind in _COMPUTE or a.kind is Kind.RECOMPUTE)
+            ):
                 return False
         if gathered:
             return False

@@ -10,13 +10,15 @@ from machine_helpers import is_right, mutate
 from schedule_helpers import ASYNCHRONOUS, FLUSH, SCHEDULES
 
 from sixfold.pipeline import Program, ScheduleError, verify
-from sixfold.pipeline.passes import lower, optimizer_step, split_backward, unshard
+from sixfold.pipeline.passes import lower, optimizer_step, recompute, split_backward, unshard
 
 FORMS = {
     "as made": lambda program: program,
     "lowered": lower,
     "lowered with slots": lambda program: unshard(lower(program), max_active=2),
     "split": lambda program: lower(split_backward(program)),
+    "recomputed": lambda program: lower(recompute(program, microbatches=(program.microbatches + 1) // 2)),
+    "recomputed with slots": lambda program: unshard(recompute(program), max_active=1),
 }
 
 

@@ -19,7 +19,7 @@ from sixfold.pipeline import (
     verify,
     zb_h2,
 )
-from sixfold.pipeline.passes import lower, optimizer_step, recompute
+from sixfold.pipeline.passes import lower, optimizer_step, recompute, unshard
 from sixfold.pipeline.slots import check_steps
 
 
@@ -267,3 +267,14 @@ def test_steps_of_several_batches_pass_and_count_versions():
     assert report.messages == 2 * 8 * 2
     for when in ("flush", "post_validated"):
         assert verify(optimizer_step(lower(one_f_one_b(3, 4)), when=when)).weight_versions == (1, 1, 1)
+
+
+def test_a_stage_is_gathered_anew_behind_its_step():
+    text = "weights: 2bw\n0: 0UNSHARD 0F0 0B0 {}0STEP0 {}0F1 0B1 0STEP1 0RESHARD"
+    with pytest.raises(ScheduleError, match="0F1: the stage was unsharded before 0STEP0"):
+        verify(Program.parse(text.format("", "")))
+    verify(Program.parse(text.format("0RESHARD ", "0UNSHARD ")))
+    verify(Program.parse(text.format("", "0RESHARD 0UNSHARD ")))
+    made = unshard(optimizer_step(one_f_one_b(2, 4), when="2bw", steps=2))
+    verify(made)
+    assert str(made).count("1UNSHARD") == 2 and "1RESHARD 1STEP0" in str(made)

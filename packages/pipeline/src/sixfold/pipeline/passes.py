@@ -107,7 +107,8 @@ def unshard(program: Program, max_active: int = 3) -> Program:
     """Add UNSHARD and RESHARD, so that each stage's weights are there when it computes.
 
     Before an action its rank has gathered the stages of the next ``max_active`` different stages that it computes, and
-    has let go of all others. The result equals what PyTorch's runtime adds to a compute-only file.
+    has let go of all others, and of each before its STEP. The result equals what PyTorch's runtime adds to a
+    compute-only file.
 
     Args:
         max_active: stages of a rank that are gathered at once, >= 1; an overlap takes as many as it needs.
@@ -136,6 +137,9 @@ def _with_gathers(actions: tuple[Action, ...], max_active: int) -> list[Action]:
             row += (Action(stage, Kind.RESHARD) for stage in sorted(active) if stage not in stages)
             row += (Action(stage, Kind.UNSHARD) for stage in stages if stage not in active)
             active = list(stages)
+        elif entry.kind is Kind.STEP and entry.stage in active:
+            active.remove(entry.stage)
+            row.append(Action(entry.stage, Kind.RESHARD))
         row.append(entry)
     return row + [Action(stage, Kind.RESHARD) for stage in sorted(active)]
 

@@ -23,10 +23,11 @@ _NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 
 
 def check_gathers(program: Program, rank: int) -> None:
-    """A stage that is ever unsharded is so whenever it computes, and is resharded as often."""
+    """A stage that is ever unsharded is so whenever it computes, since its last STEP, and is resharded as often."""
     actions = program.ranks[rank]
     slotted = {action.stage for action in actions if action.kind is Kind.UNSHARD}
     gathered = dict.fromkeys(program.stages_of(rank), 0)
+    old: dict[int, Action] = {}  # stages that were gathered before this STEP of theirs
     for position, entry in enumerate(actions):
         for action in entry.parts or (entry,):
             if action.kind is Kind.UNSHARD:
@@ -35,8 +36,15 @@ def check_gathers(program: Program, rank: int) -> None:
                 gathered[action.stage] -= 1
                 if gathered[action.stage] < 0:
                     raise broken(program, rank, position, action, "the stage is not unsharded")
+                if not gathered[action.stage]:
+                    old.pop(action.stage, None)
+            elif action.kind is Kind.STEP and gathered[action.stage]:
+                old[action.stage] = action
             elif action.stage in slotted and not gathered[action.stage] and action.kind in _NEEDS_WEIGHTS:
                 raise broken(program, rank, position, action, "the stage is not unsharded at this compute action")
+            elif action.stage in old and action.kind in _NEEDS_WEIGHTS:
+                rule = f"the stage was unsharded before {old[action.stage]}; its weights are those of before"
+                raise broken(program, rank, position, action, rule)
     for stage, count in gathered.items():
         if count:
             raise missing(program, rank, Action(stage, Kind.RESHARD))

@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import threading
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
-from pipeline_helpers import batch, layers, square_loss
-from torch import Tensor, nn
+from fault_helpers import Acts, Report, end_the_stopped, report, runner_of, step_of, stop, timeout_of
+from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+from transport_helpers import Altered
 
 from ranktest import run_ranks, store
-from sixfold.pipeline import PipelineRunner, PipelineTimeout, Program, ScheduleError, Stage, gpipe, one_f_one_b
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, one_f_one_b
+from sixfold.pipeline.transport import over
+from sixfold.pipeline.transport.groups import Outgoing
 
 TIMEOUT_S = 3.0
 
 
-class Fails(nn.Module):
-    """Does ``act`` in its third forward."""
-
-    def __init__(self, act: str) -> None:
-        super().__init__()
-        self.act, self.calls = act, 0
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            if self.act == "raise":
-                raise RuntimeError("the disk is full")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.layer(x)
+def fail() -> None:
+    """What a stage may raise."""
+    raise RuntimeError("the disk is full")
 
 
-def step_with_a_failing_stage(
-    rank: int, ranks: int, act: str, culprit: int, with_store: bool
-) -> tuple[str, str, float]:
+def die() -> None:
+    """What the system may do."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    """Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+ACTS = {"raise": fail, "kill": die, "interrupt": interrupt}
+
+
+def step_with_a_failing_stage(rank: int, ranks: int, act: str, culprit: int, with_store: bool) -> Report:
     """Run one step in which the stage of ``culprit`` fails; what this rank got, and after how long."""
     program = one_f_one_b(ranks, 6)
-    module = Fails(act) if rank == culprit else layers(ranks)[rank]
-    shared = store() if with_store else None
-    runner = PipelineRunner(
-        program, [Stage(module, rank)], dist.group.WORLD, square_loss, timeout_s=TIMEOUT_S, store=shared
-    )
-    begin = time.monotonic()
-    try:
+    module = Acts(3, ACTS[act]) if rank == culprit else layers(ranks)[rank]
+    runner = runner_of(program, rank, module, TIMEOUT_S, store=store() if with_store else None)
+    found = report(lambda: runner.step(*batch(12)), BaseException)
+    with pytest.raises(ScheduleError, match="make a new one"):
         runner.step(*batch(12))
-    except ScheduleError as error:
-        took = time.monotonic() - begin
-        with pytest.raises(ScheduleError, match="make a new one"):
-            runner.step(*batch(12))
-        return type(error).__name__, str(error), took
-    return "none", "", 0.0
+    with pytest.raises(ScheduleError):
+        runner.check()
+    return found
 
 
 def test_an_exception_in_a_stage_reaches_every_rank_with_its_rank_and_action():
@@ -84,31 +83,112 @@ def test_a_killed_peer_is_a_timeout_on_every_live_rank(culprit):
             assert took < TIMEOUT_S + 1
 
 
-def step_beside_a_stopped_rank(rank: int, ranks: int) -> tuple[str, float] | None:
-    """Rank 1 stops itself after a step; the other reports how its next step ended."""
-    program = gpipe(ranks, 4)
+def test_an_interrupt_reaches_every_rank():
+    results = run_ranks(step_with_a_failing_stage, 3, "interrupt", 1, True)
+    assert results[1][0] == "KeyboardInterrupt"
+    for kind, text, took in (results[0], results[2]):
+        assert kind == "ScheduleError"
+        assert re.fullmatch(r"rank 1 failed at \[\d+/\d+\] \S+: KeyboardInterrupt: ?", text), text
+        assert took < TIMEOUT_S
+
+
+def interrupted_while_it_waits(rank: int, ranks: int) -> Report:
+    """Rank 0 gets Ctrl-C while it waits for rank 1, whose stage takes 2 s."""
+    if rank == 0:
+        threading.Timer(0.5, interrupt).start()
+    module = Acts(1, lambda: time.sleep(2)) if rank else layers(1)[0]
+    return step_of(one_f_one_b(ranks, 4), rank, module, 20)
+
+
+def test_a_rank_is_interrupted_in_the_midst_of_a_wait():
+    waiting, other = run_ranks(interrupted_while_it_waits, 2)
+    assert waiting[0] == "KeyboardInterrupt"
+    assert waiting[2] < 1.5
+    assert other[0] == "ScheduleError"
+    assert other[1].startswith("rank 0 failed at [")
+
+
+def lose_a_message(rank: int, ranks: int, lost: str, edges: str | None) -> Report:
+    """One step over an edge that loses a message."""
+    if edges == "groups":  # its tensors; what was agreed about them has come
+        send = Outgoing.send
+        Outgoing.send = lambda edge, tensors, tag, action: (  # type: ignore[method-assign]
+            None if str(action) == lost else send(edge, tensors, tag, action)
+        )
+    transport = Altered(over(dist.group.WORLD, edges), lambda action: bool(edges) or str(action) != lost)
     runner = PipelineRunner(
-        program, [Stage(layers(ranks)[rank], rank)], dist.group.WORLD, square_loss, timeout_s=0.6, store=store()
+        one_f_one_b(ranks, 6), [Stage(layers(ranks)[rank], rank)], transport, square_loss, timeout_s=0.5, store=store()
     )
+    return report(lambda: runner.step(*batch(12)))
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_a_lost_message_is_a_timeout_that_says_where_everyone_stands(edges):
+    results = run_ranks(lose_a_message, 3, "1SEND_F1", edges)
+    place = r"\[\d+/\d+\] \d(RECV|SEND)_[FB]\d"
+    for rank, (kind, text, took) in enumerate(results):
+        assert kind == "PipelineTimeout", results
+        assert re.match(rf"rank {rank} waits at {place} for rank \d", text), text
+        assert took < 0.5 + 1
+    assert re.search(r"rank 2 (waits )?at \[\d+/\d+\] 2RECV_F1", results[2][1])
+    if edges is None:  # who is not a neighbour of who fails is woken too
+        assert all("silent" not in text for _, text, _ in results), results
+
+
+def stop_between_two(rank: int, ranks: int) -> Report:
+    """Rank 1 stops; the others are no neighbours of each other."""
+    module = Acts(3, stop) if rank == 1 else layers(ranks)[rank]
+    found = step_of(one_f_one_b(ranks, 6), rank, module, 0.6)
+    if rank == 0:
+        end_the_stopped()
+    return found
+
+
+def test_beside_a_stopped_rank_each_other_says_where_all_stand():
+    results = run_ranks(stop_between_two, 3, allow_exit=(1,))
+    for rank in (0, 2):
+        kind, text, took = results[rank]
+        assert kind == "PipelineTimeout"
+        assert took < 0.6 + 1
+        assert re.match(rf"rank {rank} waits at \[\d+/\d+\] {rank}\S+ for rank 1; ", text), text
+        assert "rank 1 silent" in text
+        assert re.search(rf"rank {2 - rank} at \[\d+/\d+\] {2 - rank}\S+", text), text
+
+
+def leave_behind_a_step(rank: int, ranks: int, edges: str | None) -> str:
+    """Rank 1 drops its runner right behind a step whose gradients rank 0 has not asked for yet."""
+    modules, oracle = layers(ranks), layers(ranks)
+    module = modules[rank]
+    if rank == 0:
+        module.register_full_backward_pre_hook(lambda *_: time.sleep(0.05))
+    runner = runner_of(gpipe(ranks, 4), rank, module, 10, edges=edges, lookahead=0)
+    inputs, targets = batch(8)
+    found = report(partial(runner.step, inputs, targets))
+    del runner
+    gc.collect()
+    plain_loop(oracle, list(inputs.tensor_split(4)), list(targets.tensor_split(4)))
+    assert equal_bits(gradients(module), gradients(oracle[rank]))
+    return found[0]
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_what_was_sent_arrives_though_the_sender_has_dropped_its_runner(edges):
+    assert run_ranks(leave_behind_a_step, 2, edges) == ["none", "none"]
+
+
+def step_beside_a_stopped_rank(rank: int, ranks: int) -> Report:
+    """Rank 1 stops itself after a step; the other reports how its next step ended."""
+    runner = runner_of(gpipe(ranks, 4), rank, layers(ranks)[rank], 0.6)
     runner.step(*batch(8))
     dist.barrier()  # a step does not wait for what it sent: now rank 0 has received it
     if rank == 1:
-        store().set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    begin = time.monotonic()
-    try:
-        runner.step(*batch(8))
-    except PipelineTimeout as error:
-        took = time.monotonic() - begin
-        os.kill(int(store().get("stopped")), signal.SIGKILL)
-        return str(error), took
-    return None
+        stop()
+    return timeout_of(lambda: runner.step(*batch(8)))
 
 
 def test_a_stopped_peer_is_a_timeout_within_the_deadline():
     results = run_ranks(step_beside_a_stopped_rank, 2, allow_exit=(1,))
-    text, took = results[0]
+    _, text, took = results[0]
     assert text.endswith("for rank 1; rank 1 silent"), text
     assert took < 0.6 + 1
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fault_helpers import Acts, Report, runner_of, stop, stop_at, timeout_of
 from pipeline_helpers import batch, layers, square_loss
-from torch import Tensor, nn
+from torch import nn
 
 from ranktest import run_ranks, store
-from sixfold.pipeline import PipelineRunner, PipelineTimeout, Stage, gpipe, one_f_one_b
+from sixfold.pipeline import gpipe, one_f_one_b
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport.groups import GroupControl, GroupLinks, Outgoing
 from sixfold.pipeline.transport.shared_memory import SharedOutgoing
@@ -24,36 +22,7 @@ TIMEOUT_S = 0.5
 ALLOWED_S = TIMEOUT_S + 1.0
 
 
-def stop() -> None:
-    """Stop this process until the other kills it."""
-    store().set("stopped", str(os.getpid()))
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class Stops(nn.Module):
-    """Stops in its ``turn``-th forward, counted from 1."""
-
-    def __init__(self, turn: int) -> None:
-        super().__init__()
-        self.turn, self.layer = turn, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.turn -= 1
-        if self.turn == 0:
-            stop()
-        return self.layer(x)
-
-
-def stop_at(owner: Any, name: str) -> None:
-    """Stop this process when it first calls the method ``name`` of the class ``owner``."""
-
-    def stopping(*args: Any, **kwargs: Any) -> None:
-        stop()
-
-    setattr(owner, name, stopping)
-
-
-def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) -> tuple[str, str, float] | None:
+def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) -> Report:
     """Rank 1 stops at ``where``; what rank 0 gets, and how long it took."""
     dist.barrier()  # both are up: on a busy machine one may be late by more than the deadline
     module: nn.Module = layers(ranks)[rank]
@@ -69,32 +38,21 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) 
             TokenCount.tell = lambda *_: None  # type: ignore[method-assign]
             stop_at(TokenCount, "divide")
         elif where == "forward":
-            module = Stops(3)
+            module = Acts(3, stop)
         elif where == "backlog":
-            module = Stops(1)
+            module = Acts(1, stop)
         elif where == "sending":
             stop_at(SharedOutgoing if edges is None else Outgoing, "send")
-    # A rank that runs ahead of a stopped one by more than the kernel buffers waits for its oldest SEND.
-    program, rows = (gpipe(ranks, 12), 240_000 if edges else 24) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
-    begin = time.monotonic()
-    try:
-        runner = PipelineRunner(
-            program,
-            [Stage(module, rank)],
-            dist.group.WORLD,
-            loss,
-            timeout_s=TIMEOUT_S,
-            store=store(),
-            scale=scale,
-            edges=edges,
-        )
-        begin = time.monotonic()
+    # A rank that runs ahead of a stopped one by more than the window of an edge waits for its oldest SEND.
+    program, rows = (gpipe(ranks, 12), 24) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
+    runner = None
+
+    def make_and_step() -> None:
+        nonlocal runner
+        runner = runner or runner_of(program, rank, module, TIMEOUT_S, loss_fn=loss, scale=scale, edges=edges)
         runner.step(*batch(rows))
-    except PipelineTimeout as error:
-        took = time.monotonic() - begin
-        os.kill(int(store().get("stopped")), signal.SIGKILL)
-        return type(error).__name__, str(error), took
-    return "none", "", 0.0
+
+    return timeout_of(make_and_step)
 
 
 @pytest.mark.parametrize(
@@ -121,36 +79,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def beside_a_stopped_store(rank: int, ranks: int, port: int) -> tuple[str, float] | None:
+def beside_a_stopped_store(rank: int, ranks: int, port: int) -> Report:
     """Rank 1 hosts the store of the report, and stops: the store does not answer either."""
     hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
     dist.barrier()
-    module = Stops(3) if rank == 1 else layers(ranks)[rank]
-    runner = PipelineRunner(
-        one_f_one_b(ranks, 4),
-        [Stage(module, rank)],
-        dist.group.WORLD,
-        square_loss,
-        timeout_s=TIMEOUT_S,
-        store=hosted,
-    )
-    begin = time.monotonic()
-    try:
-        runner.step(*batch(8))
-    except PipelineTimeout as error:
-        took = time.monotonic() - begin
-        os.kill(int(store().get("stopped")), signal.SIGKILL)
-        return str(error), took
-    return None
+    module = Acts(3, stop) if rank == 1 else layers(ranks)[rank]
+    runner = runner_of(one_f_one_b(ranks, 4), rank, module, TIMEOUT_S, store=hosted)
+    return timeout_of(lambda: runner.step(*batch(8)))
 
 
 def test_a_report_does_not_wait_for_a_store_whose_host_is_stopped():
-    text, took = run_ranks(beside_a_stopped_store, 2, free_port(), allow_exit=(1,))[0]
+    _, text, took = run_ranks(beside_a_stopped_store, 2, free_port(), allow_exit=(1,))[0]
     assert took < ALLOWED_S, f"{took:.2f} s: {text}"
     assert "for rank 1" in text
 
 
-def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> tuple[str, float] | None:
+def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> Report:
     """The group's own store is hosted by rank 1, which stops before rank 0 asks it."""
     dist.destroy_process_group()
     hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
@@ -158,23 +102,13 @@ def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> tuple[str, floa
     dist.barrier()
     if rank == 1:
         stop()
-        return None
     while not store().check(["stopped"]):
         time.sleep(0.01)
     time.sleep(0.05)
-    begin = time.monotonic()
-    try:
-        PipelineRunner(
-            one_f_one_b(ranks, 4), [Stage(layers(2)[0], 0)], dist.group.WORLD, square_loss, timeout_s=TIMEOUT_S
-        )
-    except PipelineTimeout as error:
-        took = time.monotonic() - begin
-        os.kill(int(store().get("stopped")), signal.SIGKILL)
-        return str(error), took
-    return None
+    return timeout_of(lambda: runner_of(one_f_one_b(ranks, 4), rank, layers(2)[0], TIMEOUT_S))
 
 
 def test_a_runner_is_not_made_with_a_stopped_host_of_the_groups_store():
-    text, took = run_ranks(make_in_a_stopped_group, 2, free_port(), allow_exit=(1,))[0]
+    _, text, took = run_ranks(make_in_a_stopped_group, 2, free_port(), allow_exit=(1,))[0]
     assert took < ALLOWED_S, f"{took:.2f} s: {text}"
     assert "rank 0 waited 0.5 s for all 2 ranks to make their runner" in text

@@ -34,7 +34,7 @@ from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_spec
 __all__ = ["GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
 
 Values = tuple[Any, ...]
-_FLAGS = 1  # tag of flags and headers: one for all lanes, so that ranks in different calls notice it
+_FLAGS = 1  # tag of flags: one for all lanes, so that ranks in different calls notice it
 Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
 
 
@@ -76,7 +76,8 @@ class GroupLane:
 
     Args:
         outgoing, incoming: edges by peer.
-        tag: of this lane's messages, the same on all ranks.
+        tag: the first of this lane's, the same on all ranks; there is one for each message of a batch, so that no
+            message is taken for one that was lost.
         number: of the program and call, equal on ranks that run the same.
     """
 
@@ -93,7 +94,8 @@ class GroupLane:
         number: int,
         dynamic_shapes: bool,
     ) -> None:
-        self.control, self.tag, self.number = control, tag, number
+        self.control, self.number = control, number
+        self._tag = tag
         self.sent: dict[Slot, Specs] = {}
         self.received: dict[Slot, Specs] = {}
         self._receipts: dict[Route, Receipt] = {}
@@ -111,20 +113,26 @@ class GroupLane:
         self.open = self._dynamic or not self._began or signature != self._signature
         self._signature, self._began = signature, True
 
+    def tag_of(self, route: Route) -> int:
+        """Of its tensors and its header."""
+        return self._tag + (2 * route.stage + route.forward) * self._microbatches + route.slot
+
     def sender(self, action: Action) -> Callable[[Values], None]:
         """See Lane."""
         outlet, route = self._outlets[self._placement[action.peer_stage]], route_of(action, self._microbatches)
         return (
-            partial(outlet.send_forward, (route.stage, route.slot), action)
+            partial(outlet.send_forward, (route.stage, route.slot), self.tag_of(route), action)
             if route.forward
-            else partial(outlet.send_backward, action)
+            else partial(outlet.send_backward, self.tag_of(route), action)
         )
 
     def receiver(self, action: Action) -> Receipt:
         """See Lane; a message that one list asks for may be waited for by the next, so there is one receipt for it."""
         route = route_of(action, self._microbatches)
         if route not in self._receipts:
-            self._receipts[route] = Receipt(self._inlets[self._placement[action.peer_stage]], route, action)
+            self._receipts[route] = Receipt(
+                self._inlets[self._placement[action.peer_stage]], route, self.tag_of(route), action
+            )
         return self._receipts[route]
 
     def clear(self) -> None:
@@ -143,7 +151,7 @@ class Outlet:
         self._left = 0  # forward messages of this batch
         self._headers = True
 
-    def send_forward(self, slot: Slot, action: Action, values: Values) -> None:
+    def send_forward(self, slot: Slot, tag: int, action: Action, values: Values) -> None:
         """An output."""
         lane = self._lane
         specs = specs_of(values)
@@ -155,18 +163,18 @@ class Outlet:
             lane.control.send_number(2 * lane.number + self._headers, self._peer, _FLAGS, action)
         self._left -= 1
         if self._headers:
-            lane.control.send(pack_specs(specs, action), self._peer, action, _FLAGS)
+            lane.control.send(pack_specs(specs, action), self._peer, action, tag)
             lane.sent[slot] = specs
         elif not same:
             raise ScheduleError(
                 f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
                 f"{words_of(lane.sent[slot])}; make the runner with dynamic_shapes=True"
             )
-        self._edge.send([v for v in values if isinstance(v, Tensor)], lane.tag, action)
+        self._edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
 
-    def send_backward(self, action: Action, gradients: Values) -> None:
+    def send_backward(self, tag: int, action: Action, gradients: Values) -> None:
         """The gradients of what was received."""
-        self._edge.send(gradients, self._lane.tag, action)
+        self._edge.send(gradients, tag, action)
 
 
 class Inlet:
@@ -207,7 +215,7 @@ class Inlet:
         if first:
             self._read_flag(wanted.action)
         if receipt.route.forward and self._headers:
-            header = self._lane.control.receive(self._peer, wanted.action, _FLAGS)
+            header = self._lane.control.receive(self._peer, wanted.action, receipt.tag)
             self._lane.received[receipt.slot] = unpack_specs(header)
         self._ask(receipt)
 
@@ -222,17 +230,17 @@ class Inlet:
         lane, forward = self._lane, receipt.route.forward
         specs = (lane.received if forward else lane.sent)[receipt.slot]
         wanted = [spec for spec in specs if isinstance(spec, tuple) and (forward or spec[2])]
-        receipt.buffers, receipt.works = self._edge.post(wanted, lane.tag, receipt.action)
+        receipt.buffers, receipt.works = self._edge.post(wanted, receipt.tag, receipt.action)
         receipt.specs = specs
 
 
 class Receipt:
     """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "works")
+    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "tag", "works")
 
-    def __init__(self, inlet: Inlet, route: Route, action: Action) -> None:
-        self._inlet, self.route, self.action = inlet, route, action
+    def __init__(self, inlet: Inlet, route: Route, tag: int, action: Action) -> None:
+        self._inlet, self.route, self.tag, self.action = inlet, route, tag, action
         self.slot = (route.stage, route.slot)
         self.buffers: list[Tensor] = []
         self.specs: Specs = ()

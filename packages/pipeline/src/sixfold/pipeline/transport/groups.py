@@ -58,7 +58,7 @@ _SENDS_IN_FLIGHT = 8  # per edge; then a SEND waits for the oldest, so that a sl
 _NOTES_IN_FLIGHT = 64  # likewise, of small things
 _NOTE = 256  # bytes that one message of the control channel holds; a longer one is followed by the rest
 _LENGTH = 8  # bytes of its length
-_UNUSED_TAG = 2**20
+_UNUSED_TAG = 2**31 - 1
 
 
 class Outgoing:
@@ -251,7 +251,7 @@ class GroupLinks:
         self._shared_outgoing: dict[int, SharedOutgoing] = {}
         self._shared_incoming: dict[int, SharedIncoming] = {}
         self._connected: set[Edge] = set()
-        self._lanes = 0
+        self._tags = 2  # 0 and 1 are of the control channel
         self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s)
 
     def lane(
@@ -261,7 +261,6 @@ class GroupLinks:
         edges = set(forward_edges(placement))
         edges = {edge for edge in edges | {(b, a) for a, b in edges if backward} if self.rank in edge}
         self.connect(edges)
-        self._lanes += 1
         over_groups = GroupLane(
             tuple(placement),
             microbatches,
@@ -269,10 +268,11 @@ class GroupLinks:
             {to: self._outgoing[to] for source, to in edges if source == self.rank and to in self._outgoing},
             {source: self._incoming[source] for source, to in edges if to == self.rank and source in self._incoming},
             rank=self.rank,
-            tag=self._lanes,
+            tag=self._tags,
             number=number,
             dynamic_shapes=dynamic_shapes,
         )
+        self._tags += 2 * len(placement) * microbatches
         return _Lane(over_groups, self._shared_outgoing, self._shared_incoming, tuple(placement), microbatches)
 
     def connect(self, edges: set[Edge]) -> None:

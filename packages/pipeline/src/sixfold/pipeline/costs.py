@@ -130,7 +130,8 @@ class Costs:
 
         Args:
             timelines: one or more of the same stages on the same ranks, such as ``runner.gather_timeline`` gives; times
-                of all are pooled.
+                of all are pooled. Where one process runs all ranks (``group=None``) they take turns, and hops are
+                those turns.
             assume: for what no timeline shows. Of stages of which only B was measured it gives the proportion of I and
                 W; and all sizes are its. Without it a hop that no message showed is the usual one.
         Raises:

@@ -4,6 +4,7 @@ nox -s "tests(pipeline)" -- --mutants 2000
 nox -s "tests(pipeline)" -- --all-bubbles
 nox -s "ranks(pipeline)" -- --all-exports
 nox -s "tests(pipeline)" -- --random-runs 1000
+nox -s "tests(pipeline)" -- --full-matrix
 """
 
 
@@ -12,3 +13,4 @@ def pytest_addoption(parser):
     parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")
     parser.addoption("--all-bubbles", action="store_true", help="V-Half and V-Min beside the authors' at all 60 sizes")
     parser.addoption("--random-runs", type=int, default=60, help="of programs with random delays over threads (60)")
+    parser.addoption("--full-matrix", action="store_true", help="every schedule at every m from 1 to 4p")

@@ -1,6 +1,6 @@
 """Models of all kinds of stages, and the plain loop over them: the matrix's oracle, which knows nothing of the package.
 
-    model(stages) --> plain_loop: one process, whole graphs, one microbatch after another
+model(stages) --> plain_loop: one process, whole graphs, one microbatch after another
 """
 
 from __future__ import annotations

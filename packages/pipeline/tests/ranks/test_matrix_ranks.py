@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
-from matrix_helpers import differing, model, plain_loop, same_losses, word_loss, words
+from matrix_helpers import WIDTH, differing, model, plain_loop, same_losses, word_loss, words
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, Program, Stage
+from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe
 from sixfold.pipeline.schedules import registered
 
 
@@ -44,3 +47,35 @@ def run_all(rank: int, ranks: int, microbatches: int) -> int:
 def test_every_schedule_on_four_ranks_has_the_bits_of_the_plain_loop():
     programs = by_placement(4, 5)
     assert run_ranks(run_all, 4, 5) == [sum(map(len, programs.values())) + len(programs)] * 4
+
+
+class Adds(nn.Module):
+    """Notes at each forward which of its outputs live; an addition keeps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.outputs: list[StorageWeakRef] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(sum(not each.expired() for each in self.outputs))
+        y = x + self.shift
+        self.outputs.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+
+def send_far_ahead(rank: int, ranks: int) -> list[int]:
+    """Six forwards before the first backward; how many outputs lived at each."""
+    module = Adds()
+    stage = Stage(module, rank)
+    PipelineRunner(gpipe(2, 6), [stage], dist.group.WORLD, lambda o, _: o.sum(), timeout_s=20).step(
+        torch.ones(6, WIDTH)
+    )
+    assert all(each.expired() for each in module.outputs)
+    return module.alive
+
+
+def test_an_output_is_released_when_it_is_sent_and_not_at_the_end_of_the_step():
+    sender, _ = run_ranks(send_far_ahead, 2)
+    assert sender == [0] * 6  # a shared slot has a copy of it

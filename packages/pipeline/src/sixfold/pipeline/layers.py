@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -107,11 +107,12 @@ class Operator:
 class Layer(Operator):
     """One module whose weight gradient can wait."""
 
-    __slots__ = ("_attributes", "_forward", "_kind", "module")
+    __slots__ = ("_attributes", "_forward", "_kind", "known", "module")
 
     def __init__(self, store: GradientStore, module: nn.Module, never: frozenset[str]) -> None:
         super().__init__(("weight", "bias") if type(module) is nn.Linear else ("weight",), never)
         self.module = module
+        self.known: Any = None  # its parameters, looked at in this step
         self._kind = type(module)
         self._attributes = module.__dict__
         self._forward = (_linear if self._kind is nn.Linear else _embedding)(store, self, module)
@@ -189,11 +190,47 @@ def shown_to(store: GradientStore | None) -> None:
         torch._C._remove_obj_from_tls(_OPEN)
 
 
+def _applied(function: type[Function]) -> Callable[..., Tensor]:
+    """``function.apply`` without its search for default arguments and functorch's wrappers: 6 us of 13."""
+    return super(Function, function).apply  # type: ignore[no-any-return]
+
+
 # ---- nn.Linear
+
+
+class _Operands:
+    """Weight and bias as a Linear layer had them when they were looked at, and what of them is deferred."""
+
+    __slots__ = ("bias", "dtype", "held", "targets", "weight")
+
+    def __init__(self, store: GradientStore, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.dtype = weight, bias, weight.dtype
+        self.targets: tuple[Any, ...] = (
+            weight if weight.requires_grad else None,
+            bias if bias is not None and bias.requires_grad else None,
+        )
+        self.held = (store, weight, bias, self.targets)
+
+
+def _operands(store: GradientStore, weight: Any, bias: Any) -> _Operands | None:
+    """None where torch's formulas for them are not those of ``_Linear``, or none wants a gradient."""
+    for one, dimensions in ((weight, 2), (bias, 1)):
+        if one is None:
+            continue
+        if type(one) not in _PLAIN or not one.is_leaf or one.layout is not torch.strided or one.dim() != dimensions:
+            return None
+    if weight is None or weight.dtype not in _FLOATS:
+        return None
+    n, k = weight.shape
+    if n < 1 or k < 2 or weight.stride() != (k, 1):
+        return None
+    found = _Operands(store, weight, bias)
+    return None if found.targets == (None, None) else found
 
 
 def _linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
     plain = partial(nn.Linear.forward, module)
+    apply = _applied(_Linear)
 
     def forward(input: Tensor) -> Tensor:
         if _compiling():
@@ -202,46 +239,42 @@ def _linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor
         if slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
             return plain(input)
         parameters = module._parameters
-        weight = parameters.get("weight")
-        if type(weight) not in _PLAIN or "bias" not in parameters or not weight.is_leaf:
-            return plain(input)
-        bias = parameters["bias"]
-        wanted = (
-            weight if weight.requires_grad else None,
-            bias if bias is not None and bias.requires_grad else None,
-        )
-        if not layer.waits(slot, wanted):
-            return plain(input)
-        targets: tuple[Any, ...] = wanted
-        if not _as_matrix(input, weight, bias):
-            store.watch(slot, layer, targets)  # it is deferred in other calls
+        weight, bias = parameters.get("weight"), parameters.get("bias", False)
+        known: _Operands | None = layer.known
+        if known is None or known.weight is not weight or known.bias is not bias:
+            known = layer.known = _operands(store, weight, bias)
+            if known is None:
+                return plain(input)
+        held = known.held
+        if layer.watched or slot.refused or layer.never:
+            if not layer.waits(slot, known.targets):
+                return plain(input)
+            if layer.watched:
+                store.watch(slot, layer, known.targets)
+        if not _as_matrix(input):
+            store.watch(slot, layer, known.targets)  # it is deferred in other calls
             return plain(input)
         if _any_autocast() and torch.is_autocast_enabled(input.device.type):
-            if input.dtype is torch.float64 or weight.dtype is torch.float64:
+            if input.dtype is torch.float64 or known.dtype is torch.float64:
                 return plain(input)
-            input, weight, bias, targets = _cast(slot, input, weight, bias, targets)
-        elif input.dtype is not weight.dtype:
+            input, *operands, targets = _cast(slot, input, weight, bias, known.targets)
+            if layer.watched:
+                store.watch(slot, layer, targets)
+            held = (store, *operands, targets)
+        elif input.dtype is not known.dtype:
             return plain(input)  # an error, in torch's words
-        if layer.watched:
-            store.watch(slot, layer, targets)
-        leaf = None if input.requires_grad else store.leaf
-        return _Linear.apply(input, leaf, (store, slot.entries, weight, bias, targets))  # type: ignore[no-any-return, no-untyped-call]
+        return apply(input, None if input.requires_grad else store.leaf, slot.entries, held)
 
     return forward
 
 
-def _as_matrix(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Torch multiplies the rows of ``input`` as they lie, and its formulas are those of ``_Linear``.
+def _as_matrix(input: Tensor) -> bool:
+    """Torch multiplies the rows of ``input`` as they lie.
 
     A column-major matrix, a vector, and an input of more dimensions that is not contiguous go through other kernels
     in forward or backward, with other bits.
     """
-    if input.layout is not torch.strided or input.dtype not in _FLOATS or weight.dim() != 2:
-        return False
-    n, k = weight.shape
-    if n < 1 or k < 2 or weight.stride() != (k, 1):
-        return False
-    if bias is not None and (type(bias) not in _PLAIN or not bias.is_leaf or bias.dim() != 1):
+    if input.layout is not torch.strided:
         return False
     dimensions = input.dim()
     if dimensions == 2:
@@ -254,42 +287,48 @@ class _Linear(Function):
     """``F.linear`` whose weight and bias gradients wait."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, leaf: Tensor | None, held: Any) -> Tensor:
+    def forward(ctx: Any, input: Tensor, leaf: Tensor | None, entries: list[Entry], held: Any) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.entries = entries
         ctx.held = held
-        weight = held[2]
+        weight = held[1]
         if leaf is None:
             ctx.save_for_backward(input, weight)
         else:
             ctx.save_for_backward(input)
-        return F.linear(input, weight, held[3])
+        return F.linear(input, weight, held[2])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        gradient = gradients[0]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         saved = ctx.saved_tensors
-        store, entries, _, _, targets = ctx.held
+        store, _, _, targets = ctx.held
         if _graph_is_made():
             store.refuse_create_graph()
         input = saved[0]
         flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        entries.append((_linear_gradients, targets, (input, flat, input._version), gradient))
+        version = input._version, gradient._version
+        ctx.entries.append((_linear_gradients, targets, (input, flat, version), gradient))
         if len(saved) == 1:
-            return None, None, None
+            return None, None, None, None
         of_input = flat.mm(saved[1])
-        return of_input if gradient is flat else of_input.view(input.shape), None, None
+        return of_input if gradient is flat else of_input.view(input.shape), None, None, None
 
 
 def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
     input, flat, version = saved
-    if input._version != version:
-        raise ScheduleError("the input of a Linear layer was changed in place between I and W")
-    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-    return (
-        None if targets[0] is None else flat.t().mm(rows),
-        None if targets[1] is None else flat.sum(0),
+    if version != (input._version, gradient._version):
+        _changed()
+    weight, bias = targets
+    if input.dim() != 2:
+        input = input.view(-1, input.shape[-1])
+    return None if weight is None else flat.t().mm(input), None if bias is None else flat.sum(0)
+
+
+def _changed() -> NoReturn:
+    raise ScheduleError(
+        "a layer's input or the gradient of its output was changed in place between I and W, which still needed it"
     )
 
 
@@ -333,6 +372,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
     plain = partial(nn.Embedding.forward, module)
+    apply = _applied(_Embedding)
 
     def forward(input: Tensor) -> Tensor:
         if _compiling():
@@ -350,8 +390,7 @@ def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Ten
         if layer.watched:
             store.watch(slot, layer, (weight,))
         padding = -1 if module.padding_idx is None else module.padding_idx
-        held = (store, slot.entries, weight, padding, module.scale_grad_by_freq)
-        return _Embedding.apply(input, store.leaf, held)  # type: ignore[no-any-return, no-untyped-call]
+        return apply(input, store.leaf, (store, slot.entries, weight, padding, module.scale_grad_by_freq))
 
     return forward
 
@@ -373,13 +412,18 @@ class _Embedding(Function):
             store, entries, weight, padding, by_frequency = ctx.held
             if _graph_is_made():
                 store.refuse_create_graph()
-            saved = (ctx.saved_tensors[0], weight.shape[0], padding, by_frequency)
-            entries.append((_embedding_gradient, (weight,), saved, gradient))
+            indices = ctx.saved_tensors[0]
+            version = indices._version, gradient._version
+            saved = (indices, weight.shape[0], padding, by_frequency)
+            entries.append((_embedding_gradient, (weight,), (saved, version), gradient))
         return None, None, None
 
 
 def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:
-    return (torch.ops.aten.embedding_dense_backward(gradient, *saved),)
+    arguments, version = saved
+    if version != (arguments[0]._version, gradient._version):
+        _changed()
+    return (torch.ops.aten.embedding_dense_backward(gradient, *arguments),)
 
 
 # ---- operators of users

@@ -15,6 +15,7 @@ is not deferred: autograd adds up what autograd sees.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ class GradientStore:
         self.slot: Slot | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
+        self._large = stage.module is not None and sum(p.nbytes for p in stage.module.parameters()) > _FLUSH_BYTES
         self._own = set() if stage.module is None else {id(p) for p in stage.module.parameters()}  # not older weights
         self._layers = [] if stage.module is None else deferrable(stage.module, self)
         self.leaf = torch.empty(0, device=stage.device, requires_grad=True)
@@ -85,41 +87,61 @@ class GradientStore:
             return
         if slot.watched:
             self._judge(slot)
-        entries = slot.entries
-        if not entries:
+        if not slot.entries:
             return
-        awaited: dict[int, int] = {}
-        for entry in entries:
-            for target in entry[1]:
-                if target is not None:
-                    key = id(target)
-                    awaited[key] = awaited.get(key, 0) + 1
-        entries.reverse()
+        with torch.no_grad():
+            if self._large:
+                self._weigh_in_parts(slot.entries)
+            else:
+                self._weigh_at_once(slot.entries)
+
+    def _weigh_at_once(self, entries: list[Entry]) -> None:
+        sums: dict[int, Tensor] = {}
+        targets: list[Any] = []
+        for make, wanted, saved, arrived in entries:
+            for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
+                if target is None or gradient is None:
+                    continue
+                key = id(target)
+                if key in sums:
+                    sums[key] = sums[key] + gradient
+                else:
+                    sums[key] = gradient
+                    targets.append(target)
+        entries.clear()
+        self._deliver(targets, list(sums.values()))
+
+    def _weigh_in_parts(self, entries: list[Entry]) -> None:
+        """Each input is free once its gradient was made, and each gradient soon after its last part was."""
+        awaited = Counter(id(target) for entry in entries for target in entry[1] if target is not None)
         sums: dict[int, Tensor] = {}
         targets: list[Any] = []
         gradients: list[Tensor] = []
         pending = 0
-        with torch.no_grad():
-            while entries:
-                make, wanted, saved, arrived = entries.pop()  # its input is free behind this
-                for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
-                    if target is None or gradient is None:
-                        continue
-                    key = id(target)
-                    if key in sums:
-                        gradient = sums.pop(key) + gradient
-                    awaited[key] -= 1
-                    if awaited[key]:
-                        sums[key] = gradient
-                        continue
-                    targets.append(target)
-                    gradients.append(gradient)
-                    pending += gradient.nbytes
-                    if pending >= _FLUSH_BYTES:
-                        self._deliver(targets, gradients)
-                        pending = 0
-        if targets:
-            self._deliver(targets, gradients)
+        entries.reverse()
+        while entries:
+            make, wanted, saved, arrived = entries.pop()
+            for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
+                if target is None:
+                    continue
+                key = id(target)
+                awaited[key] -= 1
+                if key in sums:
+                    before = sums.pop(key)
+                    gradient = before if gradient is None else before + gradient
+                if gradient is None:
+                    continue
+                if awaited[key]:
+                    sums[key] = gradient
+                    continue
+                targets.append(target)
+                gradients.append(gradient)
+                pending += gradient.nbytes
+                if pending >= _FLUSH_BYTES:
+                    self._deliver(targets, gradients)
+                    targets, gradients, pending = [], [], 0
+            del saved, arrived, gradient
+        self._deliver(targets, gradients)
 
     def drop(self) -> None:
         """Forget every slot, and let go of every parameter; what is known of the layers stays."""
@@ -127,6 +149,8 @@ class GradientStore:
         self._edges.clear()
         self._operators.clear()
         self._seen.clear()
+        for layer in self._layers:
+            layer.known = None
         for _, handle, _ in self._watches.values():
             handle.remove()
         self._watches.clear()
@@ -235,8 +259,6 @@ class GradientStore:
                 found = self._edges.get(id(parameter))
                 edges.append(self._edge(parameter) if found is None else found[1])
                 arriving.append(gradient)
-        targets.clear()
-        gradients.clear()
         if edges:
             _backward(tuple(edges), tuple(arriving), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

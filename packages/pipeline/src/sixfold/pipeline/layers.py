@@ -192,7 +192,8 @@ def shown_to(store: GradientStore | None) -> None:
 
 def _applied(function: type[Function]) -> Callable[..., Tensor]:
     """``function.apply`` without its search for default arguments and functorch's wrappers: 6 us of 13."""
-    return super(Function, function).apply  # type: ignore[no-any-return]
+    above: Any = super(Function, function)
+    return above.apply  # type: ignore[no-any-return]
 
 
 # ---- nn.Linear
@@ -299,7 +300,7 @@ class _Linear(Function):
         return F.linear(input, weight, held[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None, None
         saved = ctx.saved_tensors

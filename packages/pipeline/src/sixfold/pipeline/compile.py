@@ -8,14 +8,14 @@ their calls are merged in an order in which every message is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import Kind
+from sixfold.pipeline.action import MESSAGES, Action, Kind
 from sixfold.pipeline.lowering import post_ahead, posted_order
 from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.program import Program, Weights
@@ -153,7 +153,8 @@ class Compiled:
     def _bound(self, wiring: Wiring, lookahead: int) -> list[list[Call]]:
         actions = self.program.ranks[wiring.rank]
         order = posted_order(actions, lookahead)
-        return [wiring.bind([(position, actions[position])], self.tokens) for position in order]
+        rows = [wiring.bind([(position, actions[position])], self.tokens) for position in order]
+        return handed_on([actions[position] for position in order], rows)
 
     def _token_count(self) -> TokenCount | None:
         if not (self._goal.train and self._goal.scale == "token"):
@@ -170,6 +171,35 @@ def timeline_of(events: tuple[Event, ...], ranks: int, weights: Weights = Weight
         return None
     first = min(begin for *_, begin, _ in events)
     return measured([(rank, action, begin - first, end - first) for rank, action, begin, end in events], weights)
+
+
+def handed_on(entries: Sequence[Action], rows: list[list[Call]]) -> list[list[Call]]:
+    """Let each part of an overlap hand on its result at its own end: its SEND comes in front of the next part.
+
+    In a list the SENDs stand behind the whole overlap. They keep their order, and so does every edge.
+
+    Args:
+        entries: a rank's list.
+        rows: the calls of each entry.
+    """
+    rows = [list(calls) for calls in rows]
+    for at, entry in enumerate(entries):
+        makers = [part for part in entry.parts if part.kind is not Kind.W]
+        told = [(part.stage, part.microbatch, part.kind is Kind.F) for part in makers]
+        behind, least = at + 1, 0
+        while told and behind < len(entries) and (send := entries[behind]).kind in MESSAGES:
+            if send.kind in (Kind.RECV_F, Kind.RECV_B):  # posted ahead to here
+                behind += 1
+                continue
+            if (sent := (send.stage, send.microbatch, send.kind is Kind.SEND_F)) not in told[least:]:
+                break
+            least = told.index(sent)
+            before = {makers[least], *entries[at + 1 : behind]}
+            place = 1 + max((i for i, call in enumerate(rows[at]) if call.action in before), default=-1)
+            rows[at][place:place] = rows[behind]
+            rows[behind] = []
+            behind += 1
+    return rows
 
 
 def merged(posted: Program, rows: Mapping[int, list[list[Call]]]) -> list[tuple[int, Call]]:

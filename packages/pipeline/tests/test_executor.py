@@ -165,7 +165,7 @@ def test_a_step_may_run_another_program_and_equal_ones_are_compiled_once():
         plain_loop(oracle, list(inputs.tensor_split(m)), list(targets.tensor_split(m)))
     for ours, theirs in zip(modules, oracle, strict=True):
         assert equal_bits(gradients(ours), gradients(theirs))
-    assert len(runner._compiled) == 2
+    assert len(runner._programs) == 2
 
 
 class Recorder:

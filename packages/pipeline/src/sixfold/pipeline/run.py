@@ -8,7 +8,6 @@ results out, and one error or time-out on every rank when something fails.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
@@ -18,29 +17,25 @@ import torch
 import torch.distributed as dist
 
 from sixfold.pipeline.agree import broadcast
-from sixfold.pipeline.arguments import check_loss, check_program, check_stages, check_timeout, complete
+from sixfold.pipeline.arguments import check_loss, check_stages, check_timeout
 from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.data_parallel import Replicas
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, whole
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
-from sixfold.pipeline.periods import Endless, endless
 from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.programs import Programs, one_process
 from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.store import GradientStore
 from sixfold.pipeline.tied import Ties, tie
-from sixfold.pipeline.transport import Links, Transport, one_thread, over
-from sixfold.pipeline.versions import Versions
+from sixfold.pipeline.transport import Links, Transport, over
 from sixfold.pipeline.watchdog import PeerLost
 from sixfold.pipeline.wiring import Goal
 
 __all__ = ["PipelineRunner", "StepResult"]
-
-_REMEMBERED = 64  # program objects looked up by identity
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -97,14 +92,9 @@ class PipelineRunner:
         self._rank = 0 if group is None else group.rank() if isinstance(group, dist.ProcessGroup) else group.rank
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
-        self._lookahead, self._dynamic_shapes, self._profile = lookahead, dynamic_shapes, bool(profile)
-        self._compiled: dict[tuple[Program, str, Goal], Compiled | Carried] = {}
-        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | Carried]] = {}
-        self._endless: dict[Program, Endless | None] = {}
-        self._versions: dict[Weights, dict[int, Versions]] = {}
+        self._profile = bool(profile)
         self._carried: Carried | None = None  # that ran last, and may have microbatches in flight
         self._faults = Faults(self._rank, len(program.ranks))
-        self._stores: dict[int, GradientStore] = {}
         self._ties: Ties | None = None
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
@@ -113,14 +103,22 @@ class PipelineRunner:
         self._here = None if group is None else self._rank  # None: all ranks are here
         transport = over(group, edges) if isinstance(group, dist.ProcessGroup) else group
         self._ranks = len(program.ranks) if transport is None else transport.ranks
-        check_program(program, self._stages, self._here, self._ranks)
+        self._programs = Programs(
+            self._stages,
+            self._here,
+            self._ranks,
+            self._links,
+            lookahead=lookahead,
+            dynamic_shapes=dynamic_shapes,
+            profile=self._profile,
+        )
+        self._programs.check(program)
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
             self._join(transport, backend, store, timeout_s)
         try:
-            if self._continued(program) is not None:
-                self._versions_of(program.weights)
-            links = self._links or _one_process(program)
+            self._programs.prepare(program)
+            links = self._links or one_process(program)
             self._ties = tie(stages, program.placement.__getitem__, links, self._rank)
         except BaseException as error:
             self._fail(error)
@@ -220,7 +218,7 @@ class PipelineRunner:
                 program = broadcast(program, source, self._links[self._here])
             if program is None:
                 raise ScheduleError("program is None on the rank that decides; give it there")
-            self._compile(program, "step", self._goal())
+            self._programs.get(program, "step", self._goal())
         except Exception as error:
             self._fail(error)
         return program
@@ -273,7 +271,7 @@ class PipelineRunner:
         calls: Iterator[Callable[[], object]] | None = None
         over = False
         try:
-            compiled = self._carried if mode == "drain" else self._compile(program, mode, goal)
+            compiled = self._carried if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
             if ties is not None:
                 ties.begin()
@@ -325,50 +323,6 @@ class PipelineRunner:
             keep_outputs,
         )
 
-    def _compile(self, program: Program, mode: str, goal: Goal) -> Compiled | Carried:
-        """The bound calls of ``program``; equal programs share them and what was agreed about their shapes."""
-        known = self._by_identity.get((id(program), mode, goal))
-        if known is not None:
-            return known[1]
-        compiled = self._compiled.get((program, mode, goal))
-        if compiled is None:
-            if program != self._program:
-                check_program(program, self._stages, self._here, self._ranks)
-            number = self._number_of(program, mode)
-            self._agree_on(number, program, mode)
-            links = self._links if self._here is not None else _one_process(program)
-            options: Any = {
-                "lookahead": self._lookahead,
-                "dynamic_shapes": self._dynamic_shapes,
-                "number": number,
-                "profile": self._profile,
-            }
-            found = self._continued(program)
-            if found is not None and mode == "step":
-                versions = self._versions_of(program.weights)
-                compiled = Carried(found, self._stages, links, versions, goal, **options)
-            else:
-                whole = complete(program) if found is None else found.forward
-                compiled = Compiled(whole, self._stages, links, goal, **options, stores=self._store)
-            self._compiled[program, mode, goal] = compiled
-        if len(self._by_identity) >= _REMEMBERED:
-            self._by_identity.clear()
-        self._by_identity[id(program), mode, goal] = (program, compiled)  # the reference keeps the id from being reused
-        return compiled
-
-    def _continued(self, program: Program) -> Endless | None:
-        if program not in self._endless:
-            self._endless[program] = None if program.weights is Weights.FLUSHED else endless(program)
-        return self._endless[program]
-
-    def _versions_of(self, weights: Weights) -> dict[int, Versions]:
-        """Of the stages that are here; they go on when another program with such weights is given."""
-        if weights not in self._versions:
-            if self._versions:
-                raise ScheduleError(f"this runner ran weights: {next(iter(self._versions))}; make one for {weights}")
-            self._versions = {weights: {index: Versions(stage, weights) for index, stage in self._stages.items()}}
-        return self._versions[weights]
-
     def _join(self, transport: Transport, backend: str, store: Store | None, timeout_s: float) -> None:
         begin = time.monotonic()
         try:
@@ -381,12 +335,6 @@ class PipelineRunner:
         self._links[transport.rank] = links
         self._faults = Faults(self._rank, transport.ranks, links, store)
 
-    def _store(self, stage: Stage) -> GradientStore:
-        """One per stage, whichever programs it runs in: a store learns which parameters others use too."""
-        if stage.index not in self._stores:
-            self._stores[stage.index] = GradientStore(stage)
-        return self._stores[stage.index]
-
     def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""
         lost = isinstance(compiled, Carried) and compiled.batches > 0
@@ -395,29 +343,6 @@ class PipelineRunner:
         if self._ties is not None:
             self._ties.restore()
         self._faults.end(error, compiled, at, lost=lost)
-
-    def _number_of(self, program: Program, mode: str) -> int:
-        """Equal on ranks that run the same program for the same call; below 2**56."""
-        text = f"{mode} {self._scale} {program.microbatches} {program}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-    def _agree_on(self, mine: int, program: Program, mode: str) -> None:
-        """All ranks are about to run the same program for the first time."""
-        if self._here is None:
-            return
-        everyone = self._links[self._here].control.gather(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != mine:
-                raise ScheduleError(
-                    f"rank {self._rank} was given another program to {mode} than rank {rank}: here it is "
-                    f"{program.name or 'unnamed'} with m={program.microbatches} and scale={self._scale!r}; "
-                    "all ranks make the same calls",
-                    rank=self._rank,
-                )
-
-
-def _one_process(program: Program) -> dict[int, Links]:
-    return {t.rank: t.join(torch.device("cpu"), 0.0) for t in one_thread(len(program.ranks))}
 
 
 def _autocast() -> tuple[str, ...]:

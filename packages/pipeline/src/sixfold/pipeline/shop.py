@@ -27,6 +27,7 @@ Order = list[list[int]]
 FORWARD, INPUT, WEIGHT = 0, 1, 2
 WAIT = -1  # instead of an operation
 ROUNDING = 1e-9  # of sums of times
+_OFTEN = 1024  # operations between two looks at the clock
 
 
 class Times(NamedTuple):
@@ -186,14 +187,16 @@ class Run:
         self._end = [-1.0] * shop.size
         self._moments = [(0.0, rank) for rank in range(shop.ranks)]
 
-    def to_the_end(self, choose: Callable[[Run, int], int]) -> Order | None:
+    def to_the_end(self, choose: Callable[[Run, int], int], go_on: Callable[[], bool] | None = None) -> Order | None:
         """Ask ``choose(run, rank)`` for an operation at each moment at which that rank could begin one.
 
-        That is when it ends one, when an input comes, and when ``ask_again`` says. The operation is the next of its
+        That is when it ends one and when an input comes. The operation is the next of its
         line with its input there, or WAIT.
 
+        Args:
+            go_on: asked now and then; the run ends when it says no.
         Returns:
-            the order; None if everybody waits.
+            the order; None if everybody waits, or the run was ended.
         Cost: O(operations log ranks) and as many choices and one more per message.
         """
         shop, moments, free = self.shop, self._moments, self.free
@@ -209,6 +212,8 @@ class Run:
             if operation == WAIT:
                 continue
             left -= 1
+            if go_on is not None and not left % _OFTEN and not go_on():
+                return None
             self._end[operation] = free[rank] = end = now + shop.duration[operation]
             self.held[rank] += shop.memory[operation]
             self.order[rank].append(operation)
@@ -219,10 +224,6 @@ class Run:
                 arrival = end + shop.lag[user]
                 heappush(moments, (max(arrival, free[shop.rank[user]]), shop.rank[user]))
         return self.order if not left else None
-
-    def ask_again(self, moment: float, rank: int) -> None:
-        """Ask for ``rank`` at ``moment`` too, which is not past."""
-        heappush(self._moments, (moment, rank))
 
     def arrival(self, line: int) -> float | None:
         """When the input of the next operation of ``line`` is there; None if there is no next or nobody knows."""

@@ -1,8 +1,8 @@
-"""What no schedule of a placement can beat.
+"""What no schedule can beat, on a placement or on any, within a cap.
 
-    Costs, placement, m --> lower_bound (this file) --> plan
+    Costs, placement or ranks, m, cap --> lower_bound, lower_bound_of_any (this file) --> plan
 
-Torch-free. Each bound holds for every order, with any amount of memory.
+Torch-free.
 
 [Note: lower bound] It holds for every program that ``verify`` accepts: any order, B or I and W, overlaps of any
 parts, RECOMPUTE and STEP. Such a program runs as *blocks*, single actions or OVERLAP_F_B, one at a time on each rank. A
@@ -20,51 +20,169 @@ I's (b). It holds an I or B of some s in S_r, since the backward of each F in it
 that gradient still goes through I's or B's of stages s - 1 to 0 and stage 0's W, ``home`` (a): T >= E + home(s). If
 s = 0, stage 0's W is either still to come (T >= E + W) or is in that block or the B, besides the F's and I's:
 T >= E >= head + F's and I's + W. And one microbatch alone goes up and down (a).
+
+[Note: memory bound] Take a rank r and one of its stages s. A microbatch's activation is held from the start of its F
+to the end of its W or B: at least the chain from that F up to the last stage and back to s, ``life``, and from I to W
+without what I freed. (Inside a block let the parts run one after another, each f times its time: lists, results and
+memory stay what they are.) No moment has more than the cap on r, and none before ``head`` has anything, so
+cap * (T - head) >= the sum of sizes times lives over all microbatches. A microbatch with RECOMPUTE is cheaper, since
+until then only the stage's input is held; but it makes r work F longer. So for some number x_s of recomputed ones both
+T >= work bound + sum x_s F_s and cap * (T - head) >= sum of (m - x_s) full and x_s cheap; the least T of all
+fractions x_s is a bound, and the cheapest memory per time is recomputed first.
+
+[Note: any placement] Order the ranks by the first stage that they hold: the i-th is reached after F's of at least i
+stages and at least i messages, ``head_i``. It works at most T - head_i, and what it does is the work of whole stages.
+So the works of the ranks, each rounded down to a sum of stages' works, must reach that of all stages.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 from sixfold.pipeline.costs import Costs
+from sixfold.pipeline.memory import with_rounding
 
-__all__ = ["least_memory", "lower_bound"]
+__all__ = ["least_memory", "lower_bound", "lower_bound_of_any"]
+
+_SUMS = 1000  # of stages' works that are told apart; with more of them works are not rounded down
 
 
-def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int) -> float:
-    """A makespan that no program of ``placement`` can go below under ``costs``; the proof is [Note: lower bound].
+def lower_bound(costs: Costs, placement: Sequence[int], microbatches: int, memory_cap: float = math.inf) -> float:
+    """A makespan that no program of ``placement`` can go below under ``costs`` within the cap.
 
-    The largest, over ranks, of two chains:
+    The proofs are [Note: lower bound] and [Note: memory bound]. The largest, over ranks, of three:
 
     - the first microbatch reaches the rank, which then does all its work;
     - it reaches the rank, which does all its F and I; the last of those is an I, of some stage s,
       and then the input gradients of the stages before s and stage 0's weight gradient remain;
+    - it reaches the rank, whose cap must then hold every microbatch for as long as it needs to go up and down;
 
-    and of one microbatch on its way down and up alone. All O(stages). With ``overlap`` below one every time is
-    multiplied by it, since all work may be in overlaps; a memory cap would raise it and is not looked at.
+    and of one microbatch on its way up and down alone. O(stages log stages). With ``overlap`` below one every time is
+    multiplied by it, since all work may be in overlaps.
     """
+    times = _Times(costs, placement)
     stages = range(len(placement))
-    factor = min(1.0, costs.overlap)
-    forward, backward_input, backward_weight = (
-        [factor * time for time in row] for row in (costs.forward, costs.backward_input, costs.backward_weight)
-    )
-    hop = [0.0] + [costs.between(placement[s - 1], placement[s]) for s in stages[1:]]
-    back = [0.0] + [costs.between(placement[s], placement[s - 1]) for s in stages[1:]]
-    reached = list(accumulate((forward[s - 1] + hop[s] for s in stages[1:]), initial=0.0))
-    # home[s]: from the end of stage s's I to the end of everything that only waits for it
-    home = [backward_weight[0]]
-    for s in stages[1:]:
-        home.append(back[s] + backward_input[s - 1] + home[-1])
-    one_microbatch = reached[-1] + forward[-1] + backward_input[-1] + home[-1]
-    bounds = [one_microbatch]
+    sizes = _sizes(costs, placement)
+    bounds = [times.one_microbatch]
     for rank in set(placement):
         own = [s for s in stages if placement[s] == rank]
-        head = min(reached[s] for s in own)
-        urgent = microbatches * sum(forward[s] + backward_input[s] for s in own)
-        late = microbatches * sum(backward_weight[s] for s in own)
-        bounds.append(head + urgent + max(late, min(home[s] for s in own)))
+        head = min(times.reached[s] for s in own)
+        urgent = microbatches * sum(times.forward[s] + times.backward_input[s] for s in own)
+        late = microbatches * sum(times.backward_weight[s] for s in own)
+        work = head + urgent + max(late, min(times.home[s] for s in own))
+        bounds.append(_within(memory_cap, work, head, 1, [_held(costs, times, sizes, s) for s in own], microbatches))
     return max(bounds)
+
+
+def lower_bound_of_any(costs: Costs, ranks: int, microbatches: int, memory_cap: float = math.inf) -> float:
+    """A makespan that no program on ``ranks`` ranks can go below, wherever its stages are.
+
+    The proof is [Note: any placement]; the cap counts for all ranks together. Each rank holds one stage at least.
+    """
+    stages = range(len(costs.forward))
+    apart = _Times(costs, [0] * len(stages))  # all on one rank: no messages
+    hop = _least_hop(costs, ranks) if ranks > 1 else 0.0
+    heads = [apart.reached[i] + i * hop for i in range(ranks)]
+    works = [apart.forward[s] + apart.backward_input[s] + apart.backward_weight[s] for s in stages]
+    least = (microbatches * sum(works) + sum(heads)) / ranks
+    sums = _sums(works)
+    if sums is not None:
+        need = sum(works) * (1 - 1e-12)
+        ends = sorted({head + microbatches * part for head in heads for part in sums})
+        low, high = 0, len(ends) - 1
+        while low < high:
+            middle = (low + high) // 2
+            parts = ((ends[middle] * (1 + 1e-12) - head) / max(1, microbatches) for head in heads)
+            reached = sum(sums[at - 1] if (at := bisect_right(sums, part * (1 + 1e-12))) else 0.0 for part in parts)
+            low, high = (low, middle) if reached >= need else (middle + 1, high)
+        least = max(least, ends[low])
+    sizes = _sizes(costs, [0] * len(stages)) if costs.activation is not None else [0.0] * len(stages)
+    held = [_held(costs, apart, sizes, s) for s in stages]
+    return max(apart.one_microbatch, _within(memory_cap, least, sum(heads) / ranks, ranks, held, microbatches))
+
+
+class _Times:
+    """Times of the stages in blocks, and of chains through them.
+
+    Attributes, per stage:
+        reached: when the first microbatch can begin it; ``home``: from the end of its I to the end of all that waits
+            for that; ``life``: from the start of its F to the end of its I.
+    """
+
+    def __init__(self, costs: Costs, placement: Sequence[int]) -> None:
+        stages = range(len(placement))
+        factor = min(1.0, costs.overlap)
+        self.forward, self.backward_input, self.backward_weight = (
+            [factor * time for time in row] for row in (costs.forward, costs.backward_input, costs.backward_weight)
+        )
+        up = [0.0] + [_hop(costs, placement[s - 1], placement[s]) for s in stages[1:]]
+        down = [0.0] + [_hop(costs, placement[s], placement[s - 1]) for s in stages[1:]]
+        self.reached = list(accumulate((self.forward[s - 1] + up[s] for s in stages[1:]), initial=0.0))
+        self.home = [self.backward_weight[0]]
+        for s in stages[1:]:
+            self.home.append(down[s] + self.backward_input[s - 1] + self.home[-1])
+        self.life = [0.0] * len(placement)
+        for s in reversed(stages):
+            above = self.life[s + 1] + up[s + 1] + down[s + 1] if s + 1 < len(placement) else 0.0
+            self.life[s] = self.forward[s] + above + self.backward_input[s]
+        self.one_microbatch = self.life[0] + self.backward_weight[0]
+
+
+_Held = tuple[float, float, float]  # size times time of a microbatch, what RECOMPUTE saves of it, and its time
+
+
+def _held(costs: Costs, times: _Times, sizes: Sequence[float], s: int) -> _Held:
+    size, kept = sizes[s], min(sizes[s], costs.input[s] if costs.input is not None else 0.0)
+    after = (1.0 - costs.input_share) * times.backward_weight[s]
+    again = times.forward[s] + times.backward_input[s]  # from RECOMPUTE's start to I's end at least
+    cheap = size * (again + after) + kept * max(0.0, times.life[s] - again)
+    full = size * (times.life[s] + after)
+    return full, max(0.0, full - cheap), times.forward[s]
+
+
+def _within(cap: float, work: float, head: float, ranks: int, held: Sequence[_Held], microbatches: int) -> float:
+    """The least T with T >= work + recomputing / ranks and cap * ranks * (T - head) >= what is held meanwhile."""
+    room = with_rounding(cap) * ranks
+    total = microbatches * sum(full for full, _, _ in held)
+    if not math.isfinite(room) or room <= 0 or not math.isfinite(total):
+        return work
+    by_memory = head + total / room
+    for _, saved, time in sorted(held, key=lambda one: -one[1] / one[2] if one[2] else -math.inf):
+        if by_memory <= work:
+            break
+        gain, price = microbatches * saved / room, microbatches * time / ranks
+        if gain <= 0:
+            continue
+        part = min(1.0, (by_memory - work) / (gain + price))
+        by_memory, work = by_memory - part * gain, work + part * price
+    return max(by_memory, work)
+
+
+def _sizes(costs: Costs, placement: Sequence[int]) -> list[float]:
+    if costs.activation is not None:
+        return list(costs.activation)
+    return [1.0 / list(placement).count(rank) for rank in placement]
+
+
+def _sums(works: Sequence[float]) -> list[float] | None:
+    """Every sum of some of ``works``, ascending; None if they are too many."""
+    sums = {0.0}
+    for work in works:
+        sums |= {round(known + work, 12) for known in sums}
+        if len(sums) > _SUMS:
+            return None
+    return sorted(sums)
+
+
+def _hop(costs: Costs, source: int, destination: int) -> float:
+    return costs.between(source, destination)
+
+
+def _least_hop(costs: Costs, ranks: int) -> float:
+    return min(_hop(costs, a, b) for a in range(ranks) for b in range(ranks) if a != b)
 
 
 def least_memory(activation: Sequence[float], placement: Sequence[int]) -> float:

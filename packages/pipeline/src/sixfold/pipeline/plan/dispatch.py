@@ -8,6 +8,7 @@ Torch-free.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from random import Random
 
 from sixfold.pipeline.shop import FORWARD, ROUNDING, WAIT, Order, Run, Shop
@@ -17,7 +18,7 @@ __all__ = ["greedy_order", "left_shifted"]
 _WINDOW = 14  # operations of a rank that may overtake one that waits
 
 
-def left_shifted(shop: Shop, order: Order) -> Order | None:
+def left_shifted(shop: Shop, order: Order, go_on: Callable[[], bool] | None = None) -> Order | None:
     """``order`` with its gaps filled by operations from further down each list, within the cap.
 
     A rank runs the first operation of its list whose input is there; if none is there, the one that comes
@@ -43,10 +44,10 @@ def left_shifted(shop: Shop, order: Order) -> Order | None:
                 return operation
         return WAIT
 
-    return Run(shop).to_the_end(choose)
+    return Run(shop).to_the_end(choose, go_on)
 
 
-def greedy_order(shop: Shop, random: Random) -> Order | None:
+def greedy_order(shop: Shop, random: Random, go_on: Callable[[], bool] | None = None) -> Order | None:
     """List scheduling under random rules: what comes first among F, I and W, and how long a gap W may not fill.
 
     A rank never starts an F after which it could not finish the microbatches it has begun, so that this
@@ -81,7 +82,7 @@ def greedy_order(shop: Shop, random: Random) -> Order | None:
                 best, worth, begin = operation, value, start
         return best if begin <= run.now + ROUNDING else WAIT
 
-    return Run(shop).to_the_end(choose)
+    return Run(shop).to_the_end(choose, go_on)
 
 
 def _choices(run: Run, rank: int) -> list[tuple[float, int]]:

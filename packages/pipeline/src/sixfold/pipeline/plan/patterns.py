@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from random import Random
 
+from sixfold.pipeline.schedules.list_scheduling import Pattern
 from sixfold.pipeline.shop import ROUNDING, Order, Shop
 
-__all__ = ["pattern_order"]
+__all__ = ["pattern_order", "random_table"]
 
 _STRETCH = (1.0, 1.0, 1.02, 1.05, 1.1, 1.2, 1.3)  # period over the busiest rank's work: unequal operations leave holes
+_WIDE = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)  # the same where turns are all that is wanted
 _OVER = (1.0, 1.0, 1.3, float("inf"))  # of the cap, in the steady state
 _TRIES = (1, 4, 16)  # patterns of which the shortest is taken
 _CHANCE = (0.0, 0.1, 0.3, 0.6)  # of a delay before an operation of the chain
@@ -49,6 +51,15 @@ def pattern_order(shop: Shop, random: Random) -> Order | None:
         for microbatch in range(shop.microbatches):
             row.append((at + microbatch * period, line, line * shop.microbatches + microbatch))
     return [[operation for _, _, operation in sorted(row)] for row in rows]
+
+
+def random_table(shop: Shop, random: Random) -> Pattern | None:
+    """Turns in which no operations of a rank collide; None if there was no such table that holds about the cap."""
+    period = max(shop.work) / shop.microbatches * random.choice(_WIDE)
+    begin = _pattern(shop, period, random)
+    if begin is None or max(_levels(shop, begin, period)) > 1.3 * shop.memory_cap:
+        return None
+    return Pattern(begin=begin[: 2 * shop.stages], period=period)
 
 
 def _levels(shop: Shop, begin: list[float], period: float) -> list[float]:

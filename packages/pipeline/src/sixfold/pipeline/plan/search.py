@@ -2,10 +2,15 @@
 
     Costs, ranks, m, cap --> placements --> many orders --> the best few improved (this file) --> Plan
 
-Torch-free. [Note: search] Three makers of orders (known schedules, random repeated patterns, random list
-scheduling) share the first part of the time; the best ones then run a knock-out of tabu searches: half of the
+Torch-free. [Note: search] Four makers of orders (known schedules, random repeated patterns, patterns found on few
+microbatches, random list scheduling) share the first part of the time; the best ones then run a knock-out of tabu searches: half of the
 time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
 patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
+
+[Note: deadline] The time that writing and simulating the result will take is kept back, measured by that of making the
+shop. What is made is given up when the time for it is over; a shipped schedule that is itself searched is only made
+where its time is sure to be there.
+
 Where overlaps save time (``Costs.overlap`` < 1) the last third joins neighbours of the best orders into overlaps.
 """
 
@@ -21,15 +26,16 @@ from itertools import chain
 from random import Random
 from typing import Any, NamedTuple
 
-from sixfold.pipeline import placement as placements
 from sixfold.pipeline import schedules
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError, number, whole
-from sixfold.pipeline.plan.bound import least_memory, lower_bound
+from sixfold.pipeline.plan.bound import least_memory, lower_bound, lower_bound_of_any
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.overlap import overlapped
 from sixfold.pipeline.plan.patterns import pattern_order
+from sixfold.pipeline.plan.placing import placements_of
+from sixfold.pipeline.plan.repeated import few_microbatches, repeated_orders
 from sixfold.pipeline.plan.tabu import improved
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.shop import Order, Shop
@@ -37,6 +43,10 @@ from sixfold.pipeline.simulate import Timeline, simulate
 
 __all__ = ["Plan", "plan", "plan_over"]
 
+_PLACING = 0.1  # part of the time, at most, in which placements are looked for
+_WRITING = 12.0  # times as long as making a shop takes to write the program and to simulate it
+_SEARCHED = 60.0  # the same of a shipped schedule that is itself searched
+_LARGE = 6000  # operations of a step from which on orders of chance are patterns found on few microbatches alone
 _MAKING = 0.4  # part of the time in which orders are made
 _JOINING = 0.35  # part of it in which actions are joined into overlaps, where those save time
 _PLAYERS = 6  # of the knock-out
@@ -50,9 +60,8 @@ class Plan:
     Attributes:
         program: placement and number of microbatches are in it.
         timeline: ``simulate(program, costs)``.
-        lower_bound: no program that ``verify`` accepts has a smaller makespan under the same costs, in the ways and
-            placements that were searched: those given, or looped and wave, as far as one microbatch at a time fits the
-            cap without RECOMPUTE. The cap raises it no further.
+        lower_bound: no program that ``simulate`` can time has a smaller makespan under the same costs and within the
+            cap, RECOMPUTE and OVERLAP_F_B included: on the placement that was given, or, if none was, on any.
         gap: makespan / lower_bound - 1. 0 proves that none of these programs is shorter; more than 0 says how much
             shorter one could be, not that there is one.
     """
@@ -77,13 +86,13 @@ def plan(
     Args:
         costs: per stage; the number of stages is ranks times the chunks of a rank.
         memory_cap: most activations on any rank, in units of ``costs.activation``; None means no cap.
-        placement: rank of each stage; None searches looped and wave.
+        placement: rank of each stage; None searches looped, wave, and any other map that could be better.
         time_limit_s: of wall time. With time to look at them, the plan is never longer than any schedule of this
             package that has its ranks, microbatches and chunks and keeps the cap; those come first.
     Returns:
         the best schedule found; where ``costs.overlap`` is below one it may hold OVERLAP_F_Bs.
     Raises:
-        ScheduleError: stages that the ranks do not divide, or a cap that no schedule can keep; it says the least
+        ScheduleError: fewer stages than ranks, or a cap that no schedule can keep; it says the least
             that one can.
     """
     return plan_over(
@@ -119,14 +128,21 @@ def plan_over(
     if math.isnan(cap):
         raise ScheduleError("memory_cap is nan; it is a number, or None for no cap")
     unit = _unit(ways, ranks)
-    shops = _shops(ways, unit, ranks, cap, placement)
-    deadline = time.perf_counter() + time_limit_s
     random = Random(_SEED)
-    joining = _JOINING * time_limit_s if any(entry.costs.overlap < 1.0 for entry in shops) else 0.0
-    players = _best(shops, deadline - joining, time_limit_s - joining, random)
+    began = time.perf_counter()
+    shops = _shops(ways, unit, ranks, cap, placement, random, _until(began + _PLACING * time_limit_s))
+    # [Note: deadline]
+    deadline = began + time_limit_s - min(0.5 * time_limit_s, _WRITING * max(entry.made_in_s for entry in shops))
+    left = max(1e-9, deadline - time.perf_counter())
+    joining = _JOINING * left if any(entry.costs.overlap < 1.0 for entry in shops) else 0.0
+    players = _best(shops, deadline - joining, left - joining, random)
     program, costs = _joined(shops, players, deadline, random) if joining else _program(players[0])
     timeline = simulate(program, costs)
-    bound = min(entry.bound for entry in shops) * unit
+    if placement is None:
+        counted = ((m, _in_units(costs, unit, ranks)) for m, costs in ways)
+        bound = min(lower_bound_of_any(costs, ranks, m, cap) for m, costs in counted) * unit
+    else:
+        bound = min(entry.bound for entry in shops) * unit
     assert bound <= timeline.makespan * (1 + 1e-9), f"{timeline.makespan} is below the bound {bound}"
     bound = min(bound, timeline.makespan)  # both are sums of the same times; in another order their last bits differ
     return Plan(program, timeline, bound, timeline.makespan / bound - 1.0 if bound else 0.0)
@@ -139,6 +155,7 @@ class _Entry(NamedTuple):
     shop: Shop
     costs: Costs
     bound: float
+    made_in_s: float
 
 
 class _Player(NamedTuple):
@@ -170,18 +187,30 @@ def _in_units(costs: Costs, unit: float, ranks: int) -> Costs:
 
 
 def _shops(
-    ways: Sequence[tuple[int, Costs]], unit: float, ranks: int, cap: float, placement: Sequence[int] | None
+    ways: Sequence[tuple[int, Costs]],
+    unit: float,
+    ranks: int,
+    cap: float,
+    placement: Sequence[int] | None,
+    random: Random,
+    go_on: Callable[[], bool],
 ) -> list[_Entry]:
     """Every way with every placement that fits the cap, the most promising first; times in units."""
     fitting, least = [], math.inf
     for microbatches, costs in ways:
         counted = _in_units(costs, unit, ranks)
-        for place in _placements(len(costs.forward), ranks, placement):
+        if placement is not None:
+            places = [_given(placement, len(costs.forward), ranks)]
+        else:
+            places = placements_of(counted, ranks, microbatches, cap, random, go_on)
+        for place in places:
+            began = time.perf_counter()
             shop = Shop(counted, place, microbatches, cap)
             needed = least_memory(shop.activation, place)
             least = min(least, needed)
             if needed <= shop.memory_cap:
-                fitting.append(_Entry(shop, costs, lower_bound(counted, place, microbatches)))
+                bound = lower_bound(counted, place, microbatches, cap)
+                fitting.append(_Entry(shop, costs, bound, time.perf_counter() - began))
     if not fitting:
         raise ScheduleError(
             f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations "
@@ -190,18 +219,13 @@ def _shops(
     return sorted(fitting, key=lambda entry: entry.bound)
 
 
-def _placements(stages: int, ranks: int, placement: Sequence[int] | None) -> list[tuple[int, ...]]:
-    if placement is not None:
-        if len(placement) != stages or set(placement) != set(range(ranks)):
-            raise ScheduleError(
-                f"placement has {len(placement)} stages on ranks {sorted(set(placement))}; "
-                f"the costs have {stages} stages and ranks are 0..{ranks - 1}, each with one at least"
-            )
-        return [tuple(placement)]
-    if stages % ranks:
-        raise ScheduleError(f"{stages} stages on {ranks} ranks: give costs for a multiple of {ranks}, or a placement")
-    chunks = stages // ranks
-    return list(dict.fromkeys([placements.wave(ranks, chunks), placements.looped(ranks, chunks)]))
+def _given(placement: Sequence[int], stages: int, ranks: int) -> tuple[int, ...]:
+    if len(placement) != stages or set(placement) != set(range(ranks)):
+        raise ScheduleError(
+            f"placement has {len(placement)} stages on ranks {sorted(set(placement))}; "
+            f"the costs have {stages} stages and ranks are 0..{ranks - 1}, each with one at least"
+        )
+    return tuple(placement)
 
 
 # ---- the search
@@ -279,7 +303,7 @@ def _made(entries: list[_Entry], deadline: float, last: float, random: Random) -
     """
     found: dict[tuple[int, float], _Player] = {}
     best = math.inf
-    makers = deque((at, entry, _orders(entry.shop, random)) for at, entry in enumerate(entries))
+    makers = deque((at, entry, _orders(entry, random, deadline, last)) for at, entry in enumerate(entries))
     enough = min(entry.bound for entry in entries)
     turns = [1 + len(_known_makers(entry.shop)) for entry in entries]  # that each has until all known were looked at
     while makers and best > enough * (1 + 1e-12):
@@ -302,26 +326,35 @@ def _made(entries: list[_Entry], deadline: float, last: float, random: Random) -
     return sorted(found.values(), key=lambda player: player.makespan)
 
 
-def _orders(shop: Shop, random: Random) -> Iterator[Order | None]:
+def _orders(entry: _Entry, random: Random, deadline: float, last: float) -> Iterator[Order | None]:
     """Orders without end: the known schedules, one that fits every cap, then patterns and list schedules in turn.
 
     None where a maker failed, so that the caller can look at its clock. What takes little time comes first: the
     first orders are all that a large step has time for.
     """
+    shop, go_on = entry.shop, _until(deadline)
     known = []
-    for program in _known(shop):
-        known.append(_order_of(program, shop))
+    for searched, make in _known_makers(shop):
+        if searched and time.perf_counter() + _SEARCHED * entry.made_in_s > last:
+            yield None  # [Note: deadline]
+            continue
+        known.append(_order_of(make(), shop))
         yield known[-1]
     yield _one_microbatch_at_a_time(shop)
+    few = few_microbatches(shop.ranks, shop.microbatches)
+    small = shop if few == shop.microbatches else Shop(shop.costs, shop.placement, few, shop.memory_cap)
+    repeated = repeated_orders(shop, small, random, go_on)
+    if shop.size >= _LARGE:
+        yield from repeated
     for order in known:
-        yield left_shifted(shop, order)
-    makers: tuple[Callable[[Shop, Random], Order | None], ...] = (pattern_order, pattern_order, greedy_order)
+        yield left_shifted(shop, order, go_on)
     while True:
-        for maker in makers:
-            made = maker(shop, random)
+        for maker in (pattern_order, pattern_order, greedy_order):
+            made = maker(shop, random) if maker is pattern_order else greedy_order(shop, random, go_on)
             yield made
             if made is not None and maker is pattern_order:
-                yield left_shifted(shop, made)
+                yield left_shifted(shop, made, go_on)
+        yield next(repeated)
 
 
 def _one_microbatch_at_a_time(shop: Shop) -> Order:
@@ -337,16 +370,16 @@ def _one_microbatch_at_a_time(shop: Shop) -> Order:
 
 def _known(shop: Shop) -> Iterator[Program]:
     """The schedules of this package that have the shop's placement."""
-    return (make() for make in _known_makers(shop))
+    return (make() for _, make in _known_makers(shop))
 
 
-def _known_makers(shop: Shop) -> list[Callable[[], Program]]:
-    """What makes them, the quickest first."""
+def _known_makers(shop: Shop) -> list[tuple[bool, Callable[[], Program]]]:
+    """(whether it is itself searched, what makes it), the quickest first."""
     ranks, chunks = shop.ranks, shop.stages // shop.ranks
     known = [entry for entry in schedules.registered() if entry.flushed and entry.arguments_for(chunks) is not None]
     known = [entry for entry in known if entry.placement(ranks, chunks) == shop.placement]
     known.sort(key=lambda entry: entry.searched)
-    return [partial(entry.with_chunks, ranks, shop.microbatches, chunks) for entry in known]
+    return [(entry.searched, partial(entry.with_chunks, ranks, shop.microbatches, chunks)) for entry in known]
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

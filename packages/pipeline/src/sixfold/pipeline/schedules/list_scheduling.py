@@ -11,7 +11,7 @@ state falls into the pattern. Microbatches pass each stage in ascending order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sixfold.pipeline.costs import Costs
@@ -138,11 +138,13 @@ def _shop(ranks: int, microbatches: int, cap: float, times: Sequence[float]) -> 
     return Shop(costs, vee(ranks), microbatches, cap)
 
 
-def in_pattern(shop: Shop, pattern: Pattern) -> Order | None:
+def in_pattern(shop: Shop, pattern: Pattern, go_on: Callable[[], bool] | None = None) -> Order | None:
     """The order of every rank that takes turns as ``pattern`` says, within the cap.
 
+    Args:
+        go_on: asked now and then; nothing more is done when it says no.
     Returns:
-        None only if one microbatch alone does not fit the cap.
+        None only then, or if one microbatch alone does not fit the cap.
     Cost: O(operations * log ranks * stages of a rank): about 12 us per operation.
 
     [Note: room] A forward starts only if its microbatch's later stages on the rank would still fit, so that no choice
@@ -151,7 +153,7 @@ def in_pattern(shop: Shop, pattern: Pattern) -> Order | None:
     leaves room for every forward of a later stage whose turn came before its own: a microbatch that enters early
     must not stop one that is on its way.
     """
-    return Run(shop).to_the_end(_Turns(shop, pattern))
+    return Run(shop).to_the_end(_Turns(shop, pattern), go_on)
 
 
 class _Turns:

@@ -1,6 +1,8 @@
 """How good plans are after five seconds: beside proven optima, and beside the best schedule that PyTorch ships.
 
     nox -s "bench(pipeline)" -- -k plan        # or: python benchmarks/bench_plan.py   for the table alone
+    python benchmarks/bench_plan.py controllable    # V-Half and V-Min beside their authors', a minute
+    python benchmarks/bench_plan.py large           # plans for 16 to 64 ranks beside the best shipped, two minutes
 
 Four ranks, eight microbatches, V placement. The optima are those of the specification, proven by integer
 programming elsewhere. Bubbles are bubble_over_ideal; a cap of 4 microbatches is what 1F1B holds.
@@ -8,9 +10,12 @@ programming elsewhere. Bubbles are bubble_over_ideal; a cap of 4 microbatches is
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 
-from sixfold.pipeline import Costs, Program, simulate
+from sixfold.pipeline import Costs, Program, schedules, simulate, v_half, v_min
 from sixfold.pipeline.placement import vee
 from sixfold.pipeline.plan import Plan, plan
 
@@ -103,7 +108,74 @@ def generated(schedule: type, chunks: int) -> str | None:
     return "".join(",".join("" if a is None else str(a) for a in order[rank]) + "\n" for rank in range(RANKS))
 
 
-if __name__ == "__main__":
+# The authors' public greedy, timed by ``simulate``: memory in microbatches, bubble at EQUAL, at MEASURED.
+GREEDY = {
+    (v_half, 8, 16): (5, 0.177, 0.504),
+    (v_half, 12, 36): (7, 0.134, 0.416),
+    (v_half, 16, 64): (9, 0.107, 0.360),
+    (v_half, 16, 128): (9, 0.053, 0.258),
+    (v_half, 24, 96): (13, 0.113, 0.371),
+    (v_half, 32, 128): (17, 0.116, 0.376),
+    (v_min, 4, 8): (2, 0.229, 0.887),
+    (v_min, 8, 16): (4, 0.281, 1.002),
+    (v_min, 12, 36): (5, 0.190, 0.921),
+    (v_min, 16, 64): (6, 0.154, 0.882),
+    (v_min, 16, 128): (6, 0.077, 0.779),
+    (v_min, 24, 96): (9, 0.155, 0.890),
+    (v_min, 32, 128): (12, 0.160, 0.900),
+}
+
+
+def controllable() -> None:
+    """V-Half and V-Min: memory and bubbles beside the authors'."""
+    print("| schedule | memory | theirs | bubble at F = I = W | theirs | at 1 : 1.6 : 0.6, hop 0.1 | theirs |")
+    print("|---|---|---|---|---|---|---|")
+    for (make, ranks, microbatches), (memory, equal, measured) in GREEDY.items():
+        program = make(ranks, microbatches)
+        ours = [simulate(program, Costs.per_rank(program, *times)) for times in (EQUAL, MEASURED)]
+        bubbles = [timeline.bubble_over_ideal for timeline in ours]
+        print(
+            f"| {make.__name__}({ranks}, {microbatches}) | {max(ours[0].peak_activations):g} | {memory} | "
+            f"{bubbles[0]:.3f} | {equal:.3f} | {bubbles[1]:.3f} | {measured:.3f} |"
+        )
+
+
+def large() -> None:
+    """Plans of five seconds on many ranks beside the best shipped schedule that keeps the cap."""
+    print("| ranks, microbatches, cap | best shipped | its bubble | plan's | bound's | seconds |")
+    print("|---|---|---|---|---|---|")
+    for ranks, microbatches, cap in (
+        (16, 64, 9),
+        (16, 64, 16),
+        (16, 128, 16),
+        (32, 64, 17),
+        (32, 64, 32),
+        (64, 128, 64),
+    ):
+        share = [0.5] * (2 * ranks)
+        forward, backward_input, backward_weight, hop = MEASURED
+        rows = [[time * part for part in share] for time in (forward, backward_input, backward_weight)]
+        costs = Costs(*rows, hop, activation=share)
+        shipped = {}
+        for name in ("zb_v", "v_half", "v_min", "interleaved", "dualpipe_v", "hanayo"):
+            program = schedules.by_name(name).with_chunks(ranks, microbatches, 2)
+            timeline = simulate(program, costs)
+            if max(timeline.peak_activations) <= cap + 1e-9:
+                shipped[name] = timeline.bubble_over_ideal
+        best = min(shipped, key=shipped.__getitem__)
+        began = time.perf_counter()
+        found = plan(costs, ranks=ranks, microbatches=microbatches, memory_cap=cap)
+        took = time.perf_counter() - began
+        bound = found.lower_bound / found.timeline.ideal - 1
+        print(
+            f"| {ranks}, {microbatches}, {cap} | {best} | {shipped[best]:.4f} | "
+            f"{found.timeline.bubble_over_ideal:.4f} | {bound:.4f} | {took:.1f} |",
+            flush=True,
+        )
+
+
+def optima() -> None:
+    """The table of four ranks."""
     for times, cap, optimum in OPTIMA:
         found = plan(
             costs_of(times, 2 * RANKS), ranks=RANKS, microbatches=MICROBATCHES, memory_cap=cap, placement=vee(RANKS)
@@ -118,3 +190,7 @@ if __name__ == "__main__":
     print(f"F,I,W,hop {MEASURED}  cap 4.0: bubble {same.timeline.bubble_over_ideal:.4f}, gap {same.gap:.4f}")
     for name, (bubble, memory) in sorted(torch_bubbles().items(), key=lambda item: item[1]):
         print(f"{name}: bubble {bubble:.4f} at {MEASURED}, memory {memory:g}")
+
+
+if __name__ == "__main__":
+    {"optima": optima, "controllable": controllable, "large": large}[sys.argv[1] if sys.argv[1:] else "optima"]()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sixfold.pipeline import Costs, ScheduleError, schedules, simulate, verify
 from sixfold.pipeline.placement import looped, wave
 from sixfold.pipeline.plan import plan, plan_over, search
-from sixfold.pipeline.plan.bound import least_memory, lower_bound
+from sixfold.pipeline.plan.bound import least_memory, lower_bound, lower_bound_of_any
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.patterns import pattern_order
 from sixfold.pipeline.plan.tabu import improved
@@ -99,7 +100,8 @@ def test_no_schedule_beats_the_bound_and_the_plan_is_the_exhaustive_optimum(plac
     least = least_memory(costs.activation, placement)
     cap = rng.choice((least, least + 0.5, least + 1.0, 100.0))
     optimum = exhaustive(costs, placement, microbatches, cap)
-    assert lower_bound(costs, placement, microbatches) <= optimum + 1e-9
+    assert lower_bound(costs, placement, microbatches, cap) <= optimum + 1e-9
+    assert lower_bound_of_any(costs, max(placement) + 1, microbatches, cap) <= optimum + 1e-9
 
     # Moves are counted, not seconds: the result does not depend on the machine.
     shop, numbers = Shop(costs, placement, microbatches, cap), random.Random(7)
@@ -247,7 +249,7 @@ def test_the_number_of_microbatches_and_of_virtual_stages_are_searched_too():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"ranks": 3, "microbatches": 2}, "4 stages on 3 ranks"),
+        ({"ranks": 5, "microbatches": 2}, "4 stages on 5 ranks: give costs for one stage per rank at least"),
         ({"ranks": 0, "microbatches": 2}, "ranks is 0; it is >= 1"),
         ({"ranks": 2, "microbatches": 0}, "microbatches is 0; it is >= 1"),
         ({"ranks": 2, "microbatches": 2, "memory_cap": 0.0}, "memory_cap is 0; the least that any schedule needs is 1"),
@@ -289,3 +291,61 @@ def test_a_plan_does_not_depend_on_the_unit_of_time(unit, monkeypatch):
     assert ours.timeline.makespan == pytest.approx(plain.timeline.makespan * unit, rel=1e-9 if exact else 0.02)
     assert ours.lower_bound == pytest.approx(plain.lower_bound * unit)
     assert ours.gap == pytest.approx(plain.gap, abs=1e-9 if exact else 0.02)
+
+
+def test_a_tight_cap_raises_the_bound():
+    costs = Costs([0.5] * 32, [0.8] * 32, [0.3] * 32, 0.1, activation=[0.5] * 32)
+    placement = wave(16, 2)
+    tight, loose = lower_bound(costs, placement, 64, 4.0), lower_bound(costs, placement, 64)
+    assert tight > 1.1 * loose
+    assert lower_bound_of_any(costs, 16, 64, 4.0) > 1.05 * lower_bound_of_any(costs, 16, 64)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_any_placement_is_not_above_the_best_of_all_placements(seed):
+    rng = random.Random(seed)
+    costs = random_costs(rng, 4)
+    cap = rng.choice((2.0, 4.0, 100.0))
+    best = math.inf
+    for placement in itertools.product(range(2), repeat=4):
+        if set(placement) == {0, 1} and least_memory(costs.activation, placement) <= cap:
+            bound = lower_bound(costs, placement, 2, cap)
+            best = min(best, exhaustive(costs, placement, 2, cap))
+            assert lower_bound_of_any(costs, 2, 2, cap) <= bound + 1e-9
+    assert lower_bound_of_any(costs, 2, 2, cap) <= best + 1e-9
+
+
+def test_any_map_of_stages_to_ranks_is_searched_where_costs_differ():
+    # Stage 1 is as much work as all others together: alone on its rank it bounds nobody else.
+    row = [0.2, 1.2, 0.2, 0.2, 0.2, 0.2]
+    costs = Costs(row, row, row, activation=[0.5] * 6)
+    found = plan(costs, ranks=2, microbatches=6, time_limit_s=1.0)
+    assert sorted(found.program.placement.count(rank) for rank in (0, 1)) == [1, 5]
+    for place in (wave(2, 3), looped(2, 3)):
+        assert lower_bound(costs, place, 6) > found.timeline.makespan
+    verify(found.program)
+
+
+def test_slow_links_between_nodes_are_crossed_once_each_way():
+    # Ranks 0 and 2 are on one node, 1 and 3 on the other: a microbatch goes through the first, then the second.
+    hop = [[0.0 if a % 2 == b % 2 else 1.0 for b in range(4)] for a in range(4)]
+    costs = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, hop)
+    found = plan(costs, ranks=4, microbatches=4, time_limit_s=0.5)
+    crossings = sum(a % 2 != b % 2 for a, b in itertools.pairwise(found.program.placement))
+    assert crossings == 1
+    assert found.gap >= -1e-9
+
+
+def test_stages_that_the_ranks_do_not_divide_are_placed():
+    costs = Costs([1.0] * 5, [1.0] * 5, [1.0] * 5)
+    found = plan(costs, ranks=2, microbatches=4, time_limit_s=0.2)
+    assert verify(found.program).messages > 0
+    assert found.lower_bound <= found.timeline.makespan
+
+
+def test_a_large_plan_keeps_its_time():
+    costs = Costs([0.5] * 128, [0.8] * 128, [0.3] * 128, 0.1, activation=[0.5] * 128)
+    began = time.perf_counter(), time.process_time()
+    plan(costs, ranks=64, microbatches=64, memory_cap=40.0, time_limit_s=3.0)
+    # Of this process: others may have the machine while we wait.
+    assert time.process_time() - began[1] <= 3.3

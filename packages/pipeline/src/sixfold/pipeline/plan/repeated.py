@@ -18,7 +18,7 @@ from sixfold.pipeline.plan.patterns import random_table
 from sixfold.pipeline.schedules.list_scheduling import Pattern, in_pattern, pattern_of_chain
 from sixfold.pipeline.shop import Order, Shop
 
-__all__ = ["few_microbatches", "repeated_orders"]
+__all__ = ["even_pattern", "few_microbatches", "repeated_orders"]
 
 _STEPS = (1.0, 1.0, 1.0, 1.5, 2.0, 3.0)  # of a row, in mean durations with their messages
 _GAPS = (0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
@@ -59,12 +59,23 @@ def repeated_orders(shop: Shop, few: Shop, random: Random, go_on: Callable[[], b
         yield order
 
 
-def _chain(shop: Shop, random: Random) -> Pattern:
-    """Rows of stages that a microbatch passes at an even pace each."""
+def even_pattern(shop: Shop) -> Pattern:
+    """Every microbatch goes through without a pause, a new one as often as the busiest rank can take it."""
+    units = _units(shop)
+    return pattern_of_chain(shop, units, [0.0] * (len(units) - 1), period=max(shop.work) / shop.microbatches)
+
+
+def _units(shop: Shop) -> list[float]:
+    """Of each row of stages the mean time of an operation and its message."""
     chain = [*range(shop.stages), *reversed(range(shop.stages, 2 * shop.stages))]
     times = [shop.duration[line * shop.microbatches] + shop.lag[line * shop.microbatches] for line in chain]
     rows = [times[at : at + shop.ranks] for at in range(0, len(times), shop.ranks)]
-    units = [sum(row) / len(row) for row in rows]
+    return [sum(row) / len(row) for row in rows]
+
+
+def _chain(shop: Shop, random: Random) -> Pattern:
+    """Rows of stages that a microbatch passes at an even pace each."""
+    units = _units(shop)
     down, up = random.choice(_STEPS), random.choice(_STEPS)
     alike = random.random() < 0.7  # as the published patterns: rows down alike, rows up alike
     period = random.choice(_PERIODS) * max(shop.work) / shop.microbatches

@@ -3,8 +3,8 @@
     Costs, ranks, m, cap --> placements --> many orders --> the best few improved (this file) --> Plan
 
 Torch-free. [Note: search] Four makers of orders (known schedules, random repeated patterns, patterns found on few
-microbatches, random list scheduling) share the first part of the time; the best ones then run a knock-out of tabu searches: half of the
-time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
+microbatches, random list scheduling) share the first part of the time; the best ones then run a knock-out of tabu
+searches: half of the time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
 patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
 
 [Note: deadline] The time that writing and simulating the result will take is kept back, measured by that of making the
@@ -35,17 +35,18 @@ from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.overlap import overlapped
 from sixfold.pipeline.plan.patterns import pattern_order
 from sixfold.pipeline.plan.placing import placements_of
-from sixfold.pipeline.plan.repeated import few_microbatches, repeated_orders
+from sixfold.pipeline.plan.repeated import even_pattern, few_microbatches, repeated_orders
 from sixfold.pipeline.plan.tabu import improved
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.schedules.list_scheduling import in_pattern
 from sixfold.pipeline.shop import Order, Shop
 from sixfold.pipeline.simulate import Timeline, simulate
 
 __all__ = ["Plan", "plan", "plan_over"]
 
 _PLACING = 0.1  # part of the time, at most, in which placements are looked for
-_WRITING = 12.0  # times as long as making a shop takes to write the program and to simulate it
-_SEARCHED = 60.0  # the same of a shipped schedule that is itself searched
+_WRITING = 35.0  # times as long as making a shop takes to write the program and to simulate it
+_SEARCHED = 22.0  # times as long as one pattern's run takes to make a shipped schedule that is itself searched
 _LARGE = 6000  # operations of a step from which on orders of chance are patterns found on few microbatches alone
 _MAKING = 0.4  # part of the time in which orders are made
 _JOINING = 0.35  # part of it in which actions are joined into overlaps, where those save time
@@ -305,7 +306,7 @@ def _made(entries: list[_Entry], deadline: float, last: float, random: Random) -
     best = math.inf
     makers = deque((at, entry, _orders(entry, random, deadline, last)) for at, entry in enumerate(entries))
     enough = min(entry.bound for entry in entries)
-    turns = [1 + len(_known_makers(entry.shop)) for entry in entries]  # that each has until all known were looked at
+    turns = [2 + len(_known_makers(entry.shop)) for entry in entries]  # that each has until all known were looked at
     while makers and best > enough * (1 + 1e-12):
         if found and time.perf_counter() >= (last if max(turns) > 0 else deadline):
             break
@@ -333,9 +334,16 @@ def _orders(entry: _Entry, random: Random, deadline: float, last: float) -> Iter
     first orders are all that a large step has time for.
     """
     shop, go_on = entry.shop, _until(deadline)
-    known = []
-    for searched, make in _known_makers(shop):
-        if searched and time.perf_counter() + _SEARCHED * entry.made_in_s > last:
+    makers, known = _known_makers(shop), []
+    for _, make in (maker for maker in makers if not maker[0]):
+        known.append(_order_of(make(), shop))
+        yield known[-1]
+    began = time.perf_counter()
+    even = in_pattern(shop, even_pattern(shop))
+    one = time.perf_counter() - began
+    yield even
+    for _, make in (maker for maker in makers if maker[0]):
+        if time.perf_counter() + _SEARCHED * one > last:
             yield None  # [Note: deadline]
             continue
         known.append(_order_of(make(), shop))

@@ -59,7 +59,7 @@ def improved(shop: Shop, order: Order, enough: float, random: Random, go_on: Cal
         move = _cheapest(shop, order, times, best, taboo, turn, random)
         if move is None or turn - fresh > _PATIENCE:
             order, taboo, fresh = [list(row) for row in best_order], {}, turn
-            times = _shaken(shop, order, random)
+            times = _shaken(shop, order, random, go_on)
             continue
         row, (_, begin, operations) = order[move.rank], move
         places = slice(begin, begin + len(operations))
@@ -246,11 +246,13 @@ def _fits(shop: Shop, held: float, operations: list[int]) -> bool:
     return True
 
 
-def _shaken(shop: Shop, order: Order, random: Random, swaps: int = 10) -> Times:
+def _shaken(shop: Shop, order: Order, random: Random, go_on: Callable[[], bool], swaps: int = 10) -> Times:
     """Swap some random neighbours of ``order`` in place, staying right, within the cap and free of cycles."""
     times = shop.play(order)
     assert times is not None, "the best order runs"
     for _ in range(50 * swaps):
+        if not go_on():
+            break
         row = random.choice([row for row in order if len(row) > 1])
         at = random.randrange(len(row) - 1)
         first, second = row[at], row[at + 1]

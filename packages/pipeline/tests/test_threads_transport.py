@@ -75,7 +75,7 @@ def test_messages_may_be_taken_in_another_order_than_they_came(make):
 
 
 def test_a_send_waits_for_a_peer_that_is_far_behind_and_no_longer_than_the_deadline():
-    source, _ = lanes(threads(2), timeout_s=0.1)
+    source, _ = lanes(threads(2), timeout_s=0.1, microbatches=8)  # a batch is not waited for
     send, begin = source.sender(SEND), time.monotonic()
     with pytest.raises(PeerLost) as caught:
         for k in range(20):

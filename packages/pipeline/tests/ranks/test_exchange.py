@@ -11,7 +11,7 @@ from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, s
 from torch import Tensor, nn
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, one_f_one_b
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
 from sixfold.pipeline.passes import lower
 
 
@@ -210,3 +210,30 @@ def in_a_subgroup(rank: int, ranks: int) -> None:
 
 def test_pipelines_run_side_by_side_in_subgroups_and_two_runners_share_a_group():
     run_ranks(in_a_subgroup, 4)
+
+
+def run_ahead(rank: int, ranks: int, edges: str | None, dynamic: bool) -> None:
+    """Many microbatches are sent before the first is used, both ways."""
+    program = looped_bfs(2, 24, 2)
+    modules, oracle = layers(4), layers(4)
+    inputs, targets = (list(t.split(1)) for t in batch(24))
+    runner = PipelineRunner(
+        program,
+        [Stage(modules[s], s) for s in program.stages_of(rank)],
+        dist.group.WORLD,
+        square_loss,
+        timeout_s=10,
+        edges=edges,
+        dynamic_shapes=dynamic,
+        lookahead=0,
+    )
+    for _ in range(2):
+        runner.step(inputs, targets)
+        plain_loop(oracle, inputs, targets)
+    for s in program.stages_of(rank):
+        assert equal_bits(gradients(modules[s]), gradients(oracle[s]))
+
+
+@pytest.mark.parametrize(("edges", "dynamic"), [("groups", False), ("groups", True), (None, False)])
+def test_ranks_that_send_much_before_they_use_what_they_get_do_not_block_each_other(edges, dynamic):
+    run_ranks(run_ahead, 2, edges, dynamic)

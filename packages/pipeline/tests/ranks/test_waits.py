@@ -43,13 +43,14 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) 
             module = Acts(1, stop)
         elif where == "sending":
             stop_at(SharedOutgoing if edges is None else Outgoing, "send")
-    # A rank that runs ahead of a stopped one by more than the window of an edge waits for its oldest SEND.
     program, rows = (gpipe(ranks, 12), 24) if where == "backlog" else (one_f_one_b(ranks, 4), 8)
     runner = None
 
     def make_and_step() -> None:
         nonlocal runner
         runner = runner or runner_of(program, rank, module, TIMEOUT_S, loss_fn=loss, scale=scale, edges=edges)
+        for _ in range(3 if where == "backlog" else 0):  # a rank that is ahead by more than a batch waits in its SEND
+            runner.evaluate(*batch(rows))
         runner.step(*batch(rows))
 
     return timeout_of(make_and_step)

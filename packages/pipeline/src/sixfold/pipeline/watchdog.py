@@ -115,9 +115,12 @@ class StreamWait:
         """Order the stream behind ``work``; returns at once."""
         self.check()
         work.wait()
+        self._watch(work, action, peer)
+
+    def _watch(self, work: Any, action: Action | None, peer: int | None) -> None:
         self._watched.append((time.monotonic() + self._timeout_s, work, action, peer))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="sixfold-pipeline-watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._look, name="sixfold-pipeline-watchdog", daemon=True)
             self._thread.start()
 
     def release(self, in_flight: InFlight, window: int, peer: int) -> None:
@@ -135,7 +138,7 @@ class StreamWait:
         if self._overdue:
             raise PeerLost(*self._overdue[0])
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         while not self._overdue and self._abort() is not None:
             time.sleep(_POLL_S)
             while self._watched and self._watched[0][1].is_completed():

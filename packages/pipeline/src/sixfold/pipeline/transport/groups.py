@@ -18,7 +18,7 @@ share one device, that is one thread that moves bytes.
 [Note: sends in flight] A SEND is not waited for, not even at the end of a step:
 a peer may ask for it only in its next one. A tensor is kept until it was sent. gloo
 does not tell (``is_completed`` stays False until ``wait``), so there the oldest is waited
-for when more than a window are in flight; NCCL tells, and is asked at each SEND.
+for when more than a batch are in flight; NCCL tells, and is asked at each SEND.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from socket import socket
-from sys import byteorder
 from typing import Any, Literal
 from uuid import uuid4
 from weakref import finalize
@@ -45,20 +44,18 @@ from sixfold.pipeline.faults import Store
 from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.messages import Receipt as GroupReceipt
 from sixfold.pipeline.transport.alarm import Alarm
-from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, route_of
+from sixfold.pipeline.transport.control import GroupControl, close_connection, wait_until_sent
+from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, route_of, window_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.transport.specs import TensorSpec
-from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, StreamWait, within
+from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
 
-__all__ = ["GroupControl", "GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
+__all__ = ["GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
 
 Values = tuple[Any, ...]
 EdgeFactory = Callable[[int, int], dist.ProcessGroup]
-_SENDS_IN_FLIGHT = 8  # per edge; then a SEND waits for the oldest, so that a slow peer bounds memory
-_NOTES_IN_FLIGHT = 64  # likewise, of small things
-_NOTE = 256  # bytes that one message of the control channel holds; a longer one is followed by the rest
-_LENGTH = 8  # bytes of its length
-_UNUSED_TAG = 2**31 - 1
+_WINDOW = 8  # tensors per edge that were sent and not waited for, at least
+_NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog comes behind ours, which says more
 
 
 class Outgoing:
@@ -70,6 +67,7 @@ class Outgoing:
         self._peer, self._rank = peer, rank  # in the edge's group, in the pipeline
         self._wait = wait
         self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+        self.window = _WINDOW  # messages; see routes.window_of
 
     def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
         """Start to send; returns at once unless the peer is far behind."""
@@ -80,15 +78,15 @@ class Outgoing:
             except RuntimeError as error:  # the connection has ended
                 raise PeerLost(action, self._rank) from error
             self._in_flight.append((work, tensor, action))
-        self._wait.release(self._in_flight, _SENDS_IN_FLIGHT, self._rank)
+        self._wait.release(self._in_flight, self.window * len(tensors), self._rank)
 
     def deliver(self, deadline: float) -> None:
         """Wait until everything has been sent."""
-        _wait_until_sent(self._in_flight, deadline)
+        wait_until_sent(self._in_flight, deadline)
 
     def close(self) -> None:
         """Let the peer notice that nothing more will come."""
-        _close(self._group, self._peer)
+        close_connection(self._group, self._peer)
         self._in_flight.clear()
 
 
@@ -120,82 +118,7 @@ class Incoming:
 
     def close(self) -> None:
         """Let the peer notice that nothing more will be taken."""
-        _close(self._group, self._peer)
-
-
-class GroupControl:
-    """Small things between CPU hosts, in order per peer and tag."""
-
-    def __init__(self, group: Any, ranks: int, rank: int, wait: HostWait) -> None:
-        self._group = group
-        self._peers = [peer for peer in range(ranks) if peer != rank]
-        self._wait = wait
-        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
-
-    def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
-        """See Control."""
-        note = bytearray(_NOTE)
-        note[:_LENGTH] = len(data).to_bytes(_LENGTH)
-        first = _NOTE - _LENGTH
-        note[_LENGTH : _LENGTH + len(data[:first])] = data[:first]
-        self._send(torch.frombuffer(note, dtype=torch.uint8), peer, tag, action)
-        if rest := data[first:]:
-            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), peer, tag, action)
-
-    def receive(self, peer: int, action: Action | None = None, tag: int = 0) -> bytes:
-        """See Control."""
-        note = self._receive(_NOTE, peer, tag, action)
-        length = int.from_bytes(note[:_LENGTH])
-        data = note[_LENGTH : _LENGTH + length]
-        if (rest := length - len(data)) > 0:
-            data += self._receive(rest, peer, tag, action)
-        return data
-
-    def send_number(self, number: int, peer: int, tag: int, action: Action) -> None:
-        """Start to send one number; ``receive_number`` takes it."""
-        self._send(torch.tensor([number]), peer, tag, action)
-
-    def receive_number(self, peer: int, tag: int, action: Action) -> int:
-        """What ``send_number`` sent."""
-        return int.from_bytes(self._receive(_LENGTH, peer, tag, action), byteorder, signed=True)
-
-    def gather(self, number: int) -> list[int]:
-        """See Control."""
-        mine = torch.tensor([number], dtype=torch.int64)
-        everyone = [torch.empty_like(mine) for _ in range(len(self._peers) + 1)]
-        try:
-            work = self._group.allgather([everyone], [mine])
-        except RuntimeError as error:
-            raise PeerLost(None) from error
-        self._wait(work, None, None)
-        return [int(value) for value in everyone]
-
-    def deliver(self, deadline: float) -> None:
-        """Wait until everything has been sent."""
-        _wait_until_sent(self._in_flight, deadline)
-
-    def close(self) -> None:
-        """Let all peers notice that nothing more will come."""
-        for peer in self._peers:
-            _close(self._group, peer)
-        self._in_flight.clear()
-
-    def _send(self, data: Tensor, peer: int, tag: int, action: Action | None) -> None:
-        try:
-            work = self._group.send([data], peer, tag)
-        except RuntimeError as error:
-            raise PeerLost(action, peer) from error
-        self._in_flight.append((work, data, action))
-        self._wait.release(self._in_flight, _NOTES_IN_FLIGHT, peer)
-
-    def _receive(self, size: int, peer: int, tag: int, action: Action | None) -> bytes:
-        data = torch.empty(size, dtype=torch.uint8)
-        try:
-            work = self._group.recv([data], peer, tag)
-        except RuntimeError as error:
-            raise PeerLost(action, peer) from error
-        self._wait(work, action, peer)
-        return bytes(data.numpy())
+        close_connection(self._group, self._peer)
 
 
 class GroupTransport:
@@ -261,6 +184,9 @@ class GroupLinks:
         edges = set(forward_edges(placement))
         edges = {edge for edge in edges | {(b, a) for a, b in edges if backward} if self.rank in edge}
         self.connect(edges)
+        for outgoing in (self._outgoing, self._shared_outgoing):
+            for to, end in outgoing.items():
+                end.window = max(end.window, window_of(placement, microbatches, (self.rank, to)))
         over_groups = GroupLane(
             tuple(placement),
             microbatches,
@@ -369,11 +295,16 @@ class GroupLinks:
         if self._device.type != "cuda":
             raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=self._timeout_s + _NCCL_MARGIN_S)
         nccl: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), mine, 2, options)
-        # NCCL connects at the first message and blocks both hosts: do it here, where all ranks go edge by edge.
         first = torch.zeros(1, device=self._device)
-        (nccl.send([first], 1, 0) if mine == 0 else nccl.recv([first], 0, 0)).wait()
+
+        def meet() -> None:
+            # NCCL connects at the first message and blocks both hosts: do it here, where all ranks go edge by edge.
+            with torch.cuda.device(self._device):
+                (nccl.send([first], 1, 0) if mine == 0 else nccl.recv([first], 0, 0)).wait()
+
+        within(self._timeout_s, meet)
         return nccl, 1 - mine
 
 
@@ -386,16 +317,6 @@ def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: fl
     for edge in outgoing.values():
         edge.deliver(deadline)
     control.deliver(deadline)
-
-
-def _wait_until_sent(in_flight: InFlight, deadline: float) -> None:
-    while in_flight:
-        work, _, _ = in_flight.popleft()
-        try:
-            if not work.is_completed():
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError:
-            pass  # the peer has ended, or is overdue: nobody is left to tell
 
 
 class _Lane:
@@ -444,18 +365,3 @@ class _SharedReceipt:
         if self._edge.may_change:
             self._lane.open = True  # edges behind this one that agree on shapes do so anew
         return values
-
-
-def _close(group: Any, peer: int) -> None:
-    """End the connection to ``peer``.
-
-    gloo's abort leaves its sockets open, but an operation that timed out closes the pair,
-    which the peer sees at once. NCCL's abort is what it says.
-    """
-    try:
-        if group.name() == "nccl":
-            group.abort()
-        else:
-            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        pass  # it timed out, as intended, or was gone already

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from sixfold.pipeline.action import Action, Kind
 
-__all__ = ["Edge", "Route", "forward_edges", "route_of"]
+__all__ = ["Edge", "Route", "forward_edges", "route_of", "window_of"]
 
 Edge = tuple[int, int]  # source rank, destination rank
 
@@ -46,3 +46,13 @@ def forward_edges(placement: Sequence[int]) -> dict[Edge, int]:
         if edge[0] != edge[1]:
             edges[edge] = edges.get(edge, 0) + 1
     return edges
+
+
+def window_of(placement: Sequence[int], microbatches: int, edge: Edge) -> int:
+    """Messages that may be sent on an edge and not be asked for: those of a batch.
+
+    So a SEND waits for a peer that is a whole batch behind, and never within a flush: the runner takes programs that
+    only pass where a SEND never waits, and a receive whose shape is not agreed yet is asked for late.
+    """
+    forward = forward_edges(placement)
+    return microbatches * (forward.get(edge, 0) + forward.get((edge[1], edge[0]), 0))

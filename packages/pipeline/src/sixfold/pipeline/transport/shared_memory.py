@@ -40,7 +40,7 @@ from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["SharedIncoming", "SharedOutgoing", "accept", "can_share", "connect", "listen"]
 
-_WINDOW = 8  # messages sent and not asked for; see groups.py
+_WINDOW = 8  # messages sent and not asked for, at least
 _HELD_BYTES = 2**30  # of one edge, in tensors of its receiver
 _FREE_BYTES = 2**28  # of slots that lie free; more are given back
 _ALIGN = 64
@@ -74,6 +74,7 @@ class SharedOutgoing:
         socket.send_fds(link, [b"page"], [descriptor])
         os.close(descriptor)
         self._sent = 0
+        self.window = _WINDOW  # messages; see routes.window_of
         self._slots: dict[int, _Slot] = {}
         self._known: dict[Specs, _Layout] = {}
 
@@ -84,7 +85,7 @@ class SharedOutgoing:
         if layout is None:
             fresh = pack_specs(specs, action)
             layout = self._learn(specs)
-        if self._sent - self._asked[0] >= _WINDOW:
+        if self._sent - self._asked[0] >= self.window:
             self._wait_for_peer(action)
         try:
             slot = self._free_slot(layout.bytes, action) if layout.bytes else None
@@ -117,7 +118,7 @@ class SharedOutgoing:
 
     def _wait_for_peer(self, action: Action) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while self._sent - self._asked[0] >= _WINDOW:
+        while self._sent - self._asked[0] >= self.window:
             heard = self._alarm is not None and self._alarm.heard()
             if heard or time.monotonic() > deadline or self._peer_has_left():
                 raise PeerLost(action, self._rank)

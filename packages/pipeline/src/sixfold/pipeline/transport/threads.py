@@ -20,12 +20,11 @@ from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import MemoryStore
 from sixfold.pipeline.transport.alarm import LOOK_S
 from sixfold.pipeline.transport.one_thread import leaves
-from sixfold.pipeline.transport.routes import Edge, route_of
+from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
 from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["Meeting", "ThreadTransport"]
 
-_WINDOW = 8  # messages per edge that were sent and not asked for; then a SEND waits, so that a slow peer bounds memory
 _ENDED = object()
 
 Key = tuple[Any, ...]  # runner, what for
@@ -144,7 +143,7 @@ class _Lane:
         links, peer = self._links, self._placement[action.peer_stage]
         edge = (links.rank, peer)
         put = links.queue(edge, self._number, route_of(action, self._microbatches)).put
-        room = links.queue(edge, self._number, "room", filled=_WINDOW)
+        room = links.queue(edge, self._number, "room", filled=self._window(edge))
 
         def send(values: tuple[Any, ...]) -> None:
             links.take(room, action, peer)
@@ -153,7 +152,12 @@ class _Lane:
         return send
 
     def receiver(self, action: Action) -> _Receipt:
-        return _Receipt(self._links, self._placement[action.peer_stage], self._number, action, self._microbatches)
+        edge = (self._placement[action.peer_stage], self._links.rank)
+        room = self._links.queue(edge, self._number, "room", filled=self._window(edge))
+        return _Receipt(self._links, edge, self._number, action, route_of(action, self._microbatches), room)
+
+    def _window(self, edge: Edge) -> int:
+        return window_of(self._placement, self._microbatches, edge)
 
     def clear(self) -> None:
         """The links are ended instead."""
@@ -162,11 +166,12 @@ class _Lane:
 class _Receipt:
     __slots__ = ("_action", "_forward", "_links", "_peer", "_queue", "post")
 
-    def __init__(self, links: _Links, peer: int, number: int, action: Action, microbatches: int) -> None:
-        edge, route = (peer, links.rank), route_of(action, microbatches)
-        self._links, self._peer, self._action, self._forward = links, peer, action, route.forward
+    def __init__(
+        self, links: _Links, edge: Edge, number: int, action: Action, route: Route, room: SimpleQueue[Any]
+    ) -> None:
+        self._links, self._peer, self._action, self._forward = links, edge[0], action, route.forward
         self._queue = links.queue(edge, number, route)
-        put = links.queue(edge, number, "room", filled=_WINDOW).put
+        put = room.put
         self.post: Callable[[], None] = lambda: put(None)
 
     def wait(self) -> tuple[Any, ...]:

@@ -1,0 +1,126 @@
+"""The control channel of process groups: small things between CPU hosts, over gloo whatever the group is.
+
+flags, headers, counts, reports --> notes (this file) --> groups.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from sys import byteorder
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.action import Action
+from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost
+
+__all__ = ["GroupControl", "close_connection", "wait_until_sent"]
+
+_NOTES_IN_FLIGHT = 64  # to a peer; then a note waits for the oldest
+_NOTE = 256  # bytes that one message holds; a longer one is followed by the rest
+_LENGTH = 8  # bytes of its length
+_UNUSED_TAG = 2**31 - 1
+
+
+class GroupControl:
+    """Small things between CPU hosts, in order per peer and tag."""
+
+    def __init__(self, group: Any, ranks: int, rank: int, wait: HostWait) -> None:
+        self._group = group
+        self._peers = [peer for peer in range(ranks) if peer != rank]
+        self._wait = wait
+        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+
+    def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
+        """See Control."""
+        note = bytearray(_NOTE)
+        note[:_LENGTH] = len(data).to_bytes(_LENGTH)
+        first = _NOTE - _LENGTH
+        note[_LENGTH : _LENGTH + len(data[:first])] = data[:first]
+        self._send(torch.frombuffer(note, dtype=torch.uint8), peer, tag, action)
+        if rest := data[first:]:
+            self._send(torch.frombuffer(bytearray(rest), dtype=torch.uint8), peer, tag, action)
+
+    def receive(self, peer: int, action: Action | None = None, tag: int = 0) -> bytes:
+        """See Control."""
+        note = self._receive(_NOTE, peer, tag, action)
+        length = int.from_bytes(note[:_LENGTH])
+        data = note[_LENGTH : _LENGTH + length]
+        if (rest := length - len(data)) > 0:
+            data += self._receive(rest, peer, tag, action)
+        return data
+
+    def send_number(self, number: int, peer: int, tag: int, action: Action) -> None:
+        """Start to send one number; ``receive_number`` takes it."""
+        self._send(torch.tensor([number]), peer, tag, action)
+
+    def receive_number(self, peer: int, tag: int, action: Action) -> int:
+        """What ``send_number`` sent."""
+        return int.from_bytes(self._receive(_LENGTH, peer, tag, action), byteorder, signed=True)
+
+    def gather(self, number: int) -> list[int]:
+        """See Control."""
+        mine = torch.tensor([number], dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(len(self._peers) + 1)]
+        try:
+            work = self._group.allgather([everyone], [mine])
+        except RuntimeError as error:
+            raise PeerLost(None) from error
+        self._wait(work, None, None)
+        return [int(value) for value in everyone]
+
+    def deliver(self, deadline: float) -> None:
+        """Wait until everything has been sent."""
+        wait_until_sent(self._in_flight, deadline)
+
+    def close(self) -> None:
+        """Let all peers notice that nothing more will come."""
+        for peer in self._peers:
+            close_connection(self._group, peer)
+        self._in_flight.clear()
+
+    def _send(self, data: Tensor, peer: int, tag: int, action: Action | None) -> None:
+        try:
+            work = self._group.send([data], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action, peer) from error
+        self._in_flight.append((work, data, action))
+        self._wait.release(self._in_flight, _NOTES_IN_FLIGHT, peer)
+
+    def _receive(self, size: int, peer: int, tag: int, action: Action | None) -> bytes:
+        data = torch.empty(size, dtype=torch.uint8)
+        try:
+            work = self._group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action, peer) from error
+        self._wait(work, action, peer)
+        return bytes(data.numpy())
+
+
+def wait_until_sent(in_flight: InFlight, deadline: float) -> None:
+    """Nobody is left who would be told: what is overdue or has failed is passed over."""
+    while in_flight:
+        work, _, _ = in_flight.popleft()
+        try:
+            if not work.is_completed():
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError:
+            pass
+
+
+def close_connection(group: Any, peer: int) -> None:
+    """End the connection to ``peer``.
+
+    gloo's abort leaves its sockets open, but an operation that timed out closes the pair,
+    which the peer sees at once. NCCL's abort is what it says.
+    """
+    try:
+        if group.name() == "nccl":
+            group.abort()
+        else:
+            group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        pass  # it timed out, as intended, or was gone already

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, product
 from queue import SimpleQueue
 from typing import Any
 
@@ -28,6 +28,7 @@ from sixfold.pipeline import (
     Stage,
     defer_weight_grad,
     interleaved,
+    pipedream_2bw,
     recorder,
     replan,
     schedules,
@@ -63,29 +64,30 @@ class Delayed:
         return self._over(self._inner.join(device, timeout_s))
 
     def lane(self, placement: tuple[int, ...], microbatches: int, **more: Any) -> Any:
-        return DelayedLane(self, self._inner.lane(placement, microbatches, **more), placement)
+        return DelayedLane(self, self._inner.lane(placement, microbatches, **more), placement, microbatches)
 
 
 class DelayedLane:
     """The ends of messages; the queue of a message holds when it will be there."""
 
-    def __init__(self, links: Any, inner: Any, placement: tuple[int, ...]) -> None:
-        self._links, self._inner, self._placement = links, inner, placement
+    def __init__(self, links: Any, inner: Any, placement: tuple[int, ...], microbatches: int) -> None:
+        self._links, self._inner, self._placement, self._batch = links, inner, placement, microbatches
         self.begin, self.clear = inner.begin, inner.clear
 
     def sender(self, action: Action) -> Callable[[Any], None]:
         send, links = self._inner.sender(action), self._links
         takes = links._hop(links.rank, self._placement[action.peer_stage])
+        there = links._sent[action.stage, action.kind, action.microbatch % self._batch]
 
         def later(values: Any) -> None:
-            links._sent[action].put(links._clock.now + takes)
+            there.put(links._clock.now + takes)
             send(values)
 
         return later
 
     def receiver(self, action: Action) -> Any:
         receipt, links = self._inner.receiver(action), self._links
-        sent = links._sent[Action(action.peer_stage, PEER[action.kind], action.microbatch)]
+        sent = links._sent[action.peer_stage, PEER[action.kind], action.microbatch % self._batch]
 
         class Late:
             post = staticmethod(receipt.post)
@@ -130,21 +132,20 @@ class Works(nn.Module):
 
 def on_ranks(
     program: Program, costs: Costs, monkeypatch: pytest.MonkeyPatch, do: Callable[[PipelineRunner, Any], Any]
-) -> Any:
-    """What rank 0's ``do(runner, step)`` gives; ``step(program)`` is a step's timeline, from time 0 on."""
+) -> list[Any]:
+    """What ``do(runner, step)`` gives on each rank; ``step(program)`` is a step's timeline, from time 0 on."""
     clock = Clock()
     monkeypatch.setattr(recorder, "perf_counter_ns", lambda: round(clock.now * 1e9))
-    sent: Any = defaultdict(SimpleQueue)
-    for _, _, action in program.entries():  # made before the threads ask for them
-        for part in action.each():
-            for kind in (Kind.SEND_F, Kind.SEND_B):
-                _ = sent[Action(part.stage, kind, part.microbatch)]
+    ways = product(range(program.stages), PEER.values(), range(program.microbatches))
+    sent = {way: SimpleQueue[float]() for way in ways}  # made before the threads ask for them
+    stepping = any(action.kind is Kind.STEP for _, _, action in program.entries())
     transports = threads(len(program.ranks))
     x, y = batch(program.microbatches)
 
     def work(rank: int) -> Any:
         times = list(zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True))
-        stages = [Stage(Works(clock, *times[s]), s) for s in program.stages_of(rank)]
+        made = {s: Works(clock, *times[s]) for s in program.stages_of(rank)}
+        stages = [Stage(m, s, optimizer=torch.optim.SGD(m.parameters()) if stepping else None) for s, m in made.items()]
         transport = Delayed(transports[rank], clock, costs.between, sent, rank)
         runner = PipelineRunner(program, stages, transport, square_loss, profile=True, timeout_s=60)
 
@@ -155,7 +156,7 @@ def on_ranks(
         return do(runner, step)
 
     with ThreadPoolExecutor(len(program.ranks)) as pool:
-        return next(iter(list(pool.map(work, range(len(program.ranks))))))
+        return list(pool.map(work, range(len(program.ranks))))
 
 
 def uneven(stages: int, rng: random.Random) -> Costs:
@@ -174,7 +175,7 @@ def test_what_a_runner_measures_is_what_was_simulated_action_by_action(name, mon
     entry = schedules.by_name(name)
     program = entry.with_chunks(RANKS, M, entry.chunks or 2)
     costs = uneven(program.stages, random.Random(name))
-    timeline = on_ranks(program, costs, monkeypatch, lambda _, step: step())
+    timeline = on_ranks(program, costs, monkeypatch, lambda _, step: step())[0]
     wanted = simulate(program, costs)
     measured = {part: times for _, action, *times in timeline.events for part in action.each()}
     for _, action, start, end in wanted.events:
@@ -190,7 +191,7 @@ def test_what_a_runner_measures_is_what_was_simulated_action_by_action(name, mon
 def test_a_forward_again_is_measured_as_simulated(monkeypatch):
     program = recompute(interleaved(RANKS, M), microbatches=2)
     costs = uneven(program.stages, random.Random(1))
-    timeline = on_ranks(program, costs, monkeypatch, lambda _, step: step())
+    timeline = on_ranks(program, costs, monkeypatch, lambda _, step: step())[0]
     assert timeline.makespan == pytest.approx(simulate(program, costs).makespan, abs=NEAR_S)
 
 
@@ -205,7 +206,7 @@ def test_measuring_and_planning_end_with_a_smaller_bubble_than_any_schedule_ship
         each = 6 // program.stages
         times = [[sum(row[s : s + each]) for s in range(0, 6, each)] for row in whole]
         costs = Costs(*times, HOP_S, activation=[RANKS / program.stages] * program.stages)
-        best[entry.name] = on_ranks(program, costs, monkeypatch, lambda _, step: step()).makespan / ideal - 1
+        best[entry.name] = on_ranks(program, costs, monkeypatch, lambda _, step: step())[0].makespan / ideal - 1
     start = schedules.by_name("zb_v").make(RANKS, M)
 
     def go_on(runner: PipelineRunner, step: Callable[..., Any]) -> Any:
@@ -216,5 +217,26 @@ def test_measuring_and_planning_end_with_a_smaller_bubble_than_any_schedule_ship
         return step(runner.agree(found, source=0))
 
     costs = Costs(*whole, HOP_S, activation=[0.5] * 6)
-    planned = on_ranks(start, costs, monkeypatch, go_on).makespan / ideal - 1
+    planned = on_ranks(start, costs, monkeypatch, go_on)[0].makespan / ideal - 1
     assert planned < min(best.values()) - 0.02, (planned, best)
+
+
+def test_batches_of_2bw_follow_each_other_without_idle_time(monkeypatch):
+    """Until it is drained; all of it takes what is simulated."""
+    batches, costs = 4, Costs([50.0] * 3, [0.0, 40.0, 40.0], [100.0, 60.0, 60.0])
+
+    def several(runner: PipelineRunner, step: Any) -> list[float]:
+        ends = []
+        for _ in range(batches):
+            runner.step(*batch(M))
+            ends.append(recorder.perf_counter_ns() * 1e-9)
+        runner.drain()
+        return [*ends, recorder.perf_counter_ns() * 1e-9]
+
+    program = pipedream_2bw(RANKS, M, steps=2)
+    rows = on_ranks(program, costs, monkeypatch, several)
+    for ends in rows:
+        for before, after in pairwise(ends[:-1]):
+            assert after - before == pytest.approx(M * 150.0)
+    whole = simulate(pipedream_2bw(RANKS, M, steps=batches), costs)
+    assert max(ends[-1] for ends in rows) == pytest.approx(whole.makespan)

@@ -80,6 +80,25 @@ def test_older_weights_get_the_gradients_of_microbatches_that_read_them():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_older_weights_are_let_go_behind_their_w():
+    model = small()
+    store = GradientStore(Stage(model, 0))
+    for k in range(2):  # no drop between them: a program without end
+        older = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        alive = [weakref.ref(leaf) for leaf in older.values()]
+        store.open(k)
+        y = torch.func.functional_call(model, older, (rand(2, 5),))
+        store.close()
+        store.open(k)
+        y.sum().backward()
+        store.close()
+        store.weigh(k)
+        assert all(leaf.grad is not None for leaf in older.values())
+        del older, y
+        gc.collect()
+        assert not any(ref() is not None for ref in alive)
+
+
 def test_an_object_that_accumulates_is_handed_what_w_made():
     class Sums:
         def __init__(self) -> None:

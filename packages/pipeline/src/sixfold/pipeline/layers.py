@@ -243,9 +243,10 @@ def _linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor
         weight, bias = parameters.get("weight"), parameters.get("bias", False)
         known: _Operands | None = layer.known
         if known is None or known.weight is not weight or known.bias is not bias:
-            known = layer.known = _operands(store, weight, bias)
+            known = _operands(store, weight, bias)
             if known is None:
                 return plain(input)
+            layer.known = known if store.owns(weight) else None  # weights of another version are not kept
         held = known.held
         if layer.watched or slot.refused or layer.never:
             if not layer.waits(slot, known.targets):

@@ -160,7 +160,9 @@ class GradientStore:
         key = tuple(map(id, targets))
         known = self._operators.get(key)
         if known is None:
-            known = self._operators[key] = (Operator(tuple(map(str, range(len(targets))))), targets)
+            known = (Operator(tuple(map(str, range(len(targets))))), targets)
+            if all(target is None or self.owns(target) for target in targets):
+                self._operators[key] = known
         operator = known[0]
         assert self.slot is not None, "only an open store is asked"
         if not operator.waits(self.slot, targets):
@@ -168,6 +170,10 @@ class GradientStore:
         if operator.watched:
             self.watch(self.slot, operator, targets)
         return True
+
+    def owns(self, parameter: Any) -> bool:
+        """It is a parameter of the stage's module, and no other version of it."""
+        return id(parameter) in self._own
 
     def watch(self, slot: Slot, layer: Operator, targets: tuple[Any, ...]) -> None:
         """Until ``layer`` went through one I: catch what reaches ``targets`` by another way than through it."""
@@ -202,6 +208,8 @@ class GradientStore:
                 parameter = target.parameter if type(target) is Cast else target
                 if parameter is not None and id(parameter) in slot.caught:
                     self._refused |= {(id(layer), name)}
+                    if self.owns(parameter) and self._accumulate is None:
+                        self._others.append(parameter)
         cleared = {id(t) for _, targets in slot.watched for t in targets if t is not None}
         cleared |= {id(t.parameter) for _, targets in slot.watched for t in targets if type(t) is Cast}
         for key, (_, handle, target) in list(self._watches.items()):
@@ -237,7 +245,7 @@ class GradientStore:
         if found is not None:
             return found[1]
         edge = get_gradient_edge(parameter)
-        if parameter.is_leaf:
+        if self.owns(parameter):  # weights of another version are not kept
             self._edges[id(parameter)] = (parameter, edge)
         return edge
 
@@ -248,12 +256,12 @@ class GradientStore:
             parameter = target
             if type(target) is Cast:
                 parameter = target.parameter
-                if self._accumulate is None or id(parameter) not in self._own:
+                if self._accumulate is None or not self.owns(parameter):
                     edges.append(GradientEdge(target.node, 0))
                     arriving.append(gradient)
                     continue
                 gradient = gradient.to(parameter.dtype)
-            if self._accumulate is not None and id(parameter) in self._own:
+            if self._accumulate is not None and self.owns(parameter):
                 self._accumulate(parameter, gradient)
             else:
                 found = self._edges.get(id(parameter))
@@ -285,5 +293,6 @@ def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], An
 
 
 def _others(module: nn.Module, layers: list[Layer]) -> list[nn.Parameter]:
-    deferred = {id(p) for layer in layers for p in layer.module.parameters()}
+    """Those that get their gradient in I."""
+    deferred = {id(p) for layer in layers if not layer.never for p in layer.module.parameters()}
     return [p for p in module.parameters() if id(p) not in deferred]

@@ -292,7 +292,7 @@ def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], An
     return hook
 
 
-def _others(module: nn.Module, layers: list[Layer]) -> list[nn.Parameter]:
+def _others(module: nn.Module, layers: list[Layer]) -> list[Tensor]:
     """Those that get their gradient in I."""
     deferred = {id(p) for layer in layers if not layer.never for p in layer.module.parameters()}
     return [p for p in module.parameters() if id(p) not in deferred]

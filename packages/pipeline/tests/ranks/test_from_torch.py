@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_helpers import batch, equal_bits, gradients, layers, square_loss
+from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -173,6 +173,28 @@ def refusals(rank: int, ranks: int) -> None:
     assert isinstance(schedule.runner, PipelineRunner)
     with pytest.raises(ScheduleError, match=r"args\[0\] has 7 rows for 6 microbatches; each counts equally"):
         schedule.step(batch(7)[0])
+
+
+UNEVEN = "0F0,0F1,0B0,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1\n"
+
+
+def unevenly_placed(rank: int, ranks: int, folder: str) -> None:
+    """Three stages on two ranks, which no name gives."""
+    file = f"{folder}/uneven.{rank}.csv"
+    with open(file, "w") as opened:
+        opened.write(UNEVEN)
+    x, y = batch(4)
+    oracle = layers(3)
+    plain_loop(oracle, list(x.tensor_split(2)), list(y.tensor_split(2)))
+    mine = {s: layers(3)[s] for s in ((0,), (1, 2))[rank]}
+    schedule = TorchSchedule(file, their_stages(mine, 3), 2, square_loss, timeout_s=20)
+    step_of(schedule, schedule.program, rank, x, y)
+    for s, module in mine.items():
+        assert equal_bits(gradients(module), gradients(oracle[s]))
+
+
+def test_a_file_may_place_stages_as_it_likes(tmp_path):
+    run_ranks(unevenly_placed, 2, str(tmp_path))
 
 
 def test_stages_that_cannot_be_run_are_refused_by_name():

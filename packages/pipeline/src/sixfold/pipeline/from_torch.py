@@ -39,14 +39,21 @@ def program_of(schedule: str | Path, ranks: int, microbatches: int, chunks: int 
         ScheduleError: no such schedule, one that cannot have so many chunks, or a file for other ranks,
             microbatches or stages.
     """
-    if not str(schedule).endswith(".csv"):
+    if not _is_file(schedule):
         return by_name(str(schedule)).with_chunks(ranks, microbatches, chunks)
-    program = Program.from_csv(Path(schedule).read_text())
+    return _in_file(Path(schedule), ranks, microbatches, ranks * chunks)
+
+
+def _is_file(schedule: str | Path) -> bool:
+    return str(schedule).endswith(".csv")
+
+
+def _in_file(path: Path, ranks: int, microbatches: int, stages: int) -> Program:
+    program = Program.from_csv(path.read_text())
     there = {"ranks": len(program.ranks), "microbatches": program.microbatches, "stages": program.stages}
-    asked = {"ranks": ranks, "microbatches": microbatches, "stages": ranks * chunks}
-    for what, count in asked.items():
+    for what, count in {"ranks": ranks, "microbatches": microbatches, "stages": stages}.items():
         if there[what] != count:
-            raise ScheduleError(f"{schedule} has {there[what]} {what}; here there are {count}")
+            raise ScheduleError(f"{path} has {there[what]} {what}; here there are {count}")
     return program
 
 
@@ -68,8 +75,9 @@ class TorchSchedule:
     Attributes:
         program, runner: what runs, and what runs it.
     Raises:
-        ScheduleError: stages without a group, or of different groups or numbers of stages, a number of stages that the
-            ranks do not divide, a stage with a ``dw_builder``; or as ``program_of`` and ``PipelineRunner``.
+        ScheduleError: stages without a group, or of different groups or numbers of stages; a number of stages that the
+            ranks do not divide, unless a CSV places them; a stage with a ``dw_builder``; or as ``program_of`` and
+            ``PipelineRunner``.
     """
 
     def __init__(
@@ -88,15 +96,18 @@ class TorchSchedule:
         group = _one_of("group", given, group)
         count = whole("num_stages", _one_of("num_stages", given, num_stages), least=1)
         ranks = group.size()
-        if count % ranks:
-            raise ScheduleError(f"num_stages is {count}, which {ranks} ranks do not divide; each rank has equally many")
         self._microbatches = whole("n_microbatches", n_microbatches, least=1)
         self._stages = [stage if isinstance(stage, Stage) else Stage.from_torch(stage) for stage in given]
         self._loss_fn = loss_fn
         self._loss_kwargs: dict[str, Any] = {}
         own = all(stage.data_parallel is None for stage in self._stages)
         self._equal, self._divide = scale_grads, scale_grads and own
-        self.program = program_of(schedule, ranks, self._microbatches, count // ranks)
+        if _is_file(schedule):
+            self.program = _in_file(Path(schedule), ranks, self._microbatches, count)
+        elif count % ranks:
+            raise ScheduleError(f"num_stages is {count}, which {ranks} ranks do not divide; a CSV may place them so")
+        else:
+            self.program = program_of(schedule, ranks, self._microbatches, count // ranks)
         self._last = self.program.placement[-1] == group.rank()
         self.runner = PipelineRunner(
             self.program,

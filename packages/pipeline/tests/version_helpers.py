@@ -137,4 +137,4 @@ def same_weights(left: Sequence[nn.Module], right: Sequence[nn.Module]) -> bool:
         for ours, theirs in zip(left, right, strict=True)
         for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
     ]
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)

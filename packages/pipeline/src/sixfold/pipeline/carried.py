@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sixfold.pipeline.action import Kind
+from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.compile import StepResult, signature, timeline_of
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import posted_order
@@ -21,9 +21,9 @@ from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.periods import Endless, Rows, moved
 from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.recorder import Recorder
-from sixfold.pipeline.split import Values
+from sixfold.pipeline.split import Values, as_tuple
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import StageRun, WholeBackward
+from sixfold.pipeline.stage_run import RandomState, StageRun, WholeBackward
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.versions import Versions
 from sixfold.pipeline.wiring import Call, Facts, Goal, Wiring
@@ -66,7 +66,7 @@ class Carried:
                 f"scale='token' divides a step's gradients, and with weights: {endless.program.weights} a batch ends "
                 "in a later step; use 'sum' and divide in the optimizer, or 'mean'"
             )
-        self.endless, self._versions, self.goal = endless, versions, goal
+        self.endless, self.versions, self.goal = endless, versions, goal
         self._lookahead, self._profile = lookahead, profile
         self._m, self._rings = endless.batch, endless.in_flight
         self._whole = endless.unrolled(len(endless.steps) + 1)
@@ -74,7 +74,11 @@ class Carried:
         self._wirings: dict[int, Wiring] = {}
         for rank, mine in links.items():
             self._lanes[rank] = lane = mine.lane(
-                self._whole.placement, self._m, backward=True, number=number, dynamic_shapes=dynamic_shapes
+                self._whole.placement,
+                self._m * self._rings,
+                backward=True,
+                number=number,
+                dynamic_shapes=dynamic_shapes,
             )
             here = {stage: stages[stage] for stage in self._whole.stages_of(rank)}
             slots = self._m * self._rings
@@ -93,7 +97,7 @@ class Carried:
     @property
     def batch(self) -> int:
         """Number of the batch to come, since the stages had W(0)."""
-        made = [versions.made for versions in self._versions.values()]
+        made = [versions.made for versions in self.versions.values()]
         return self._first + self.batches if self.batches else made[0] if made else self._first
 
     def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
@@ -102,7 +106,7 @@ class Carried:
         last = len(self.endless.steps) - 1
         if not self.batches:
             self._first = batch
-        for versions in self._versions.values():
+        for versions in self.versions.values():
             versions.begin(batch)
         piece = min(self.batches, last)
         at = (batch - piece) % self._rings  # the ring of the piece's batch 0
@@ -123,7 +127,7 @@ class Carried:
     def drain(self) -> None:
         """Choose the list of what is left."""
         assert self.batches, "there is nothing in flight"
-        for versions in self._versions.values():
+        for versions in self.versions.values():
             versions.begin(self.batch)
         piece = min(self.batches, len(self.endless.tails))
         at = (self.batch - piece) % self._rings
@@ -152,7 +156,7 @@ class Carried:
                 wiring.clear()
             for lane in self._lanes.values():
                 lane.clear()
-            for versions in self._versions.values():
+            for versions in self.versions.values():
                 versions.drop()
             return
         if self._draining:
@@ -162,10 +166,44 @@ class Carried:
         if self.tail is not None:
             self.tail.clear_results()
         for run in self.runs.values():
-            for slot in set(range(run.slots)).difference(self._versions[run.index].reading()):
-                run.kwargs[slot] = {}
+            for slot in set(range(run.slots)).difference(self.versions[run.index].reading()):
+                run.release(slot)
                 if self.tail is not None and run.index == self._whole.stages - 1:
                     self.tail.targets[slot] = None
+
+    # ---- states
+
+    @property
+    def order(self) -> str:
+        """The text of everything that this runs, whatever number of batches the given program had."""
+        return str(self._whole)
+
+    def receive(self) -> None:
+        """Wait for what was asked for and is not used yet."""
+        batches = min(self.batches, len(self.endless.steps))
+        later = self.batch - batches
+        for rank, wiring in self._wirings.items():
+            rows = [action for t in range(batches) for action in self.endless.step(t)[rank]]
+            used = {(a.stage, a.microbatch) for row in rows for a in row.each() if a.kind in (Kind.B, Kind.I)}
+            for action in moved(
+                [a for a in rows if a.kind is Kind.RECV_B and (a.stage, a.microbatch) not in used], later, self._m
+            ):
+                assert action.microbatch is not None, f"{action}: a message has a microbatch"
+                wait = wiring.receipt(action).wait
+                self.runs[action.stage].arrive_gradients(wait, action.microbatch % (self._m * self._rings))
+
+    def go_on_at(self, batch: int, batches: int) -> None:
+        """The batch to come is ``batch``, and the last ``batches`` were run since nothing was in flight."""
+        self._first, self.batches = batch - batches, batches
+
+    def run_again(self, stage: int, k: int, inputs: Values, began: RandomState, *, graph: bool) -> None:
+        """The forward of a slot, with the version of the weights that it reads."""
+        run, outputs = self.runs[stage], []
+        self.versions[stage].under(lambda k: outputs.append(run.run_again(k, inputs, began, graph)))(k)
+        following = stage + 1
+        if following < self._whole.stages and following not in self._wirings[self._whole.placement[stage]].runs:
+            lane = self._lanes[self._whole.placement[stage]]
+            lane.resume(Action(stage, Kind.SEND_F, k), as_tuple(outputs[0], f"the output of stage {stage}"))
 
     # ---- pieces
 

@@ -135,6 +135,11 @@ class GroupLane:
             )
         return self._receipts[route]
 
+    def resume(self, action: Action, values: Values) -> None:
+        """See Lane."""
+        route = route_of(action, self._microbatches)
+        self.sent[route.stage, route.slot] = specs_of(values)
+
     def clear(self) -> None:
         """The links are ended instead."""
 

@@ -28,6 +28,7 @@ from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.programs import Programs, one_process
 from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
+from sixfold.pipeline.snapshot import restored, taken
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tied import Ties, tie
@@ -159,6 +160,42 @@ class PipelineRunner:
         if self._carried is not None and self._carried.batches:
             with torch.enable_grad():
                 self._run(None, "drain", self._carried.goal, None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another runner needs to go on behind this step with the same bits; ``torch.load`` reads it as it is.
+
+        Plain tensors, numbers, texts, lists and dicts, of the stages that are here: their optimizers, the state of the
+        random numbers, and where batches overlap the modules' whole state, older weights and what is in flight. Its
+        tensors are those in use: save or copy them before the next step. It waits for messages that were sent.
+
+        Raises:
+            ScheduleError: keyword arguments or targets in flight are no such values.
+            PipelineTimeout: a message that was sent did not come before the deadline.
+        """
+        self._not_broken()
+        try:
+            return taken(self._carried, self._stages)
+        except PeerLost as error:
+            self._fail(error, self._carried)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the runner that made ``state`` stood; all ranks call it, each with what it saved.
+
+        Load the modules before, where weights do not overlap; where they do, ``state`` holds them. Forwards of
+        microbatches in flight run again.
+
+        Raises:
+            ScheduleError: ``state`` is of other stages or another program, or lacks something, and nothing was changed;
+                or this runner has microbatches in flight.
+        """
+        self._not_broken()
+        if self._carried is not None and self._carried.batches:
+            raise ScheduleError("microbatches are in flight here; load the state into a new runner")
+        compiled = self._compile(self._program, "step", self._goal())
+        carried = compiled if isinstance(compiled, Carried) else None
+        with torch.enable_grad():
+            restored(state, carried, self._stages)
+        self._carried = carried if state["carried"] is not None else None
 
     def evaluate(
         self,

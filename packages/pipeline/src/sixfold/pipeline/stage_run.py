@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,6 +111,7 @@ class StageRun:
         self._inputs: list[Any] = [None] * slots
         self._roots: list[Roots] = [()] * slots
         self._random: list[RandomState | None] = [None] * slots
+        self._began: list[RandomState | None] = [None] * slots
         self.store.drop()
 
     # ---- messages
@@ -121,7 +122,8 @@ class StageRun:
 
     def arrive_gradients(self, wait: Callable[[], Values], k: int) -> None:
         """The gradients of the outputs of slot ``k`` are there behind this."""
-        self.gradients[k] = wait()
+        if self.gradients[k] is None:  # else they were waited for before, for a state
+            self.gradients[k] = wait()
 
     def send(self, sender: Callable[[Values], None], k: int) -> None:
         """SEND_F: its outputs leave."""
@@ -136,6 +138,39 @@ class StageRun:
         sender(gradients)
 
     # ---- forwards
+
+    def noting(self, forward: Callable[[int], None]) -> Callable[[int], None]:
+        """``forward``, with the random numbers noted that it begins with, so that ``run_again`` can repeat it."""
+
+        def run(k: int) -> None:
+            self._began[k] = RandomState(self.stage.device)
+            forward(k)
+
+        return run
+
+    def held(self, k: int) -> Held:
+        """What slot ``k`` has between its forward and its backward."""
+        return Held(self._inputs[k], self.gradients[k], self._began[k], bool(self._roots[k]))
+
+    def run_again(self, k: int, inputs: Values, began: RandomState, graph: bool) -> Any:
+        """The forward of slot ``k`` as it was; its backward begins at it if it has a ``graph``, else a RECOMPUTE does.
+
+        Returns:
+            its outputs.
+        """
+        self._inputs[k], self._began[k] = inputs, began
+        if not graph:
+            self._random[k] = began
+        with began.restored():
+            outputs = self.calls[k](*inputs, **self.kwargs[k])
+            if graph:
+                self.end.again(k, outputs)
+        return outputs
+
+    def release(self, k: int) -> None:
+        """Slot ``k`` is not in flight any more."""
+        self.kwargs[k] = {}
+        self._began[k] = self._random[k] = None
 
     def predict(self, k: int) -> None:
         """F without a backward."""
@@ -285,12 +320,38 @@ class Onward:
         self._keep_roots(k, as_tuple(outputs, self._what))
 
 
+class Held(NamedTuple):
+    """What a slot has between its forward and its backward."""
+
+    inputs: Values | None
+    gradients: Tensors | None
+    began: RandomState | None
+    graph: bool
+
+
 class RandomState:
     """The generators of the CPU and of one device, as they are when this is made."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
         self._states = self._read()
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], device: torch.device | None) -> RandomState:
+        """That of ``tensors()``."""
+        made = cls(device)
+        if tensors:
+            states = [tensor.cpu() for tensor in tensors]
+            made._states = states[0], states[1] if len(states) > 1 else None
+        return made
+
+    def tensors(self) -> list[Tensor]:
+        """For a checkpoint."""
+        return [state for state in self._states if state is not None]
+
+    def go_on(self) -> None:
+        """The generators are as they were from here on."""
+        self._write(self._states)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -189,13 +189,8 @@ class Versions:
             "slots": {slot: version.number for slot, version in self._of.items()},
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Become what ``state`` was of; the graphs of the slots are the caller's to make again.
-
-        Raises:
-            ScheduleError: it is not of this stage.
-        """
-        self._places = _places(self._module)
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a state that is not of this stage."""
         trained = self._trained()
         for weights in (state["newest"], *state["older"].values()):
             if list(weights) != list(trained) or any(weights[n].shape != p.shape for n, p in trained.items()):
@@ -203,6 +198,16 @@ class Versions:
                     f"stage {self._stage.index}: the state has weights {list(weights)}, the module {list(trained)}; "
                     "their names and shapes are equal"
                 )
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Become what ``state`` was of; the graphs of the slots are the caller's to make again.
+
+        Raises:
+            ScheduleError: it is not of this stage.
+        """
+        self.check(state)
+        self._places = _places(self._module)
+        trained = self._trained()
         self.made, self._newest, self._gathering = state["made"], None, None
         for name, parameter in trained.items():
             parameter.data.copy_(state["newest"][name])

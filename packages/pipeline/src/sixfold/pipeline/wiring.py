@@ -242,7 +242,7 @@ class Wiring:
             return work
         versions = self._versions[run.index]
         if action.kind is Kind.F:
-            return versions.forward(work)
+            return versions.forward(run.noting(work))
         return versions.last(work) if action.kind in BACKWARD_ENDS else versions.under(work)
 
     def _plain_work(self, run: StageRun, action: Action) -> Callable[[int], None]:

@@ -65,6 +65,9 @@ class Lane(Protocol):
     def receiver(self, action: Action) -> Receipt:
         """The end of this RECV_F or RECV_B."""
 
+    def resume(self, action: Action, values: Values) -> None:
+        """This SEND_F was made in another life of the runner, and gradients of these values are to come."""
+
     def clear(self) -> None:
         """Forget what is under way: a step has failed here."""
 

@@ -332,7 +332,7 @@ class _Lane:
     ) -> None:
         self._groups, self._outgoing, self._incoming = groups, outgoing, incoming
         self._placement, self._microbatches = placement, microbatches
-        self.begin, self.clear = groups.begin, groups.clear
+        self.begin, self.clear, self.resume = groups.begin, groups.clear, groups.resume
 
     def sender(self, action: Action) -> Callable[[Values], None]:
         """See Lane."""

@@ -75,6 +75,9 @@ class _Lane:
         take = self._messages(route).popleft
         return _Receipt(partial(_take_leaves, take) if route.forward else take)
 
+    def resume(self, action: Action, values: tuple[Any, ...]) -> None:
+        """Shapes are not looked at."""
+
     def clear(self) -> None:
         for (number, _), messages in self._shelf.messages.items():
             if number == self._number:

@@ -159,6 +159,9 @@ class _Lane:
     def _window(self, edge: Edge) -> int:
         return window_of(self._placement, self._microbatches, edge)
 
+    def resume(self, action: Action, values: tuple[Any, ...]) -> None:
+        """Shapes are not looked at."""
+
     def clear(self) -> None:
         """The links are ended instead."""
 

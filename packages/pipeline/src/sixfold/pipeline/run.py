@@ -187,11 +187,15 @@ class PipelineRunner:
         Raises:
             ScheduleError: ``state`` is of other stages or another program, or lacks something, and nothing was changed;
                 or this runner has microbatches in flight.
+            PipelineTimeout: another rank does not load, in the first call of a runner.
         """
         self._not_broken()
         if self._carried is not None and self._carried.batches:
             raise ScheduleError("microbatches are in flight here; load the state into a new runner")
-        compiled = self._compile(self._program, "step", self._goal())
+        try:
+            compiled = self._programs.get(self._program, "step", self._goal())
+        except PeerLost as error:
+            self._fail(error)
         carried = compiled if isinstance(compiled, Carried) else None
         with torch.enable_grad():
             restored(state, carried, self._stages)

@@ -23,8 +23,8 @@ from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
 if TYPE_CHECKING:
+    from sixfold.pipeline.defer import defer_weight_grad
     from sixfold.pipeline.from_torch import TorchSchedule, program_of
-    from sixfold.pipeline.layers import defer_weight_grad
     from sixfold.pipeline.run import PipelineRunner, StepResult
     from sixfold.pipeline.stage import Stage
 
@@ -65,7 +65,7 @@ _NEED_TORCH = {
     "Stage": "stage",
     "StepResult": "run",
     "TorchSchedule": "from_torch",
-    "defer_weight_grad": "layers",
+    "defer_weight_grad": "defer",
     "program_of": "from_torch",
 }
 

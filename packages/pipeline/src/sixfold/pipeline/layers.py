@@ -1,6 +1,6 @@
 """Layers that leave their weight gradient to W.
 
-    nn.Linear, nn.Embedding of a stage, defer_weight_grad --> entries (this file) --> store.py
+    nn.Linear, nn.Embedding of a stage --> entries (this file) --> store.py
 
 A deferring layer is an autograd Function in place of torch's operator, with the operator's own formulas, so that bits
 are autograd's; a test holds both against each other. Whatever is not plainly that case (its inputs' layout, its
@@ -8,9 +8,6 @@ tensors' classes, a transform around it) runs the module as it is, and gets its 
 
 [Note: the store holds the Parameter] ``ctx.saved_tensors`` gives a detached alias of a parameter under activation
 checkpointing. What W needs to know about is therefore kept beside what is saved.
-
-[Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread and
-goes along into the threads of its engine, which is where a checkpoint runs a forward again on a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +27,11 @@ from sixfold.pipeline.errors import ScheduleError
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
 
-__all__ = ["Cast", "Entry", "Layer", "Operator", "Slot", "defer_weight_grad", "deferrable", "shown_to"]
+__all__ = ["Cast", "Entry", "Layer", "Operator", "Slot", "deferrable"]
 
 # How to make the gradients, of what (parameter, Cast or None each), from what was saved, and the output's gradient.
 Entry = tuple[Callable[[Any, Tensor, Any], Sequence[Tensor | None]], tuple[Any, ...], Any, Tensor]
 
-_OPEN = "sixfold.pipeline.store"  # [Note: torch's thread locals]
 _PLAIN = (nn.Parameter, Tensor)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _compiling = torch.compiler.is_compiling
@@ -180,14 +176,6 @@ def _can_wait(part: nn.Module) -> bool:
     if type(part) is nn.Embedding:
         return not part.sparse and part.max_norm is None
     return type(part) is nn.Linear
-
-
-def shown_to(store: GradientStore | None) -> None:
-    """``defer_weight_grad`` in this thread puts its gradients into ``store``."""
-    if store is not None:
-        torch._C._stash_obj_in_tls(_OPEN, store)
-    else:
-        torch._C._remove_obj_from_tls(_OPEN)
 
 
 def _applied(function: type[Function]) -> Callable[..., Tensor]:
@@ -426,93 +414,3 @@ def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Ten
     if version != (arguments[0]._version, gradient._version):
         _changed()
     return (torch.ops.aten.embedding_dense_backward(gradient, *arguments),)
-
-
-# ---- operators of users
-
-
-def defer_weight_grad(
-    params: Tensor | Sequence[Tensor], weight_grad: Callable[[Tensor], Tensor | Sequence[Tensor]], output: Tensor
-) -> Tensor:
-    """Give the gradients of ``params`` by a function of ``output``'s gradient, when the program wants them.
-
-    For an operator that makes ``output`` from detached parameters, or in an autograd Function of its own that gives
-    its input's gradient alone. Outside of a pipeline, and where a backward is one piece (B), ``weight_grad`` runs in
-    the backward of ``output``; where it is split, in W.
-
-    Args:
-        params: those that ``weight_grad`` makes the gradients of; one that needs none is left out of the sum.
-        weight_grad: ``weight_grad(g)`` -> a tensor per parameter, of its shape (None where there is none). It holds
-            what it needs until then; with activation checkpointing that is not given back.
-        output: of the operator.
-    Returns:
-        ``output``, unchanged.
-    Raises:
-        ScheduleError: at once, an argument is of another type; in the backward, ``weight_grad`` returned another number
-            of gradients or other shapes.
-    """
-    params = (params,) if isinstance(params, Tensor) else tuple(params)
-    for parameter in params:
-        if not isinstance(parameter, Tensor):
-            raise ScheduleError(f"defer_weight_grad: a {type(parameter).__name__} is among params; they are tensors")
-    if not isinstance(output, Tensor) or not output.is_floating_point():
-        raise ScheduleError("defer_weight_grad: output is no floating-point tensor")
-    if not callable(weight_grad):
-        raise ScheduleError(f"defer_weight_grad: weight_grad is {weight_grad!r}; it is called with output's gradient")
-    if not _graph_is_made() or not any(parameter.requires_grad for parameter in params):
-        return output
-    make = partial(_checked, weight_grad, params)
-    store: GradientStore | None = torch._C._get_obj_in_tls(_OPEN) if torch._C._is_key_in_tls(_OPEN) else None
-    targets = tuple(parameter if parameter.requires_grad else None for parameter in params)
-    if store is None or store.slot is None or not store.takes(targets):
-        return _Now.apply(output, make, *params)  # type: ignore[no-any-return, no-untyped-call]
-    leaf = None if output.requires_grad else store.leaf
-    return _Later.apply(output, leaf, (store, store.slot.entries, targets, make))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _checked(weight_grad: Callable[[Tensor], Any], params: tuple[Tensor, ...], gradient: Tensor) -> tuple[Any, ...]:
-    made = weight_grad(gradient)
-    made = (made,) if isinstance(made, Tensor) else tuple(made)
-    if len(made) != len(params):
-        raise ScheduleError(f"weight_grad returned {len(made)} gradients for {len(params)} parameters")
-    for one, parameter in zip(made, params, strict=True):
-        if one is not None and one.shape != parameter.shape:
-            shapes = f"{tuple(one.shape)} for a parameter of shape {tuple(parameter.shape)}"
-            raise ScheduleError(f"weight_grad returned a gradient of shape {shapes}")
-    return made
-
-
-class _Now(Function):
-    """The gradients of parameters are made in the backward of ``output``."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, make: Any, *params: Tensor) -> Tensor:
-        ctx.make = make
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        made = ctx.make(gradients[0])
-        wanted = ctx.needs_input_grad[2:]
-        return gradients[0], None, *(one if want else None for one, want in zip(made, wanted, strict=True))
-
-
-class _Later(Function):
-    """The gradients of parameters wait."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, leaf: Tensor | None, held: Any) -> Tensor:
-        ctx.held = held
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        store, entries, targets, make = ctx.held
-        if _graph_is_made():
-            store.refuse_create_graph()
-        entries.append((_users_gradients, targets, make, gradients[0]))
-        return gradients[0], None, None
-
-
-def _users_gradients(make: Any, gradient: Tensor, targets: Any) -> Any:
-    return make(gradient)

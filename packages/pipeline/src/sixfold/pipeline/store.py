@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from sixfold.pipeline.defer import shown_to
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.layers import Cast, Entry, Layer, Operator, Slot, deferrable, shown_to
+from sixfold.pipeline.layers import Cast, Entry, Layer, Operator, Slot, deferrable
 from sixfold.pipeline.stage import Stage
 
 __all__ = ["GradientStore"]

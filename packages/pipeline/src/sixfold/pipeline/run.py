@@ -99,8 +99,6 @@ class PipelineRunner:
         self._ties: Ties | None = None
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
-        if len(self._stages) != len(stages):
-            check_stages(program, stages, None if group is None else self._rank)
         self._here = None if group is None else self._rank  # None: all ranks are here
         transport = over(group, edges) if isinstance(group, dist.ProcessGroup) else group
         self._ranks = len(program.ranks) if transport is None else transport.ranks
@@ -113,11 +111,13 @@ class PipelineRunner:
             dynamic_shapes=dynamic_shapes,
             profile=self._profile,
         )
-        self._programs.check(program)
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
             self._join(transport, backend, store, timeout_s)
-        try:
+        try:  # behind the join, so that the others are told what is wrong here, and do not wait
+            if len(self._stages) != len(stages):
+                check_stages(program, stages, self._here)
+            self._programs.check(program)
             self._programs.prepare(program)
             links = self._links or one_process(program)
             self._ties = tie(stages, program.placement.__getitem__, links, self._rank)

@@ -12,7 +12,7 @@ import torch
 
 from sixfold.pipeline import Action, ScheduleError
 from sixfold.pipeline.transport.routes import Route
-from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, connect, listen
+from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.watchdog import PeerLost
 
 SEND, RECEIVE = Action.parse("0SEND_F0"), Action.parse("1RECV_F0")
@@ -176,3 +176,13 @@ def test_nothing_has_a_name_and_nothing_stays_open():
 
 def test_another_name_is_nobody():
     assert connect("sixfold-of-another-host") is None
+
+
+def test_a_system_that_forbids_it_is_no_error(monkeypatch):
+    assert can_share()
+
+    def forbidden(*_):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert not can_share()

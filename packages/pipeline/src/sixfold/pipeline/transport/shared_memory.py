@@ -287,7 +287,9 @@ class _Memory:
         rights, shared = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
         self.address = _libc().mmap(None, size, rights, shared, descriptor, 0)
         if self.address == _FAILED:
-            raise OSError(ctypes.get_errno(), "no room for a message in shared memory")
+            raise MemoryError(
+                f"no room for a message of {size} bytes in shared memory: {os.strerror(ctypes.get_errno())}"
+            )
         self._unmap = _libc().munmap
 
     def page(self) -> tuple[memoryview, memoryview]:
@@ -352,8 +354,15 @@ def _lease_type(size: int) -> Any:
 
 
 def can_share() -> bool:
-    """Whether this system has what edges are made of: Linux has."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(socket, "SO_PEERCRED")
+    """Whether this system has what edges are made of, and allows it: Linux does, a sandbox may not."""
+    if not all(hasattr(socket, name) for name in ("send_fds", "SO_PEERCRED", "SO_PASSCRED", "SCM_CREDENTIALS")):
+        return False
+    try:
+        os.close(os.memfd_create("sixfold-probe"))
+        listen()[0].close()
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def listen() -> tuple[socket.socket, str]:

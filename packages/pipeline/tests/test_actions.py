@@ -15,6 +15,7 @@ from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, s
 from schedule_helpers import FLUSH
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sixfold.pipeline import (
     Costs,
@@ -517,3 +518,28 @@ def test_live_activations_of_each_rank_are_those_of_the_simulator(name):
         input_share=1.0,  # what these functions save is free behind I; the inputs of linear layers are not
     )
     assert most == list(simulate(program, costs).peak_activations)
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_live_outputs_of_each_rank_are_those_of_the_simulator(name):
+    program = FLUSH[name](3, 6)
+    most = [0] * 3
+    made: list[list[StorageWeakRef]] = [[] for _ in most]
+
+    class Scales(nn.Module):
+        """Autograd saves its output, and its input until I."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.weight, self.rank = nn.Parameter(torch.ones(8)), rank
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x * self.weight)
+            mine = made[self.rank]
+            mine.append(StorageWeakRef(y.untyped_storage()))
+            most[self.rank] = max(most[self.rank], sum(not ref.expired() for ref in mine))
+            return y
+
+    runner_of([Scales(rank) for rank in program.placement], program).step(*batch(6))
+    assert tuple(most) == simulate(program, Costs.per_rank(program)).peak_outputs
+    assert all(ref.expired() for mine in made for ref in mine)

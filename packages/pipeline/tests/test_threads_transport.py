@@ -81,7 +81,7 @@ def test_a_send_waits_for_a_peer_that_is_far_behind_and_no_longer_than_the_deadl
         for k in range(20):
             send((k,))
     assert (k, caught.value.peer, caught.value.action) == (8, 1, SEND)
-    assert 0.1 <= time.monotonic() - begin < 1
+    assert 0.1 <= time.monotonic() - begin < 10
 
 
 def test_two_runners_on_the_same_threads_do_not_take_each_others_messages():

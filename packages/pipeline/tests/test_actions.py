@@ -543,3 +543,52 @@ def test_live_outputs_of_each_rank_are_those_of_the_simulator(name):
     runner_of([Scales(rank) for rank in program.placement], program).step(*batch(6))
     assert tuple(most) == simulate(program, Costs.per_rank(program)).peak_outputs
     assert all(ref.expired() for mine in made for ref in mine)
+
+
+# ---- gradients that autograd lets share memory
+
+
+class Scalar(nn.Module):
+    """Its output is a view of a parameter plus something: autograd gives the parameter a view of what it was handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() + self.shift.squeeze(0)
+
+
+def test_a_parameter_that_takes_the_losss_gradient_for_its_own_does_not_change_that_of_other_losses():
+    module, oracle = Scalar(), Scalar()
+    x, _ = batch(6)
+    runner = runner_of([module], gpipe(1, 3), loss_fn=lambda o, _: o)
+    for _ in range(2):
+        runner.step(x)
+        for part in x.tensor_split(3):
+            (oracle(part) / 3).backward()
+    assert same([module], [oracle])
+
+
+class Positions(nn.Module):
+    """Adds what is learned per place: with one row its gradient and its input's are one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.squeeze(0) + self.places.view(8)).unsqueeze(0)
+
+
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_a_gradient_on_its_way_is_not_added_to_by_a_parameter_that_shares_its_memory(kinds):
+    back = lambda s: " ".join(f"{s}{kind}{k}" for k in range(3) for kind in kinds)  # noqa: E731
+    program = Program.parse(f"0: 0F0 0F1 0F2 1F0 1F1 1F2 {back(1)} {back(0)}")
+    modules: list[nn.Module] = [nn.Linear(8, 8), Positions()]
+    oracle: list[nn.Module] = [nn.Linear(8, 8), Positions()]
+    oracle[0].load_state_dict(modules[0].state_dict())
+    x, y = batch(3)
+    runner_of(modules, program).step(x, y)
+    plain_loop(oracle, list(x.tensor_split(3)), list(y.tensor_split(3)))
+    assert same(modules, oracle)

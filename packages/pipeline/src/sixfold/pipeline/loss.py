@@ -91,7 +91,7 @@ class LossTail:
             # The gradient of loss / share, with the bits that autograd would give it.
             one = torch.ones((), dtype=value.dtype, device=value.device)
             seed = self._seeds[key] = one if self._share is None else one / self._share
-        self._run.keep_root(k, value, seed)
+        self._run.keep_root(k, value, seed.clone())  # autograd may make it the gradient of a parameter
 
 
 def _one_number(loss: Any, trained: bool) -> Tensor:

@@ -27,6 +27,8 @@ __all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "WholeBackward", "le
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
+_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_ALONE = 2  # the tensor, and the object that is asked
 _engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -388,9 +390,21 @@ def gradients_of(inputs: Values) -> Tensors:
     for leaf in inputs:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             # An input that the stage did not use has none, but the stage that made it waits for one.
-            found.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+            found.append(torch.zeros_like(leaf) if leaf.grad is None else _alone(leaf.grad))
             leaf.grad = None
     return tuple(found)
+
+
+def _alone(gradient: Tensor) -> Tensor:
+    """``gradient`` in memory of its own.
+
+    Autograd lets two leaves take views of one tensor as their gradients: an input's may be a parameter's too, to which
+    the next microbatch is added while this one is still on its way.
+    """
+    strided = type(gradient) is Tensor and gradient.layout is torch.strided
+    if strided and _uses(gradient.untyped_storage()._cdata) > _ALONE:
+        return gradient.clone()
+    return gradient
 
 
 def _dropped(_: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 from version_helpers import Batches, made_batches, same_weights
 
-from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, one_f_one_b, pipedream, pipedream_2bw
+from sixfold.pipeline import (
+    PipelineRunner,
+    PipelineTimeout,
+    Program,
+    ScheduleError,
+    Stage,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+)
 from sixfold.pipeline.passes import optimizer_step
 from sixfold.pipeline.periods import endless
 
@@ -166,6 +176,25 @@ def test_a_state_of_another_program_or_into_a_runner_in_flight_is_refused():
     runner_of(pipedream_2bw(2, 2, steps=5), layers(2)).load_state_dict(state)  # goes on in the same order
     with pytest.raises(ScheduleError, match="in flight here"):
         runner.load_state_dict(state)
+
+
+def test_a_state_waits_no_longer_than_the_deadline_for_a_rank_that_does_not_step():
+    program, over = pipedream_2bw(2, 1), threading.Event()
+
+    def act(group: Any) -> float:
+        runner = runner_of(program, layers(2), group, timeout_s=0.3)
+        runner.agree(program)
+        if group.rank:
+            over.wait(20.0)  # never makes the gradient that rank 0 asked for in its step
+            return 0.0
+        runner.step(*made_batches(1, 1)[0])
+        begin = time.monotonic()
+        with pytest.raises(PipelineTimeout, match="0RECV_B0"):
+            runner.state_dict()
+        over.set()
+        return time.monotonic() - begin
+
+    assert values_or_raise(on_threads(2, act))[0] < 1.3
 
 
 def test_what_a_state_cannot_hold_is_named():

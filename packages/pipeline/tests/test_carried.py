@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -169,3 +171,23 @@ def test_events_are_numbered_by_the_batches_that_ran():
         rows = enumerate(found.step(t))
         assert ran == {(rank, str(a)) for rank, row in rows for a in row if a.kind in ("F", "B", "STEP")}
     assert result.timeline.makespan > 0
+
+
+def test_behind_a_drain_nothing_of_a_batch_is_held_and_before_it_only_what_is_in_flight():
+    class Hooked(nn.Sequential):
+        def forward(self, x, *, hook):
+            return super().forward(x)
+
+    runner, held = runner_of(pipedream_2bw(2, 3), [Hooked(module) for module in layers(2)]), []
+    for t in range(3):
+        inputs, targets = made_batches(1, 3, seed=t)[0]
+        kwargs = [{"hook": torch.zeros(1)} for _ in range(3)]
+        held.append([weakref.ref(x) for x in (*inputs, *targets, *(each["hook"] for each in kwargs))])
+        runner.step(inputs, targets, kwargs=kwargs)
+        del inputs, targets, kwargs
+        gc.collect()
+        alive = [sum(ref() is not None for ref in of) for of in held]
+        assert alive == [0] * t + [2]  # the last input and its keywords, whose backward is to come on rank 0
+    runner.drain()
+    gc.collect()
+    assert not any(ref() is not None for of in held for ref in of)

@@ -7,9 +7,10 @@ nothing. What a timeline does not show is not guessed: ``Fit.unknown`` says it, 
 
 [Note: when a message shows its time] The k-th input of a stage arrives one hop after its maker ended. An action
 that found its rank idle began at that moment, so the time between is the hop; one that did not only shows that
-the message took no longer. A rank is idle between two actions for the interpreter's sake too: as long as it is in
-front of actions whose inputs are all its own. What is idle for no more than twice that is taken for no wait. A
-rank's first action counts only where nothing else shows the hop: the rank may have come late to the step.
+the message took no longer. A rank is idle between two actions for the interpreter's sake too, longer in front of
+one that takes a message: idle time below a tenth of a usual action, or below twice what is usual in front of actions
+whose inputs are all the rank's own, is taken for no wait. A rank's first action counts only where nothing else shows
+the hop: the rank may have come late to the step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["Fit", "Measured", "fit"]
 
 Event = tuple[int, Action, float, float]  # rank, action, start, end
 Times = tuple[float | None, ...]  # per stage; None: not shown
+_SHORT = 0.1  # of a usual action: what is idle for less did not wait
 _TINY = 1e-9  # of a timeline's length: the rounding of its sums
 
 
@@ -241,10 +243,11 @@ def _idle(row: Iterable[Event]) -> Iterable[tuple[float, bool, Event]]:
 
 
 def _slack(row: Sequence[Event], placement: Sequence[int]) -> float:
-    """Idle time that is no wait: twice what is usual in front of actions whose inputs are the rank's own."""
+    """Idle time that is no wait. [Note: when a message shows its time]"""
     own = [idle for idle, begins, event in _idle(row) if not begins and _is_own(event, placement)]
+    usual = median([end - start for _, action, start, end in row if action.kind in WORK] or [0.0])
     length = max((end for *_, end in row), default=0.0)
-    return 2 * median(own or [0.0]) + _TINY * length
+    return max(2 * median(own or [0.0]), _SHORT * usual) + _TINY * length
 
 
 def _is_own(event: Event, placement: Sequence[int]) -> bool:

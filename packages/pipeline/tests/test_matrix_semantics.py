@@ -1,4 +1,4 @@
-"""What a step means (loss, accumulation, split backward, tied weights, tensors, memory), for all schedules."""
+"""What a step means (loss, accumulation, split backward, tied weights, tensors), for all schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from matrix_helpers import WIDTH, Embed, Head, Mix, differing, model, plain_loop, same_losses, word_loss, words
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from sixfold.pipeline import Costs, PipelineRunner, Program, Stage, defer_weight_grad, simulate
+from sixfold.pipeline import PipelineRunner, Program, Stage, defer_weight_grad
 from sixfold.pipeline.passes import recompute
 from sixfold.pipeline.schedules import registered
 
@@ -360,64 +359,3 @@ def test_microbatches_of_different_sizes_and_steps_of_other_shapes(program):
         runner.step(inputs, targets)
         plain_loop(theirs, inputs, targets)
     assert_same(mine, theirs)
-
-
-# ---- Memory
-
-
-class Held(nn.Module):
-    """Notes how many of its rank's microbatches are held, by what its linear layer keeps for its weight gradient."""
-
-    def __init__(self, alive: list[StorageWeakRef], peaks: list[int]) -> None:
-        super().__init__()
-        self.layer, self.alive, self.peaks = nn.Linear(WIDTH, WIDTH), alive, peaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = x + 1
-        if torch.is_grad_enabled():
-            self.alive.append(StorageWeakRef(kept.untyped_storage()))
-            self.peaks.append(sum(not each.expired() for each in self.alive))
-        return self.layer(kept)
-
-
-@all_programs
-def test_a_rank_holds_as_many_microbatches_as_simulated(program):
-    alive: list[list[StorageWeakRef]] = [[] for _ in program.ranks]
-    peaks: list[list[int]] = [[] for _ in program.ranks]
-    stages = [Stage(Held(alive[rank], peaks[rank]), s) for s, rank in enumerate(program.placement)]
-    runner = PipelineRunner(program, stages, loss_fn=lambda o, _: o.sum())
-    for _ in range(2):
-        losses = runner.step(torch.randn(8, WIDTH)).losses
-        assert all(each.expired() for rank in alive for each in rank), "held after the step"
-    chunks = program.stages // len(program.ranks)
-    simulated = simulate(program, Costs.per_rank(program)).peak_activations
-    assert [max(rank) / chunks for rank in peaks] == pytest.approx(list(simulated))
-    assert all(loss.grad_fn is None for loss in losses)
-
-
-class Leaves(nn.Module):
-    """Its output is kept by nothing but the leaf that its taker makes of it: an addition saves no tensor."""
-
-    def __init__(self, outputs: list[list[StorageWeakRef]], stage: int) -> None:
-        super().__init__()
-        self.shift, self.outputs, self.stage = nn.Parameter(torch.zeros(WIDTH)), outputs, stage
-        self.done: set[int] = set()  # microbatches whose backward has left this stage
-
-    def forward(self, x: Tensor) -> Tensor:
-        k = len(self.outputs[self.stage])
-        if self.stage:
-            before = self.outputs[self.stage - 1]
-            assert all(before[j].expired() for j in self.done), f"stage {self.stage} at F{k}: {self.done} are done"
-            x.register_hook(lambda _: self.done.add(k))
-        y = x + self.shift
-        self.outputs[self.stage].append(StorageWeakRef(y.untyped_storage()))
-        return y
-
-
-@all_programs
-def test_an_output_that_autograd_does_not_need_is_gone_once_its_taker_has_gone_back(program):
-    outputs: list[list[StorageWeakRef]] = [[] for _ in range(program.stages)]
-    modules = [Leaves(outputs, s) for s in range(program.stages)]
-    runner_of(program, modules, loss_fn=lambda o, _: o.sum()).step(torch.randn(4, WIDTH))
-    assert [module.done for module in modules[1:]] == [{0, 1, 2, 3}] * (program.stages - 1)
-    assert all(each.expired() for stage in outputs for each in stage)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_helpers import layers, square_loss
+from torch.nn.parallel import DistributedDataParallel
 from version_helpers import OPTIMIZERS, delayed, made_batches, same_weights
 
 from ranktest import run_ranks
@@ -48,3 +49,26 @@ def train(rank: int, ranks: int, edges: str | None) -> None:
 @pytest.mark.parametrize("edges", ["groups", None])
 def test_2bw_with_collectives_between_steps_and_a_restart_in_the_midst(edges):
     run_ranks(train, 3, edges)
+
+
+def train_replicas(rank: int, ranks: int, same: bool) -> None:
+    """A pipeline of two stages in each process; DDP averages every stage over both, batch by batch."""
+    modules, oracle, batches = layers(2), layers(2), made_batches(4, 2, seed=0 if same else rank)
+    stages = []
+    for s, module in enumerate(modules):
+        optimizer = OPTIMIZERS["momentum"](list(module.parameters()))
+        stages.append(Stage(DistributedDataParallel(module), s, optimizer=optimizer))
+    runner = PipelineRunner(pipedream_2bw(2, 2), stages, loss_fn=square_loss, timeout_s=20)
+    losses = [runner.step(inputs, targets).losses for inputs, targets in batches]
+    runner.drain()
+    expected = delayed(oracle, batches, OPTIMIZERS["momentum"])
+    assert same == (losses == expected) == same_weights(modules, oracle)  # the average of equal gradients is theirs
+    weights = torch.cat([p.detach().flatten() for module in modules for p in module.parameters()])
+    others = weights.clone()
+    dist.broadcast(others, 0)
+    assert torch.equal(weights, others)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_stages_that_are_distributed_data_parallel(same):
+    run_ranks(train_replicas, 2, same)

@@ -359,3 +359,25 @@ def test_microbatches_of_different_sizes_and_steps_of_other_shapes(program):
         runner.step(inputs, targets)
         plain_loop(theirs, inputs, targets)
     assert_same(mine, theirs)
+
+
+@all_programs
+@pytest.mark.parametrize("full", ["first", "last", "none but two"])
+def test_empty_stages_pass_on_whatever_comes(program, full):
+    """A chain of linear layers with gaps: tuples of one, integers beside them, at both ends too."""
+    torch.manual_seed(6)
+    n = program.stages
+    there = {"first": [0], "last": [n - 1], "none but two": [n // 2, max(0, n // 2 - 2)]}[full]
+    mine: list[nn.Module | None] = [Mix() if s in there else None for s in range(n)]
+    theirs = [copy.deepcopy(mine[s]) for s in sorted(there)]
+    inputs = list(torch.randn(4, 2, WIDTH))
+
+    def rank(transport: Any) -> list[Tensor]:
+        stages = [Stage(mine[s], s) for s in program.stages_of(transport.rank)]
+        runner = PipelineRunner(program, stages, transport, lambda o, _: o.square().mean(), timeout_s=20)
+        return runner.step(inputs).losses
+
+    results = values_or_raise(on_threads(3, rank))
+    expected = plain_loop(theirs, inputs, [None] * 4, lambda o, _: o.square().mean())
+    assert same_losses(results[program.placement[-1]], expected)
+    assert_same([mine[s] for s in sorted(there)], theirs)

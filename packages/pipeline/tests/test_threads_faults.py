@@ -394,3 +394,31 @@ def test_an_interrupt_goes_on_as_it_is_and_ends_the_step_of_the_others(program, 
         else:
             assert type(result.error) is ScheduleError
             assert re.match(rf"rank {culprit} failed at \[\d+/\d+\] .*{interrupt.__name__}", str(result.error))
+
+
+# ---- Other calls than step
+
+
+@pytest.mark.parametrize("call", ["evaluate", "forward"])
+@all_programs
+def test_a_stage_that_raises_in_an_evaluation_is_told_to_all(program, call):
+    modules = model(program.stages)
+    last = program.stages - 1
+    modules[last] = Faulty(modules[last], forward=Gate(2, boom))
+
+    def rank(transport: Any) -> tuple[list[BaseException | None], float]:
+        stages = [Stage(modules[s], s) for s in program.stages_of(transport.rank)]
+        runner = PipelineRunner(program, stages, transport, word_loss, timeout_s=LONG_S)
+        begin = time.monotonic()
+        first = outcome(lambda: runner.evaluate(*words(M)) if call == "evaluate" else runner.forward(words(M)[0]))
+        return [first, outcome(lambda: runner.step(*words(M)))], time.monotonic() - begin
+
+    results = on_threads(RANKS, rank)
+    told = rf"rank {program.placement[last]} failed at .*{last}F1.*no such word"
+    for r, ((error, after), took_s) in enumerate(results):
+        # A rank that only sends may have ended before; then its next call says it.
+        assert error is None or re.match(told, str(error)), (r, error)
+        assert isinstance(after, ScheduleError), r
+        assert re.search(told, str(error or after)), (r, after)
+        assert took_s < LONG_S / 2
+    assert isinstance(results[program.placement[last]][0][0], ScheduleError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from matrix_helpers import WIDTH, differing, model, plain_loop, same_losses, word_loss, words
@@ -44,9 +45,10 @@ def run_all(rank: int, ranks: int, microbatches: int) -> int:
     return ran
 
 
-def test_every_schedule_on_four_ranks_has_the_bits_of_the_plain_loop():
-    programs = by_placement(4, 5)
-    assert run_ranks(run_all, 4, 5) == [sum(map(len, programs.values())) + len(programs)] * 4
+@pytest.mark.parametrize("m", [1, 5])
+def test_every_schedule_on_four_ranks_has_the_bits_of_the_plain_loop(m):
+    programs = by_placement(4, m)
+    assert run_ranks(run_all, 4, m) == [sum(map(len, programs.values())) + len(programs)] * 4
 
 
 class Adds(nn.Module):

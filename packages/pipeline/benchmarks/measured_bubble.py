@@ -10,7 +10,8 @@ step lasts from the first rank's start, behind a barrier, to the last rank's end
 Equal work: both sides have the same stages, programs and microbatches, make losses and give no outputs. The input of
 stage 0 has no gradient, and torch runs all of stage 0's backward in W: there stage 0 sleeps for I in W, on both sides
 and in the simulation. Columns: bubble over ideal as simulated; measured, here and in torch; and by how many points
-of the ideal each is above. 25 ms and 4 steps take about 40 s.
+of the ideal each is above. The last lines are the
+floor: a rank's sleeps without anything else. 25 ms and 4 steps take about 45 s.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -130,15 +132,23 @@ def torchs(name: str, program: Program, rank: int, share_s: float) -> Callable[[
     return lambda: schedule.step(*inputs, target=target, losses=[], return_outputs=False)
 
 
+def sleeps(chunks: int, share_s: float) -> None:
+    """What a rank sleeps in a step, and nothing else: how much longer it takes is the machine's."""
+    for _ in range(3 * chunks * M):
+        time.sleep(share_s / chunks)
+
+
 def work(rank: int, folder: str, share_s: float, steps: int) -> None:
     """One rank: all contenders in turn, ``steps`` times, after one step that makes connections."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    calls = {}
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, make, torch_name, chunks in PAIRS:
         program = make(RANKS, M)
         calls[name, "ours"] = ours(program, rank, share_s / chunks)
         calls[name, "torch"] = torchs(torch_name, program, rank, share_s / chunks)
+    for chunks in (1, 2):
+        calls[f"{chunks}", "floor"] = partial(sleeps, chunks, share_s)
     times: dict[str, list[tuple[float, float]]] = {}
     for _ in range(1 + steps):
         for (name, side), call in calls.items():
@@ -157,6 +167,12 @@ def costs_of(program: Program, share_s: float) -> Costs:
     return Costs(share, [0.0, *share[1:]], [2 * share_s, *share[1:]])
 
 
+def best(found: list[dict[str, list[list[float]]]], key: str) -> float:
+    """The shortest step: from the first rank's begin to the last rank's end; the first made connections."""
+    rows = [each[key][1:] for each in found]
+    return min(max(end for _, end in step) - min(begin for begin, _ in step) for step in zip(*rows, strict=True))
+
+
 def main() -> None:
     """Print the table."""
     milliseconds = float(sys.argv[1]) if len(sys.argv) > 1 else 25.0
@@ -171,13 +187,14 @@ def main() -> None:
         program = make(RANKS, M)
         simulated = simulate(program, costs_of(program, milliseconds / 1e3 / chunks))
         bubbles = []
-        for side in ("ours", "torch"):
-            rows = [each[f"{name}/{side}"][1:] for each in found]
-            took = [max(end for _, end in step) - min(begin for begin, _ in step) for step in zip(*rows, strict=True)]
-            bubbles.append(min(took) / simulated.ideal - 1)
+        for key in (f"{name}/ours", f"{name}/torch"):
+            bubbles.append(best(found, key) / simulated.ideal - 1)
         above = [100 * (bubble - simulated.bubble_over_ideal) for bubble in bubbles]
         line = f"{name:28s} {simulated.bubble_over_ideal:9.4f} {bubbles[0]:7.4f} {bubbles[1]:7.4f}"
         print(f"{line} {above[0]:20.2f} {above[1]:6.2f}")
+    for chunks in (1, 2):
+        floor = 100 * (best(found, f"{chunks}/floor") / (3 * M * milliseconds / 1e3) - 1)
+        print(f"floor: sleeps alone, in {chunks} to a rank's share: {floor:.2f} points longer than asked for")
 
 
 if __name__ == "__main__":

@@ -46,15 +46,19 @@ class Shop:
         duration, rank: of the operation.
         source: the operation whose tensor it takes, -1 for none; ``lag``: time of that message.
         user: the operation that takes its tensor, -1 for none.
-        memory: what running it adds to its rank's activations.
-        work (per rank): sum of durations.
+        memory: what running it adds to its rank's activations; an I's is more than 0 where ``Costs.deferred`` is.
+        work (per rank): sum of durations; ``whole``: the most that it holds of a microbatch that
+            runs alone, so the least that it can hold at its fullest.
         costs: what all these were taken from.
+        fused: whether I stands for the whole backward, B, and W for nothing; ``grows``: whether some I adds memory.
         stages_of (per rank), activation (per stage), placement (per stage).
     """
 
-    def __init__(self, costs: Costs, placement: Sequence[int], microbatches: int, memory_cap: float) -> None:
+    def __init__(
+        self, costs: Costs, placement: Sequence[int], microbatches: int, memory_cap: float, *, fused: bool = False
+    ) -> None:
         stages = len(placement)
-        self.costs = costs
+        self.costs, self.fused = costs, fused
         self.placement, self.stages, self.microbatches = tuple(placement), stages, microbatches
         self.ranks = max(placement) + 1
         self.memory_cap = with_rounding(memory_cap)
@@ -66,11 +70,17 @@ class Shop:
             else [1.0 / len(self.stages_of[rank]) for rank in placement]
         )
         durations = (costs.forward, costs.backward_input, costs.backward_weight)
-        freed = (-1.0, costs.input_share, 1.0 - costs.input_share)
+        adds = _added(costs, self.activation)
+        if fused:
+            both = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+            durations = (costs.forward, both, [0.0] * stages)
+            adds = (self.activation, [-size for size in self.activation], [0.0] * stages)
+        self.grows = max(adds[INPUT]) > 0
+        self.whole = [_whole(own, *adds) for own in self.stages_of]
         self.size = 3 * stages * microbatches
         self.duration = [float(row[s]) for row in durations for s in range(stages) for _ in range(microbatches)]
         self.rank = [placement[s] for _ in durations for s in range(stages) for _ in range(microbatches)]
-        self.memory = [-share * size for share in freed for size in self.activation for _ in range(microbatches)]
+        self.memory = [size for row in adds for size in row for _ in range(microbatches)]
         self.source, self.user, self.lag = [-1] * self.size, [-1] * self.size, [0.0] * self.size
         for operation in range(2 * stages * microbatches):
             kind, stage, microbatch = self.name(operation)
@@ -149,6 +159,10 @@ class Shop:
             actions: list[Action] = []
             for operation in row:
                 kind, stage, microbatch = self.name(operation)
+                if self.fused and kind != FORWARD:
+                    if kind == INPUT:
+                        actions.append(Action(stage, Kind.B, microbatch))
+                    continue
                 fused = Action(stage, Kind.I, microbatch)
                 if (
                     times is not None
@@ -237,3 +251,57 @@ class Run:
             return 0.0
         end = self._end[source]
         return None if end < 0 else end + shop.lag[operation]
+
+    def safe(self, line: int) -> bool:
+        """Whether, after the next operation of ``line``, its rank can still finish its microbatches, the oldest first.
+
+        The banker's question: each in turn gets the activations it lacks for its F's, then for each I with its W
+        behind it, and has then given back all that it holds. A run that begins what is safe alone never hangs.
+        """
+        shop = self.shop
+        s, m, memory = shop.stages, shop.microbatches, shop.memory
+        kind, stage = divmod(line, s)
+        rank = shop.placement[stage]
+        own = shop.stages_of[rank]
+        room = shop.memory_cap - self.held[rank] - memory[line * m]
+        if room >= shop.whole[rank]:
+            return True
+        if room < 0:
+            return False
+        forward, inputs = (
+            {t: self.turn[row * s + t] + (row == kind and t == stage) for t in own} for row in (FORWARD, INPUT)
+        )
+        weight = {t: self.turn[WEIGHT * s + t] for t in own}
+        for microbatch in range(min(weight.values()), max(forward.values())):
+            lacks = sum(shop.activation[t] for t in own if forward[t] <= microbatch)
+            if lacks > room:
+                return False
+            room -= lacks
+            room -= sum(memory[(2 * s + t) * m] for t in own if weight[t] <= microbatch < inputs[t])
+            for t in reversed(own):
+                if inputs[t] <= microbatch:
+                    room -= memory[(s + t) * m]
+                    if room < 0:
+                        return False
+                    room -= memory[(2 * s + t) * m]
+        return True
+
+
+def _added(costs: Costs, activation: Sequence[float]) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    """Per stage what F, I and W add to the activations of their rank."""
+    late = costs.deferred if costs.deferred is not None else [0.0] * len(activation)
+    return (
+        activation,
+        [more - costs.input_share * size for size, more in zip(activation, late, strict=True)],
+        [-more - (1.0 - costs.input_share) * size for size, more in zip(activation, late, strict=True)],
+    )
+
+
+def _whole(own: Sequence[int], forward: Sequence[float], inputs: Sequence[float], weight: Sequence[float]) -> float:
+    """The most that a rank with the stages ``own`` holds of one microbatch whose W's run as soon as they can."""
+    peak = held = sum(forward[s] for s in own)
+    for s in reversed(own):
+        held += inputs[s]
+        peak = max(peak, held)
+        held += weight[s]
+    return peak

@@ -28,7 +28,8 @@ memory stay what they are.) No moment has more than the cap on r, and none befor
 cap * (T - head) >= the sum of sizes times lives over all microbatches. A microbatch with RECOMPUTE is cheaper, since
 until then only the stage's input is held; but it makes r work F longer. So for some number x_s of recomputed ones both
 T >= work bound + sum x_s F_s and cap * (T - head) >= sum of (m - x_s) full and x_s cheap; the least T of all
-fractions x_s is a bound, and the cheapest memory per time is recomputed first.
+fractions x_s is a bound, and the cheapest memory per time is recomputed first. What I adds until W
+(``Costs.deferred``) is not counted: a program of B's holds none of it.
 
 [Note: any placement] Order the ranks by the first stage that they hold: the i-th is reached after F's of at least i
 stages and at least i messages, ``head_i``. It works at most T - head_i, and what it does is the work of whole stages.

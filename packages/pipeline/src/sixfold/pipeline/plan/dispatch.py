@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from sixfold.pipeline.shop import FORWARD, ROUNDING, WAIT, Order, Run, Shop
+from sixfold.pipeline.shop import ROUNDING, WAIT, Order, Run, Shop
 
 __all__ = ["greedy_order", "left_shifted"]
 
@@ -50,8 +50,8 @@ def left_shifted(shop: Shop, order: Order, go_on: Callable[[], bool] | None = No
 def greedy_order(shop: Shop, random: Random, go_on: Callable[[], bool] | None = None) -> Order | None:
     """List scheduling under random rules: what comes first among F, I and W, and how long a gap W may not fill.
 
-    A rank never starts an F after which it could not finish the microbatches it has begun, so that this
-    order exists under every cap that any order fits.
+    A rank never starts what adds memory if it could not finish the microbatches it has begun after that, so that
+    this order exists under every cap that any order fits.
     """
     priority = (random.uniform(0.0, 2.0), random.uniform(0.5, 2.5), random.uniform(-1.5, 0.5))
     slope = (random.uniform(-1.0, 2.0), random.uniform(-1.0, 1.0), 0.0)
@@ -93,31 +93,7 @@ def _choices(run: Run, rank: int) -> list[tuple[float, int]]:
         for kind in range(3):
             line = kind * shop.stages + stage
             arrival = run.arrival(line)
-            if arrival is None or (kind == FORWARD and not _safe(run, rank, stage)):
+            if arrival is None or (shop.memory[line * shop.microbatches] > 0 and not run.safe(line)):
                 continue
             found.append((max(arrival, run.now), line * shop.microbatches + run.turn[line]))
     return found
-
-
-def _safe(run: Run, rank: int, stage: int) -> bool:
-    """Whether, after the next F of ``stage``, the rank can still finish its microbatches, the oldest first.
-
-    The banker's question: each in turn gets the activations it lacks and then gives back all that it holds.
-    """
-    shop, lines = run.shop, run.shop.stages
-    own = shop.stages_of[rank]
-    room = shop.memory_cap - run.held[rank] - shop.activation[stage]
-    if room >= sum(shop.activation[s] for s in own):
-        return True
-    if room < 0:
-        return False
-    begun = {s: run.turn[s] + (s == stage) for s in own}
-    for microbatch in range(min(run.turn[2 * lines + s] for s in own), max(begun.values())):
-        lacks = sum(shop.activation[s] for s in own if begun[s] <= microbatch)
-        if lacks > room:
-            return False
-        for s in own:
-            if run.turn[2 * lines + s] <= microbatch < begun[s]:
-                freed = shop.memory[(lines + s) * shop.microbatches] if run.turn[lines + s] > microbatch else 0.0
-                room += shop.activation[s] + freed
-    return True

@@ -8,8 +8,13 @@ searches: half of the time for all, half of the rest for the better half, and so
 patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
 
 [Note: deadline] The time that writing and simulating the result will take is kept back, measured by that of making the
-shop. What is made is given up when the time for it is over; a shipped schedule that is itself searched is only made
-where its time is sure to be there.
+shops. What is made is given up when the time for it is over. Nothing is left out because it might take too long: on a
+busy machine such a guess is off by a factor. The shipped schedules come first, the quickest before those that are
+themselves searched, of which those with split backwards are first: they are shorter.
+
+[Note: deferred] Where an I adds memory (``Costs.deferred``) beyond what it frees, a program of B's alone fits caps that
+no I does. So each placement is searched twice within a cap: with I's and W's, and with B's alone (``Shop.fused``). A
+shipped schedule that has both, I's and B's, is compared with the result at the end.
 
 Where overlaps save time (``Costs.overlap`` < 1) the last third joins neighbours of the best orders into overlaps.
 """
@@ -21,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any, NamedTuple
@@ -30,7 +34,8 @@ from sixfold.pipeline import schedules
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError, number, whole
-from sixfold.pipeline.plan.bound import least_memory, lower_bound, lower_bound_of_any
+from sixfold.pipeline.memory import with_rounding
+from sixfold.pipeline.plan.bound import lower_bound, lower_bound_of_any
 from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
 from sixfold.pipeline.plan.overlap import overlapped
 from sixfold.pipeline.plan.patterns import pattern_order
@@ -39,6 +44,7 @@ from sixfold.pipeline.plan.repeated import even_pattern, few_microbatches, repea
 from sixfold.pipeline.plan.tabu import improved
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.schedules.list_scheduling import in_pattern
+from sixfold.pipeline.schedules.registry import Schedule
 from sixfold.pipeline.shop import Order, Shop
 from sixfold.pipeline.simulate import Timeline, simulate
 
@@ -46,7 +52,6 @@ __all__ = ["Plan", "plan", "plan_over"]
 
 _PLACING = 0.1  # part of the time, at most, in which placements are looked for
 _WRITING = 35.0  # times as long as making a shop takes to write the program and to simulate it
-_SEARCHED = 22.0  # times as long as one pattern's run takes to make a shipped schedule that is itself searched
 _LARGE = 6000  # operations of a step from which on orders of chance are patterns found on few microbatches alone
 _MAKING = 0.4  # part of the time in which orders are made
 _JOINING = 0.35  # part of it in which actions are joined into overlaps, where those save time
@@ -133,12 +138,16 @@ def plan_over(
     began = time.perf_counter()
     shops = _shops(ways, unit, ranks, cap, placement, random, _until(began + _PLACING * time_limit_s))
     # [Note: deadline]
-    deadline = began + time_limit_s - min(0.5 * time_limit_s, _WRITING * max(entry.made_in_s for entry in shops))
+    per_operation = min(entry.made_in_s / entry.shop.size for entry in shops)  # the least: it was not interrupted
+    writing = _WRITING * per_operation * max(entry.shop.size for entry in shops)
+    deadline = began + time_limit_s - min(0.5 * time_limit_s, writing)
     left = max(1e-9, deadline - time.perf_counter())
     joining = _JOINING * left if any(entry.costs.overlap < 1.0 for entry in shops) else 0.0
     players = _best(shops, deadline - joining, left - joining, random)
     program, costs = _joined(shops, players, deadline, random) if joining else _program(players[0])
     timeline = simulate(program, costs)
+    if any(entry.shop.grows for entry in shops):
+        program, costs, timeline = _with_mixed(shops, cap, program, costs, timeline, deadline)
     if placement is None:
         counted = ((m, _in_units(costs, unit, ranks)) for m, costs in ways)
         bound = min(lower_bound_of_any(costs, ranks, m, cap) for m, costs in counted) * unit
@@ -205,13 +214,15 @@ def _shops(
         else:
             places = placements_of(counted, ranks, microbatches, cap, random, go_on)
         for place in places:
-            began = time.perf_counter()
-            shop = Shop(counted, place, microbatches, cap)
-            needed = least_memory(shop.activation, place)
-            least = min(least, needed)
-            if needed <= shop.memory_cap:
-                bound = lower_bound(counted, place, microbatches, cap)
-                fitting.append(_Entry(shop, costs, bound, time.perf_counter() - began))
+            bound = lower_bound(counted, place, microbatches, cap)
+            for fused in (False, True):
+                began = time.perf_counter()
+                shop = Shop(counted, place, microbatches, cap, fused=fused)
+                least = min(least, max(shop.whole))
+                if max(shop.whole) <= shop.memory_cap:
+                    fitting.append(_Entry(shop, costs, bound, time.perf_counter() - began))
+                if not shop.grows or cap == math.inf:
+                    break  # [Note: deferred]
     if not fitting:
         raise ScheduleError(
             f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations "
@@ -268,10 +279,10 @@ def _joined(entries: list[_Entry], players: list[_Player], deadline: float, rand
     starts = [_timed(_program(player)[0], player.entry) for player in players]
     best = min(starts, key=_makespan)
     for entry in entries:
-        for program in _known(entry.shop):
+        for program in chain(*(_known(entry.shop, searched, _until(deadline)) for searched in (False, True))):
             if entry.bound >= best.makespan or time.perf_counter() > deadline:
                 break
-            if entry.shop.fits(_order_of(program, entry.shop)):
+            if program is not None and entry.shop.fits(_order_of(program, entry.shop)):
                 starts.append(_timed(program, entry))
                 best = min(best, starts[-1], key=_makespan)
     for left, start in zip(range(len(starts), 0, -1), sorted(starts, key=_makespan), strict=True):
@@ -306,7 +317,7 @@ def _made(entries: list[_Entry], deadline: float, last: float, random: Random) -
     best = math.inf
     makers = deque((at, entry, _orders(entry, random, deadline, last)) for at, entry in enumerate(entries))
     enough = min(entry.bound for entry in entries)
-    turns = [2 + len(_known_makers(entry.shop)) for entry in entries]  # that each has until all known were looked at
+    turns = [2 + len(_known_schedules(entry.shop)) for entry in entries]  # that each has until all known were looked at
     while makers and best > enough * (1 + 1e-12):
         if found and time.perf_counter() >= (last if max(turns) > 0 else deadline):
             break
@@ -334,23 +345,19 @@ def _orders(entry: _Entry, random: Random, deadline: float, last: float) -> Iter
     first orders are all that a large step has time for.
     """
     shop, go_on = entry.shop, _until(deadline)
-    makers, known = _known_makers(shop), []
-    for _, make in (maker for maker in makers if not maker[0]):
-        known.append(_order_of(make(), shop))
-        yield known[-1]
-    began = time.perf_counter()
-    even = in_pattern(shop, even_pattern(shop))
-    one = time.perf_counter() - began
-    yield even
-    for _, make in (maker for maker in makers if maker[0]):
-        if time.perf_counter() + _SEARCHED * one > last:
-            yield None  # [Note: deadline]
-            continue
-        known.append(_order_of(make(), shop))
-        yield known[-1]
+    known: list[Order] = []
+    for searched in (False, True):
+        for program in _known(shop, searched, _until(last)):
+            order = None if program is None else _order_of(program, shop)
+            known += [] if order is None else [order]
+            yield order
+        if not searched:
+            yield in_pattern(shop, even_pattern(shop), _until(last))
     yield _one_microbatch_at_a_time(shop)
     few = few_microbatches(shop.ranks, shop.microbatches)
-    small = shop if few == shop.microbatches else Shop(shop.costs, shop.placement, few, shop.memory_cap)
+    small = shop
+    if few < shop.microbatches:
+        small = Shop(shop.costs, shop.placement, few, shop.memory_cap, fused=shop.fused)
     repeated = repeated_orders(shop, small, random, go_on)
     if shop.size >= _LARGE:
         yield from repeated
@@ -376,18 +383,41 @@ def _one_microbatch_at_a_time(shop: Shop) -> Order:
     return rows
 
 
-def _known(shop: Shop) -> Iterator[Program]:
-    """The schedules of this package that have the shop's placement."""
-    return (make() for _, make in _known_makers(shop))
+def _known(shop: Shop, searched: bool, go_on: Callable[[], bool]) -> Iterator[Program | None]:
+    """The schedules of this package that have the shop's placement and are themselves searched, or are not.
+
+    None for one that was not done when ``go_on()`` said no.
+    """
+    ranks, chunks = shop.ranks, shop.stages // shop.ranks
+    for entry in _known_schedules(shop):
+        if entry.search is None and not searched:
+            yield entry.with_chunks(ranks, shop.microbatches, chunks)
+        elif entry.search is not None and searched:
+            yield entry.search(ranks, shop.microbatches, **(entry.arguments_for(chunks) or {}), go_on=go_on)
 
 
-def _known_makers(shop: Shop) -> list[tuple[bool, Callable[[], Program]]]:
-    """(whether it is itself searched, what makes it), the quickest first."""
+def _known_schedules(shop: Shop) -> list[Schedule]:
     ranks, chunks = shop.ranks, shop.stages // shop.ranks
     known = [entry for entry in schedules.registered() if entry.flushed and entry.arguments_for(chunks) is not None]
     known = [entry for entry in known if entry.placement(ranks, chunks) == shop.placement]
-    known.sort(key=lambda entry: entry.searched)
-    return [(entry.searched, partial(entry.with_chunks, ranks, shop.microbatches, chunks)) for entry in known]
+    known = [entry for entry in known if not (shop.fused and entry.split)]
+    return sorted(known, key=lambda entry: not entry.split)
+
+
+def _with_mixed(
+    entries: list[_Entry], cap: float, program: Program, costs: Costs, timeline: Timeline, deadline: float
+) -> tuple[Program, Costs, Timeline]:
+    """The given program, or a shorter shipped one that keeps the cap with both I's and B's: [Note: deferred]."""
+    for entry in entries:
+        shop = entry.shop
+        for known in () if shop.fused else _known_schedules(shop):
+            if not known.split or known.search is not None or time.perf_counter() > deadline:
+                continue
+            other = known.with_chunks(shop.ranks, shop.microbatches, shop.stages // shop.ranks)
+            found = simulate(other, entry.costs)
+            if found.makespan < timeline.makespan and max(found.peak_activations) <= with_rounding(cap):
+                program, costs, timeline = other, entry.costs, found
+    return program, costs, timeline
 
 
 def _order_of(program: Program, shop: Shop) -> Order:

@@ -32,7 +32,40 @@ _SLACK = 0.1  # of a rank's work that less memory may cost
 _ROOMS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # microbatches that a rank may hold, of p
 
 
-@schedule(placement=wave, chunks=None, searched=True)
+def _search(
+    ranks: int,
+    microbatches: int,
+    waves: int = 1,
+    memory_cap: float | None = None,
+    *,
+    go_on: Callable[[], bool] | None = None,
+) -> Program | None:
+    at_least_one(ranks=ranks, microbatches=microbatches, waves=waves)
+    # GPipe's memory is all microbatches; those that 1F1B would hold too are none too many.
+    most = float(max(ranks, microbatches - 1)) if memory_cap is None else room_for_one(memory_cap)
+    rooms = {max(1.0, math.floor(2 * waves * part * ranks) / (2 * waves)) for part in _ROOMS}
+    rooms = {min(most, room) for room in rooms} | ({most} if memory_cap is not None else set())
+    few = min(microbatches, 4 * ranks)
+    favours = (_deepest_forward, _shallowest_backward)
+    tried = []
+    for room in sorted(rooms):
+        shop = _shop(ranks, few, waves, room)
+        for favour in favours:
+            if (order := _listed(shop, favour, go_on)) is None:
+                return None
+            times = shop.play(order)
+            assert times is not None, "it ran"
+            tried.append((times.makespan, shop.peak(order), room, favour, order))
+    shortest = min(makespan for makespan, *_ in tried)
+    slack = 0.0 if memory_cap is not None else _SLACK * 3 * few
+    near = (one for one in tried if one[0] <= shortest + slack)
+    _, _, room, favour, best = min(near, key=lambda one: (one[1], one[0]))
+    shop = _shop(ranks, microbatches, waves, room)
+    order = best if few == microbatches else _listed(shop, favour, go_on)
+    return None if order is None else shop.program(order, shop.play(order), "hanayo")
+
+
+@schedule(placement=wave, chunks=None, search=_search)
 def hanayo(ranks: int, microbatches: int, waves: int = 1, memory_cap: float | None = None) -> Program:
     """Of several list schedules of ``2 * waves`` chunks, the least memory within 10 % of work of the shortest.
 
@@ -45,25 +78,9 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1, memory_cap: float | No
         ScheduleError: an argument is below one.
     Cost: 14 list schedules of at most 4 p microbatches, and the chosen one for all.
     """
-    at_least_one(ranks=ranks, microbatches=microbatches, waves=waves)
-    # GPipe's memory is all microbatches; those that 1F1B would hold too are none too many.
-    most = float(max(ranks, microbatches - 1)) if memory_cap is None else room_for_one(memory_cap)
-    rooms = {max(1.0, math.floor(2 * waves * part * ranks) / (2 * waves)) for part in _ROOMS}
-    rooms = {min(most, room) for room in rooms} | ({most} if memory_cap is not None else set())
-    few = min(microbatches, 4 * ranks)
-    favours = (_deepest_forward, _shallowest_backward)
-    tried = []
-    for room in sorted(rooms):
-        for favour in favours:
-            shop, order = _listed(ranks, few, waves, room, favour)
-            times = shop.play(order)
-            assert times is not None, "it ran"
-            tried.append((times.makespan, shop.peak(order), room, favour))
-    shortest = min(makespan for makespan, *_ in tried)
-    slack = 0.0 if memory_cap is not None else _SLACK * 3 * few
-    _, _, room, favour = min((one for one in tried if one[0] <= shortest + slack), key=lambda one: (one[1], one[0]))
-    shop, order = _listed(ranks, microbatches, waves, room, favour)
-    return shop.program(order, shop.play(order), "hanayo")
+    program = _search(ranks, microbatches, waves, memory_cap)
+    assert program is not None, "nothing told it to stop"
+    return program
 
 
 def _deepest_forward(stages: int) -> list[float]:
@@ -74,14 +91,13 @@ def _shallowest_backward(stages: int) -> list[float]:
     return [*(2.0 * stages - stage for stage in range(stages)), *(float(stage) for stage in range(stages))]
 
 
-def _listed(
-    ranks: int, microbatches: int, waves: int, room: float, favour: Callable[[int], list[float]]
-) -> tuple[Shop, Order]:
+def _shop(ranks: int, microbatches: int, waves: int, room: float) -> Shop:
     """B is an I that takes twice as long as F and frees all, with a W of no time behind it."""
     stages = 2 * waves * ranks
     share = [0.5 / waves] * stages
     costs = Costs(share, [2 * time for time in share], [0.0] * stages, activation=share, input_share=1.0)
-    shop = Shop(costs, wave(ranks, 2 * waves), microbatches, room)
-    order = in_pattern(shop, Pattern(begin=favour(stages), period=0.0, weight_after=-math.inf))
-    assert order is not None, f"one microbatch fits {room}"
-    return shop, order
+    return Shop(costs, wave(ranks, 2 * waves), microbatches, room)
+
+
+def _listed(shop: Shop, favour: Callable[[int], list[float]], go_on: Callable[[], bool] | None) -> Order | None:
+    return in_pattern(shop, Pattern(begin=favour(shop.stages), period=0.0, weight_after=-math.inf), go_on)

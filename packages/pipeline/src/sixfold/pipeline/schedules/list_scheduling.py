@@ -74,14 +74,23 @@ Try = tuple[tuple[float, float, float, float], tuple[float, float, float], float
 
 
 def best_v(
-    ranks: int, microbatches: int, tries: Sequence[Try], cap: float, memory_cap: float | None, name: str
-) -> Program:
+    ranks: int,
+    microbatches: int,
+    tries: Sequence[Try],
+    cap: float,
+    memory_cap: float | None,
+    name: str,
+    go_on: Callable[[], bool] | None = None,
+) -> Program | None:
     """Of several patterns of a V the order that is shortest at F = I = W; of equally short ones at 1 : 1.6 : 0.6.
 
     Args:
         tries: steps and gaps of the rows (first chunk's F, second's F, second's I, first's I) in durations, and the
             pace at which microbatches enter after the first burst.
         cap: microbatches that a rank may hold; ``memory_cap`` is the caller's, which goes before.
+        go_on: asked now and then.
+    Returns:
+        None only if ``go_on()`` said no.
     Raises:
         ScheduleError: ``memory_cap`` is less than one microbatch.
     Cost: every pattern for at most 3 p microbatches, and the best again for all.
@@ -89,27 +98,33 @@ def best_v(
     if memory_cap is not None:
         cap = room_for_one(memory_cap)
 
-    def made(microbatches: int, one: Try) -> tuple[float, float, Shop, Order]:
-        equal, unequal = (_shop(ranks, microbatches, cap, times) for times in (_EQUAL, _UNEQUAL))
+    def made(shop: Shop, one: Try) -> Order | None:
         steps, gaps, entry = one
         unit = 0.5  # of any operation here
         pattern = pattern_of_chain(
-            equal,
+            shop,
             [unit * step for step in steps],
             [unit * gap for gap in gaps],
             period=6 * unit,
             entry=6 * unit * entry,
             burst=ranks * unit,
         )
-        order = in_pattern(equal, pattern)
-        assert order is not None, f"one microbatch fits {cap}"
-        lengths = [times.makespan for shop in (equal, unequal) if (times := shop.play(order)) is not None]
-        return lengths[0], lengths[1], equal, order
+        return in_pattern(shop, pattern, go_on)
 
     few = min(microbatches, 3 * ranks)
-    best = min(tries, key=lambda one: made(few, one)[:2])
-    _, _, shop, order = made(microbatches, best)
-    return shop.program(order, name=name)
+    shop, unequal = (_shop(ranks, few, cap, times) for times in (_EQUAL, _UNEQUAL))
+    found: list[tuple[list[float], int, Order]] = []
+    for at, one in enumerate(tries):
+        if (order := made(shop, one)) is None:
+            return None
+        lengths = [times.makespan for judge in (shop, unequal) if (times := judge.play(order)) is not None]
+        found.append((lengths, at, order))
+    _, at, best = min(found)
+    if few == microbatches:
+        return shop.program(best, name=name)
+    shop = _shop(ranks, microbatches, cap, _EQUAL)
+    order = made(shop, tries[at])
+    return None if order is None else shop.program(order, name=name)
 
 
 def room_for_one(memory_cap: float) -> float:
@@ -151,7 +166,8 @@ def in_pattern(shop: Shop, pattern: Pattern, go_on: Callable[[], bool] | None = 
     ends in a deadlock. The last stage but one may take the last place if the rank holds something of its last stage:
     that comes back by itself, since each rank lets microbatches pass in order and backwards need no room. And it
     leaves room for every forward of a later stage whose turn came before its own: a microbatch that enters early
-    must not stop one that is on its way.
+    must not stop one that is on its way. Where I's add memory (``Shop.grows``) F and I start if that is safe
+    (``Run.safe``).
     """
     return Run(shop).to_the_end(_Turns(shop, pattern), go_on)
 
@@ -184,9 +200,12 @@ class _Turns:
             if line < stages:
                 if line == 0 and run.held[rank] and pattern.entry * k - pattern.burst > limit:
                     continue
-                if not self._has_room(run, rank, line, turn):
+                if not (run.safe(line) if shop.grows else self._has_room(run, rank, line, turn)):
                     blocked = min(blocked, turn)
                     continue
+            elif shop.grows and shop.memory[line * m] > 0 and not run.safe(line):
+                blocked = min(blocked, turn)
+                continue
             best, chosen = turn, line * m + k
         first, weight = math.inf, WAIT
         for stage in shop.stages_of[rank]:

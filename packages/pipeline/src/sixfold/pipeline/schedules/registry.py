@@ -37,7 +37,8 @@ class Schedule:
         chunks: stages of a rank; None where the argument ``chunks`` or ``waves`` says how many.
         flushed: whether the program's weights are flushed, so that a step begins and ends empty.
         split: whether backwards are I and W (all or some), else B.
-        searched: it is the best of several list schedules and takes a while; others take no time to speak of.
+        search: makes the same program with the same arguments and ``go_on``, or gives None once ``go_on()`` says no. Of
+            schedules that are the best of several list schedules; others take no time to speak of.
         aliases: names elsewhere (torch, torchtitan) and, of each, in what theirs differs; "" for nothing.
     """
 
@@ -48,7 +49,7 @@ class Schedule:
     chunks: int | None
     flushed: bool
     split: bool
-    searched: bool
+    search: Callable[..., Program | None] | None
     aliases: Mapping[str, str]
 
     def arguments_for(self, chunks: int) -> dict[str, int] | None:
@@ -78,7 +79,7 @@ def schedule(
     chunks: int | None = 1,
     flushed: bool = True,
     split: bool = False,
-    searched: bool = False,
+    search: Callable[..., Program | None] | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Callable[[_Make], _Make]:
     """Register the decorated function, which takes ranks, microbatches and what else its signature names.
@@ -97,7 +98,7 @@ def schedule(
             chunks=chunks,
             flushed=flushed,
             split=split,
-            searched=searched,
+            search=search,
             aliases=MappingProxyType(dict(aliases or {})),
         )
         setattr(make, _MARK, entry)

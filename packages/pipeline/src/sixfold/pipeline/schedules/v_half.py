@@ -13,7 +13,8 @@ short ones the shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the stea
 what warm-up and drain leave is (3 p - 7) / (6 m) at the p from 4 on that 4 divides, m >= 2 p: 0.104 at (p, m) =
 (4, 8), which is the optimum, and 0.107 at (16, 64). One order cannot serve all ratios of costs: at 1 : 1.6 : 0.6
 each microbatch takes up to a sixth longer than the work (0.356 at (16, 64)); ``plan`` makes orders
-for given costs. The patterns were chosen at p = 4 to 32; at other p they are right, but nobody looked for better ones. Messages are 4 m (p - 1).
+for given costs. The patterns were chosen at p = 4 to 32.
+Messages are 4 m (p - 1).
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ microbatch are repeated (``list_scheduling``), and the best is taken: the shorte
 short ones the shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble; 0.229 at
 (p, m) = (4, 8) is the optimum in two microbatches, and (16, 64) has 0.154. A microbatch's operations follow each other
 without slack, so that at other ratios all ranks go at the pace of the longest operation: at 1 : 1.6 : 0.6 each
-microbatch takes two thirds longer than the work, and ``plan`` finds better orders. More memory is used but not as well as it could
-be: 0.188 at (4, 8) in 2.5 microbatches, where the optimum is 0.167. The patterns were chosen at p = 4 to 32. Messages are 4 m (p - 1).
+microbatch takes two thirds longer than the work, and ``plan`` finds better orders.
+More memory is not used as well as it could be: 0.188 at (4, 8) in 2.5 microbatches, where the optimum is 0.167. The
+patterns were chosen at p = 4 to 32. Messages are 4 m (p - 1).
 """
 
 from __future__ import annotations

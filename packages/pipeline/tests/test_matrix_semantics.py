@@ -13,7 +13,7 @@ from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sixfold.pipeline import PipelineRunner, Program, Stage, defer_weight_grad
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, defer_weight_grad, one_f_one_b
 from sixfold.pipeline.passes import recompute
 from sixfold.pipeline.schedules import registered
 
@@ -381,3 +381,36 @@ def test_empty_stages_pass_on_whatever_comes(program, full):
     expected = plain_loop(theirs, inputs, [None] * 4, lambda o, _: o.square().mean())
     assert same_losses(results[program.placement[-1]], expected)
     assert_same([mine[s] for s in sorted(there)], theirs)
+
+
+def test_loss_fn_gets_what_the_last_stage_returned():
+    """A tuple of one tensor is no tensor: ``output[0]`` would be its first row."""
+    for last, first in ((lambda h: (h,), lambda output: output[0]), (lambda h: h, lambda output: output)):
+
+        class Last(nn.Module):
+            def forward(self, hidden: Tensor, last: Any = last) -> Any:
+                return last(hidden)
+
+        mine = [nn.Linear(WIDTH, WIDTH), Last()]
+        runner = PipelineRunner(
+            one_f_one_b(2, 2),
+            [Stage(module, s) for s, module in enumerate(mine)],
+            None,
+            lambda output, target, first=first: nn.functional.mse_loss(first(output), target),
+        )
+        x = torch.ones(2, WIDTH)
+        losses = runner.step(x, x).losses
+        assert losses[0] == nn.functional.mse_loss(mine[0](x[:1]), x[:1])
+        assert type(runner.forward(x).outputs[0]) is type(last(x))
+
+
+def test_an_input_that_recompute_would_find_changed_is_refused():
+    class Doubles(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    runner = PipelineRunner(
+        recompute(one_f_one_b(1, 2)), [Stage(Doubles(WIDTH, WIDTH), 0)], None, nn.functional.mse_loss
+    )
+    with pytest.raises(ScheduleError, match="stage 0 changes its input in place"):
+        runner.step(torch.ones(2, WIDTH), torch.ones(2, WIDTH))

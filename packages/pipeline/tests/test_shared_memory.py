@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sixfold.pipeline import Action, ScheduleError
+from sixfold.pipeline.transport.groups import _deliver
 from sixfold.pipeline.transport.routes import Route
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.watchdog import PeerLost
@@ -82,6 +83,31 @@ def test_a_slot_is_used_again_when_its_tensors_have_died_and_never_before():
     for _ in range(6):
         exchange(source, destination, (torch.zeros(1000),))
     assert len(source._slots) == 6
+
+
+def test_a_forked_process_frees_no_slot():
+    """A worker that loads data drops its copy of a tensor; the slot is still that of the tensor here."""
+    source, destination = ends()
+    kept = [exchange(source, destination, (torch.zeros(1000),))[0]]
+    if not (child := os.fork()):
+        kept.clear()
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    exchange(source, destination, (torch.ones(1000),))
+    assert not kept[0].any()
+    assert len(source._slots) == 2
+
+
+def test_a_forked_process_delivers_nothing():
+    class Edge:
+        def deliver(self, deadline: float) -> None:
+            delivered.append(deadline)
+
+    delivered: list[float] = []
+    for process in (os.getpid(), os.getpid() + 1):
+        _deliver({1: Edge()}, Edge(), 5.0, process)
+    assert len(delivered) == 2
 
 
 def test_what_a_receiver_keeps_beyond_a_bound_is_copied(monkeypatch):

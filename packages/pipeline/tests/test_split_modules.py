@@ -252,3 +252,24 @@ def test_a_weight_that_lies_otherwise_is_not_deferred():
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 1), nn.Linear(1, 3))
     model[0].weight = nn.Parameter(torch.randn(5, 6).t())
     assert same_bits(model, [rand(1, 5, seed=k) for k in range(N)])[0] == N
+
+
+class Swish(nn.Module):
+    """Changes what layers gave it in place, as ``nn.ReLU(inplace=True)`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 6), nn.Embedding(3, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        hidden += self.places(torch.arange(3))
+        hidden = self.up(hidden).relu_()
+        return self.down(hidden).mul_(2).sigmoid_()
+
+
+def test_what_a_layer_gave_may_be_changed_in_place():
+    torch.manual_seed(3)
+    ids = [torch.randint(7, (2, 3), generator=torch.Generator().manual_seed(k)) for k in range(N)]
+    assert same_bits(Swish(), ids)[0] == 4 * N

@@ -238,6 +238,27 @@ def test_what_shards_a_stage_raises(method):
         assert any("rank 1 failed at" in str(each) for each in (result.error, *result.after))
 
 
+def test_a_time_out_of_what_shards_a_stage_is_a_time_out_on_all_ranks():
+    class Handle:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("call", "accumulate", "after_backward"):
+                raise AttributeError(name)
+            return late if name == "reduce_grad" else (lambda: None)
+
+    def late() -> None:
+        raise PipelineTimeout("stage 1 waited for its replicas")
+
+    results = run(
+        zb_h2(RANKS, M),
+        model(RANKS),
+        stage=lambda module, s: Stage(module, s, data_parallel=Handle() if s == 1 else None),
+    )
+    for result in results:
+        told = next(each for each in (result.error, *result.after) if each is not None)
+        assert type(told) is PipelineTimeout, told
+        assert re.match(r"rank 1 failed at \[\d+/\d+\] 1REDUCE_GRAD: stage 1 waited for its replicas", str(told))
+
+
 @all_programs
 def test_a_shape_that_the_next_stage_cannot_take_is_that_stages_error(program):
     modules = model(program.stages)

@@ -147,6 +147,34 @@ def test_tuples_bfloat16_integers_and_an_empty_stage_travel(edges):
     run_ranks(pairs, 3, edges)
 
 
+def lazily_conjugated(rank: int, ranks: int, edges: str | None) -> list[float]:
+    """Losses where the first output is a conjugate and the second the negative of what lies in memory."""
+
+    class First(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            lazy = torch.complex(x, x).conj()
+            return lazy, lazy.imag
+
+    class Second(nn.Module):
+        def forward(self, lazy: Tensor, negative: Tensor) -> Tensor:
+            return lazy.imag * 3 + negative
+
+    runner = PipelineRunner(
+        gpipe(2, 2),
+        [Stage((First(), Second())[rank], rank)],
+        dist.group.WORLD,
+        lambda output, _: output.sum(),
+        timeout_s=10,
+        edges=edges,
+    )
+    return [float(loss) for loss in runner.evaluate(torch.ones(2, 3)).losses]
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_a_tensor_that_is_conjugated_or_negated_in_name_only_arrives_so(edges):
+    assert run_ranks(lazily_conjugated, 2, edges)[1] == [-12.0, -12.0]
+
+
 def by_token(rank: int, ranks: int) -> None:
     """Sums and counts: the total reaches every rank."""
     program = interleaved(2, 4, 2)

@@ -44,11 +44,13 @@ class Record:
         place: ``[17/48] 0RECV_B3``.
         peer: rank it waited for, None if it did not wait.
         error: what its stage raised, None if it only waited.
+        overdue: ``error`` is a time-out, of a wait inside of the stage.
     """
 
     place: str
     peer: int | None = None
     error: str | None = None
+    overdue: bool = False
 
 
 class MemoryStore:

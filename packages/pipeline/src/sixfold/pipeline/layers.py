@@ -8,6 +8,10 @@ tensors' classes, a transform around it) runs the module as it is, and gets its 
 
 [Note: the store holds the Parameter] ``ctx.saved_tensors`` gives a detached alias of a parameter under activation
 checkpointing. What W needs to know about is therefore kept beside what is saved.
+
+[Note: no view] Inside of both operators rows are multiplied or looked up as a matrix, and what comes back is a view of
+it, which an autograd Function must not return to who changes it in place (``nn.ReLU(inplace=True)``). Nobody else has
+that matrix, so ``.data`` makes its view a tensor like any other.
 """
 
 from __future__ import annotations
@@ -286,7 +290,7 @@ class _Linear(Function):
             ctx.save_for_backward(input, weight)
         else:
             ctx.save_for_backward(input)
-        return F.linear(input, weight, held[2])
+        return F.linear(input, weight, held[2]).data  # [Note: no view]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -393,7 +397,7 @@ class _Embedding(Function):
         ctx.set_materialize_grads(False)
         ctx.held = held
         ctx.save_for_backward(indices)
-        return torch.embedding(held[2], indices, held[3], held[4], False)
+        return torch.embedding(held[2], indices, held[3], held[4], False).data  # [Note: no view]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

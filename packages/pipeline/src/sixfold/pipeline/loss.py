@@ -62,7 +62,7 @@ class LossTail:
     def light(self, k: int, outputs: Any) -> None:
         """Output to loss, or the output where there is no ``loss_fn``."""
         if self._loss_fn is None:
-            self.outputs[k] = _unwrapped(outputs)
+            self.outputs[k] = outputs
         else:
             self._record(k, outputs, *self._loss(k, outputs, trained=False))
 
@@ -72,7 +72,7 @@ class LossTail:
 
     def _loss(self, k: int, outputs: Any, *, trained: bool) -> tuple[Tensor, Any]:
         assert self._loss_fn is not None, "the runner checks that there is a loss_fn"
-        value, count = self._loss_fn(_unwrapped(outputs), self.targets[k]), None
+        value, count = self._loss_fn(outputs, self.targets[k]), None
         if self._tokens:
             if not (isinstance(value, tuple | list) and len(value) == 2):
                 raise ScheduleError(f"with scale='token' loss_fn returns (sum, count), not a {type(value).__name__}")
@@ -83,7 +83,7 @@ class LossTail:
         self.losses[k] = value.detach()
         self.counts[k] = count
         if self.keep:
-            self.outputs[k] = _detached(_unwrapped(outputs))
+            self.outputs[k] = _detached(outputs)
 
     def _root(self, k: int, value: Tensor) -> None:
         key = value.dtype, value.device
@@ -107,11 +107,6 @@ def _one_number(loss: Any, trained: bool) -> Tensor:
             "evaluate takes such a loss"
         )
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _unwrapped(outputs: Any) -> Any:
-    """A tuple of one tensor, which is what an empty stage passes on, as that tensor."""
-    return outputs[0] if type(outputs) is tuple and len(outputs) == 1 else outputs
 
 
 def _detached(outputs: Any) -> Any:

@@ -58,7 +58,7 @@ class Faults:
             self._time_out(compiled, place, error)
         words = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
         if self._records is not None and self._links is not None:
-            self._records.write(Record(place, error=words))
+            self._records.write(Record(place, error=words, overdue=isinstance(error, PipelineTimeout)))
             self._links.close()
         interrupted = not isinstance(error, Exception)
         stepped = compiled is not None and at >= 0 and compiled.steps  # some stages may be a STEP ahead of others
@@ -67,7 +67,8 @@ class Faults:
         if interrupted or (isinstance(error, ScheduleError) and action is None):
             raise error
         message = f"rank {rank} failed at {place}: {words}"
-        raise ScheduleError(message, rank=rank, position=position, action=action) from error
+        kind = PipelineTimeout if isinstance(error, PipelineTimeout) else ScheduleError
+        raise kind(message, rank=rank, position=position, action=action) from error
 
     def _time_out(self, compiled: Compiled | Carried | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""
@@ -87,7 +88,7 @@ class Faults:
         for rank, theirs in others.items():
             if theirs.error is not None:
                 self.broken = f"rank {rank} failed at {theirs.place}: {theirs.error}"
-                raise ScheduleError(self.broken, rank=rank) from error
+                raise (PipelineTimeout if theirs.overdue else ScheduleError)(self.broken, rank=rank) from error
         line = report(self._rank, self._ranks, mine, others, self._records.has_store, self._records.deaf)
         self.broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=action) from error

@@ -165,6 +165,6 @@ def _tied(index: int, tied: Mapping[str, Tensor] | None, own: list[nn.Parameter]
     return found
 
 
-def _pass_on(*arguments: Tensor, **_: Any) -> tuple[Tensor, ...]:
+def _pass_on(*arguments: Tensor, **_: Any) -> Tensor | tuple[Tensor, ...]:
     """The empty stage."""
-    return arguments
+    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], Tensor) else arguments

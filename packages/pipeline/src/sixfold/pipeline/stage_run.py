@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.split import Values, as_tuple
 from sixfold.pipeline.stage import Stage
 
@@ -202,8 +203,14 @@ class StageRun:
         self._inputs[k] = inputs = self.inbox[k]
         self.inbox[k] = None
         self._random[k] = RandomState(self.stage.device)
+        before = versions_of(inputs)
         with saved_tensors_hooks(_dropped, _missing):
             self.end.light(k, self.calls[k](*inputs, **self.kwargs[k]))
+        if versions_of(inputs) != before:
+            raise ScheduleError(
+                f"stage {self.index} changes its input in place, and RECOMPUTE would start from what became of it; let "
+                "it change a copy"
+            )
 
     def recompute(self, k: int) -> None:
         """RECOMPUTE whose backward is B."""
@@ -382,6 +389,11 @@ def run_backward(roots: Roots, gradients: Tensors) -> None:
 def leaves(values: Values) -> Values:
     """``values`` without their history, still asking for gradients where they did."""
     return tuple(t.detach().requires_grad_() if isinstance(t, Tensor) and t.requires_grad else t for t in values)
+
+
+def versions_of(values: Values) -> list[int]:
+    """How often each of the tensors was changed in place."""
+    return [t._version for t in values if isinstance(t, Tensor)]
 
 
 def gradients_of(inputs: Values) -> Tensors:

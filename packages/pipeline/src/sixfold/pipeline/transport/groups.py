@@ -23,6 +23,7 @@ for when more than a batch are in flight; NCCL tells, and is asked at each SEND.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ class Outgoing:
     def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
         """Start to send; returns at once unless the peer is far behind."""
         for tensor in tensors:
-            tensor = tensor.detach().contiguous()
+            tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is sent is memory
             try:
                 work = self._send([tensor], self._peer, tag)
             except RuntimeError as error:  # the connection has ended
@@ -175,7 +176,7 @@ class GroupLinks:
         self._shared_incoming: dict[int, SharedIncoming] = {}
         self._connected: set[Edge] = set()
         self._tags = 2  # 0 and 1 are of the control channel
-        self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s)
+        self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s, os.getpid())
 
     def lane(
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
@@ -308,11 +309,13 @@ class GroupLinks:
         return nccl, 1 - mine
 
 
-def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: float) -> None:
-    """A runner ends, with its process or before it: what it sent is still asked for by slower ranks.
+def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: float, process: int) -> None:
+    """A runner ends, with its ``process`` or before it: what it sent is still asked for by slower ranks.
 
     Ends at the latest after ``timeout_s``, and at once where the peer has ended; shared memory needs no such wait.
     """
+    if os.getpid() != process:  # forked from it: what moves bytes is not here
+        return
     deadline = time.monotonic() + timeout_s
     for edge in outgoing.values():
         edge.deliver(deadline)

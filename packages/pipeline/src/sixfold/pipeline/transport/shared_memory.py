@@ -178,6 +178,7 @@ class SharedIncoming:
         self._early: dict[tuple[int, Route], deque[tuple[Any, ...]]] = {}
         self._packet = bytearray(_PACKET_BYTES)
         self._held = [0]  # bytes; leases take theirs off
+        self._process = os.getpid()
         self.may_change = False  # what the sender said with the last message
 
     def post(self) -> None:
@@ -245,7 +246,7 @@ class SharedIncoming:
         if index >= 0:
             memory = self._slots[index]
             lease = _lease_type(memory.size).from_address(memory.address)
-            lease.free = self._page, _STATES + index, self._held, memory
+            lease.free = self._page, _STATES + index, self._held, memory, self._process
             self._held[0] += memory.size
         values: list[Any] = []
         for spec, offset, count in layout.entries:
@@ -342,9 +343,10 @@ class _Slot:
 
 
 def _give_back(lease: Any) -> None:
-    page, at, held, _ = lease.free
+    page, at, held, _, process = lease.free
     held[0] -= len(lease)
-    page[at] = 0
+    if os.getpid() == process:  # a fork, such as a worker that loads data, has the tensor and not the slot
+        page[at] = 0
 
 
 @lru_cache(maxsize=256)

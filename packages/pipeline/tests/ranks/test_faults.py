@@ -39,11 +39,17 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+def heed_interrupts() -> None:
+    """Python's own answer to Ctrl-C, also where the shell that runs the tests ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 ACTS = {"raise": fail, "kill": die, "interrupt": interrupt}
 
 
 def step_with_a_failing_stage(rank: int, ranks: int, act: str, culprit: int, with_store: bool) -> Report:
     """Run one step in which the stage of ``culprit`` fails; what this rank got, and after how long."""
+    heed_interrupts()
     program = one_f_one_b(ranks, 6)
     module = Acts(3, ACTS[act]) if rank == culprit else layers(ranks)[rank]
     runner = runner_of(program, rank, module, TIMEOUT_S, store=store() if with_store else None)
@@ -94,6 +100,7 @@ def test_an_interrupt_reaches_every_rank():
 
 def interrupted_while_it_waits(rank: int, ranks: int) -> Report:
     """Rank 0 gets Ctrl-C while it waits for rank 1, whose stage takes 2 s."""
+    heed_interrupts()
     if rank == 0:
         threading.Timer(0.5, interrupt).start()
     module = Acts(1, lambda: time.sleep(2)) if rank else layers(1)[0]

@@ -349,9 +349,9 @@ def test_stages_that_the_ranks_do_not_divide_are_placed():
 def test_a_large_plan_keeps_its_time():
     costs = Costs([0.5] * 128, [0.8] * 128, [0.3] * 128, 0.1, activation=[0.5] * 128)
     began = time.perf_counter(), time.process_time()
-    plan(costs, ranks=64, microbatches=64, memory_cap=40.0, time_limit_s=3.0)
+    plan(costs, ranks=64, microbatches=64, memory_cap=40.0, time_limit_s=1.0)
     # Of this process: others may have the machine while we wait.
-    assert time.process_time() - began[1] <= 3.3
+    assert time.process_time() - began[1] <= 1.3
 
 
 def deferring_costs(rng, stages):

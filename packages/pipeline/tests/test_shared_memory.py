@@ -99,6 +99,33 @@ def test_a_forked_process_frees_no_slot():
     assert len(source._slots) == 2
 
 
+@pytest.mark.parametrize("receives", [True, False])
+def test_a_dead_peer_is_seen_though_a_fork_of_it_still_has_its_socket(receives):
+    listener, name = listen()
+    told, tell = os.pipe()
+    if not (peer := os.fork()):
+        link = connect(name)
+        assert link is not None
+        (SharedOutgoing if receives else SharedIncoming)(link, 1, 30.0)
+        if not os.fork():  # as a worker that loads data
+            os.close(tell)
+            os.read(told, 1)  # until this test ends
+        os._exit(0)
+    here = accept(listener)
+    assert here is not None
+    begin = time.monotonic()
+    with pytest.raises(PeerLost):
+        if receives:
+            SharedIncoming(here, 0, 30.0).wait(7, FORWARD, RECEIVE)
+        source = SharedOutgoing(here, 0, 30.0)
+        for k in range(20):
+            source.send(7, FORWARD, False, (k,), SEND)
+    assert time.monotonic() - begin < 10
+    os.close(told)
+    os.close(tell)
+    os.waitpid(peer, 0)
+
+
 def test_a_forked_process_delivers_nothing():
     class Edge:
         def deliver(self, deadline: float) -> None:

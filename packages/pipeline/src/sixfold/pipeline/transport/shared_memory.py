@@ -73,6 +73,7 @@ class SharedOutgoing:
         self._page, self._asked = _Memory(descriptor, _PAGE_BYTES).page()
         socket.send_fds(link, [b"page"], [descriptor])
         os.close(descriptor)
+        self._peer = _process_of(link)
         self._sent = 0
         self.window = _WINDOW  # messages; see routes.window_of
         self._slots: dict[int, _Slot] = {}
@@ -117,10 +118,15 @@ class SharedOutgoing:
         return layout
 
     def _wait_for_peer(self, action: Action) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        now = time.monotonic()
+        deadline, look = now + self._timeout_s, now + LOOK_S
         while self._sent - self._asked[0] >= self.window:
+            now = time.monotonic()
+            ended = False
+            if now > look:
+                look, ended = now + LOOK_S, _has_ended(self._peer)
             heard = self._alarm is not None and self._alarm.heard()
-            if heard or time.monotonic() > deadline or self._peer_has_left():
+            if heard or ended or now > deadline or self._peer_has_left():
                 raise PeerLost(action, self._rank)
             time.sleep(_POLL_S)
 
@@ -178,7 +184,7 @@ class SharedIncoming:
         self._early: dict[tuple[int, Route], deque[tuple[Any, ...]]] = {}
         self._packet = bytearray(_PACKET_BYTES)
         self._held = [0]  # bytes; leases take theirs off
-        self._process = os.getpid()
+        self._process, self._peer = os.getpid(), _process_of(link)
         self.may_change = False  # what the sender said with the last message
 
     def post(self) -> None:
@@ -234,11 +240,14 @@ class SharedIncoming:
         """A packet that did not come at once: its size."""
         deadline = time.monotonic() + self._timeout_s - self._look_s
         while (left := deadline - time.monotonic()) > 0 and not (self._alarm is not None and self._alarm.heard()):
+            ended = _has_ended(self._peer)  # asked first: all that it sent is there then
             try:
-                if select.select([self._socket], [], [], min(LOOK_S, left))[0]:
+                if select.select([self._socket], [], [], 0 if ended else min(LOOK_S, left))[0]:
                     return self._socket.recv_into(self._packet)
             except OSError as error:
                 raise PeerLost(action, self._rank) from error
+            if ended:
+                break
         raise PeerLost(action, self._rank)
 
     def _values(self, layout: _Layout, index: int, forward: bool) -> tuple[Any, ...]:
@@ -395,11 +404,35 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def _same_user(link: socket.socket) -> bool:
-    _, user, _ = Struct("3i").unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = _credentials(link)
     if user == os.getuid():
         return True
     link.close()
     return False
+
+
+def _credentials(link: socket.socket) -> tuple[int, ...]:
+    """Process, user and group of the other end; process 0 if it cannot be seen from here."""
+    return Struct("3i").unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+
+
+def _process_of(link: socket.socket) -> int:
+    return _credentials(link)[0]
+
+
+def _has_ended(process: int) -> bool:
+    """Whether ``process`` is known to be dead. Its socket does not tell while a fork of it, such as a worker that loads
+    data, lives on."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    except (AttributeError, OSError):
+        return False
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
 
 
 def _set_deadline(link: socket.socket, seconds: float) -> None:

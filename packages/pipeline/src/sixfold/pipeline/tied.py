@@ -8,6 +8,7 @@ total comes down again, over the edges between those ranks alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -90,6 +91,11 @@ def _all_told(mine: Told, control: Control, here: int, ranks: int) -> Told:
     for peer in range(ranks):
         if peer != here and any(counts):
             told += json.loads(control.receive(peer))
+    if any(counts):
+        # Whoever refuses what was told ends its links, and with them what is still on its way: all wait until all know
+        # all. A rank that is left behind here knows all too, and finds the same.
+        with contextlib.suppress(PeerLost):
+            control.gather(0)
     return told
 
 

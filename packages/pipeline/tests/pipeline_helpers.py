@@ -59,3 +59,15 @@ def equal_bits(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
         if a is not None and b is not None and not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return False
     return True
+
+
+class Shared(nn.Module):
+    """A layer, and a factor that other stages have too."""
+
+    def __init__(self, layer: nn.Module, value: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.factor = nn.Parameter(torch.full((8,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor

@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_helpers import batch, equal_bits, layers, square_loss
+from pipeline_helpers import Shared, batch, equal_bits, layers, square_loss
 from thread_helpers import on_threads, values_or_raise
-from torch import Tensor, nn
+from torch import nn
 
 from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, interleaved, zb_h1
 from sixfold.pipeline.passes import optimizer_step
-
-
-class Shared(nn.Module):
-    """A layer, and a factor that other stages have too."""
-
-    def __init__(self, layer: nn.Module, value: float) -> None:
-        super().__init__()
-        self.layer = layer
-        self.factor = nn.Parameter(torch.full((8,), value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.factor
 
 
 def stages_of(count: int, tied: tuple[int, ...]) -> list[Stage]:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from pipeline_helpers import batch, equal_bits, layers, square_loss
-from torch import Tensor, nn
+from pipeline_helpers import Shared, batch, equal_bits, layers, square_loss
+from torch import nn
 
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, zb_v
 
 TIED = (0, 2, 5)  # on ranks 0, 2 and 0 of the V
-
-
-class Shared(nn.Module):
-    """A layer, and a factor that other stages have too."""
-
-    def __init__(self, layer: nn.Module, value: float) -> None:
-        super().__init__()
-        self.layer = layer
-        self.factor = nn.Parameter(torch.full((8,), value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.factor
 
 
 def modules() -> list[nn.Module]:

@@ -221,15 +221,20 @@ def _operands(store: GradientStore, weight: Any, bias: Any) -> _Operands | None:
     return None if found.targets == (None, None) else found
 
 
+def _open_slot(store: GradientStore, input: Any) -> Slot | None:
+    """The slot that a layer defers into; None where it runs as it is."""
+    if _compiling() or store.slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
+        return None
+    return store.slot
+
+
 def _linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
     plain = partial(nn.Linear.forward, module)
     apply = _applied(_Linear)
 
     def forward(input: Tensor) -> Tensor:
-        if _compiling():
-            return plain(input)
-        slot = store.slot
-        if slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
+        slot = _open_slot(store, input)
+        if slot is None:
             return plain(input)
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias", False)
@@ -369,10 +374,8 @@ def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Ten
     apply = _applied(_Embedding)
 
     def forward(input: Tensor) -> Tensor:
-        if _compiling():
-            return plain(input)
-        slot = store.slot
-        if slot is None or not _graph_is_made() or _transformed() or type(input) is not Tensor:
+        slot = _open_slot(store, input)
+        if slot is None:
             return plain(input)
         weight = module._parameters.get("weight")
         if type(weight) not in _PLAIN or not weight.is_leaf or not weight.requires_grad:

@@ -65,7 +65,7 @@ class PipelineRunner:
             "groups" always the latter. One shared NCCL communicator serialises both directions.
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
-            right (``verify``, where a SEND never waits), or it has other actions than F, B, messages and slots.
+            right (``verify``, where a SEND never waits), or a stage lacks what an action needs (an optimizer for STEP).
         PipelineTimeout: a rank of the group did not make its runner in time, or cannot be connected to.
     """
 

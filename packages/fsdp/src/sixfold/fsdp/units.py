@@ -7,11 +7,13 @@ Reads the module tree and nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
@@ -23,13 +25,15 @@ Selector = type | str | nn.Module
 class UnitSpec:
     """A unit: its first name, module, parameters in ``named_parameters`` order, and the units around it.
 
-    ``depth`` counts the units around it; the root unit ``""`` has depth 0 and ``inside`` is empty.
+    ``depth`` counts the units around it; the root unit ``""`` has depth 0 and ``inside`` is empty. ``large``: no
+    selector named it, ``large_modules`` did.
     """
 
     name: str
     module: nn.Module
     inside: frozenset[str]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    large: bool = False
 
     @property
     def depth(self) -> int:
@@ -56,16 +60,65 @@ class Unit:
         self.gathered_bytes = sum(buffer.slot_bytes for buffer in self.buffers)
 
 
-def find_units(module: nn.Module, selectors: Sequence[Selector]) -> list[UnitSpec]:
+def find_units(module: nn.Module, selectors: Sequence[Selector], *, root_units: bool = False) -> list[UnitSpec]:
     """The root unit, then every matched module in ``named_modules`` order.
 
     A parameter belongs to the innermost unit that registers it; one registered in two units, or in a unit
     and outside, to the root unit. Names are the first ones (a tied parameter has one).
 
+    Args:
+        root_units: modules that ``large_modules`` finds (an embedding, a head) are units too, as if selected.
     Raises:
         FsdpError: a selector that matches no module, or is no class, class name or module.
     """
     matched = _matches(module, selectors)
+    if not root_units:
+        return _cut(module, matched)
+    chosen = large_modules(module, _cut(module, matched))
+    return _cut(module, matched.union(chosen), frozenset(chosen)) if chosen else _cut(module, matched)
+
+
+def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Module]:
+    """Modules with more bytes of their own than the smallest unit, and no unit around or inside: best units themselves.
+
+    Left in the root unit they would be gathered for good and reduced last, without overlap. Only parameters that the
+    module alone registers count: a tied one belongs to the root unit whatever is chosen. Left out are modules that
+    nobody calls, so that no hook could gather them: those without a forward (``ParameterList``), parametrisations,
+    and children of ``MultiheadAttention``, which reads their weights itself.
+
+    Returns:
+        [] where no unit has parameters: then nothing says what is large.
+    """
+    sizes = [sum(_nbytes(p) for _, p in unit.parameters) for unit in units if unit.inside]
+    smallest = min((size for size in sizes if size), default=None)
+    if smallest is None:
+        return []
+    taken = {part for unit in units if unit.inside for part in unit.module.modules()}
+    holds_unit = {unit.module for unit in units if unit.inside}
+    registrations = Counter(parameter for part in module.modules() for parameter in part._parameters.values())
+    chosen: list[nn.Module] = []
+    for part in module.modules():
+        if part is module or part in taken or holds_unit.intersection(part.modules()):
+            continue
+        if isinstance(part, nn.MultiheadAttention):
+            taken.update(child for child in part.modules() if child is not part)
+        alone = [p for p in part._parameters.values() if p is not None and registrations[p] == 1]
+        if sum(map(_nbytes, alone)) > smallest and _is_called(part):
+            chosen.append(part)
+            taken.update(part.modules())
+    return chosen
+
+
+def _nbytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.dtype.itemsize
+
+
+def _is_called(part: nn.Module) -> bool:
+    forward = getattr(type(part), "forward", None)
+    return forward is not nn.Module.forward and not isinstance(part, ParametrizationList)
+
+
+def _cut(module: nn.Module, matched: set[nn.Module], large: frozenset[nn.Module] = frozenset()) -> list[UnitSpec]:
     first_name: dict[nn.Module, str] = {}
     around: dict[nn.Module, set[nn.Module]] = {}
     for path, found in module.named_modules(remove_duplicate=False):
@@ -75,7 +128,7 @@ def find_units(module: nn.Module, selectors: Sequence[Selector]) -> list[UnitSpe
     units = {module: UnitSpec("", module, frozenset())}
     for found, name in first_name.items():
         inside = frozenset({""} | {first_name[outer] for outer in around[found]})
-        units[found] = UnitSpec(name, found, inside)
+        units[found] = UnitSpec(name, found, inside, large=found in large)
     owner: dict[nn.Parameter, nn.Module] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         prefix = path.rpartition(".")[0]

@@ -162,3 +162,54 @@ def test_buffers_of_a_provider_are_saved_and_loaded(tmp_path):
     buffers_after(0, 1, tiny_config(tmp_path, "train.steps=1", run="cut").to_toml())
     assert buffers_after(0, 1, cut.to_toml()) == expected
     assert expected[0] == 2 * 4
+
+
+class Scaled(Decoder):
+    """Keeps state that is no tensor, as TransformerEngine's modules do: how often it ran, and a word."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.state = {"runs": 0, "amax": torch.zeros(2), "recipe": "delayed"}
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+    def forward(self, x, **kwargs):
+        self.state["runs"] += 1
+        self.state["amax"] += 0.5
+        return super().forward(x, **kwargs)
+
+
+def extra_state_after(rank: int, ranks: int, text: str) -> tuple[int, list[float], str]:
+    torch.manual_seed(0)
+    made = []
+
+    def provider(pre_process, post_process, vp_stage=None, *, layers):
+        made.append(Scaled(pre_process, post_process, layers, []))
+        return made[0].eval()
+
+    train_in(TrainConfig.from_text(text), world_of(rank, ranks), provider)
+    return made[0].state["runs"], made[0].state["amax"].tolist(), made[0].state["recipe"]
+
+
+def test_extra_state_of_a_provider_is_saved_and_loaded(tmp_path):
+    whole, cut = (tiny_config(tmp_path, "train.steps=2", run=run) for run in ("whole", "cut"))
+    expected = extra_state_after(0, 1, whole.to_toml())
+    extra_state_after(0, 1, tiny_config(tmp_path, "train.steps=1", run="cut").to_toml())
+    assert extra_state_after(0, 1, cut.to_toml()) == expected
+    assert expected == (8, [4.0, 4.0], "delayed")
+
+
+def same_extra_state(rank: int, ranks: int, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        extra_state_after(rank, ranks, text)
+    return str(error.value)
+
+
+def test_stages_whose_extra_state_has_one_name_are_refused_before_a_checkpoint_lacks_one(tmp_path):
+    config = tiny_config(tmp_path, "parallel.pp=2")
+    for text in ranktest.run_ranks(same_extra_state, 2, config.to_toml(), timeout=JOB_S):
+        assert text.startswith("_extra_state is a name of stage 0 and of stage 1 of the model_provider")

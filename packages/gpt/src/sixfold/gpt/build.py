@@ -176,7 +176,7 @@ def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
     Raises:
         ConfigError: on all ranks: the name and both stages.
     """
-    mine = [name for name, kept in container.state_dict(keep_vars=True).items() if torch.is_tensor(kept)]
+    mine = list(container.state_dict(keep_vars=True))
     stage_of: dict[str, int] = {}
     named = {name for names in gather(mesh.control, mesh.size, mine) for name in names}
     for stage, name in sorted((int(name.partition(".")[0]), canonical(name)) for name in named):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
@@ -42,9 +43,11 @@ class Progress:
     tokens: int = 0
 
 
-def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, dist_ckpt.ShardedTensor]:
+def sharded_state(
+    rank: RankModel, *, weights_only: bool = False
+) -> dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject]:
     """Live shards of this rank by checkpoint key. No communication; the tensors are aliases."""
-    state = {}
+    state: dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject] = {}
     for record in rank.model.state_records(None if weights_only else rank.optimizer):
         name = canonical(record.name)
         tied = int(rank.tied_copy and name == TIED)
@@ -56,7 +59,24 @@ def sharded_state(rank: RankModel, *, weights_only: bool = False) -> dict[str, d
             flattened_range=slice(record.start, record.stop),
             replica_id=(0, tied, record.replica),
         )
-    return state | _buffers(rank)
+    return state | _buffers(rank) | _extra_state(rank)
+
+
+def _with_extra_state(rank: RankModel) -> dict[str, nn.Module]:
+    """Modules that have state besides tensors (``get_extra_state``, as TransformerEngine's), by checkpoint key."""
+    return {
+        f"model.{canonical(f'{name}._extra_state')}": module
+        for name, module in rank.model.module.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _extra_state(rank: RankModel) -> dict[str, dist_ckpt.ShardedObject]:
+    """Extra state of a model_provider's modules (GPTModel has none): that of dp rank 0 is saved."""
+    return {
+        key: dist_ckpt.ShardedObject(key, module.get_extra_state(), (1,), (0,), (0, 0, rank.mesh.dp_rank))
+        for key, module in _with_extra_state(rank).items()
+    }
 
 
 def _buffers(rank: RankModel) -> dict[str, dist_ckpt.ShardedTensor]:
@@ -135,6 +155,11 @@ def _set_scalars(rank: RankModel, scalars: Mapping[str, Mapping[str, float]]) ->
                 state[key] = type(old)(value)
 
 
+def _set_extra_state(rank: RankModel, loaded: Mapping[str, Any]) -> None:
+    for key, module in _with_extra_state(rank).items():
+        module.set_extra_state(loaded[key])
+
+
 def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     """Fill model and optimizer from a checkpoint of any layout. Collective over all ranks.
 
@@ -148,6 +173,7 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
+    _set_extra_state(rank, common)
     rank.model.refresh()
     return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"]), common
 
@@ -155,7 +181,8 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
 def load_weights(rank: RankModel, folder: Path) -> None:
     """Fill the model alone; optimizer state stays fresh. Collective over all ranks."""
     state = dict(sharded_state(rank, weights_only=True))
-    dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    loaded = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
+    _set_extra_state(rank, loaded)
     rank.model.refresh()
 
 

@@ -70,7 +70,12 @@ class IndexedDatasetBuilder:
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
         """Append one sequence to the document that ``end_document`` closes."""
-        self._write(tensor, None, None if mode == 0 else [mode])
+        sequences, documents = len(self._lengths), len(self._documents)
+        try:
+            self._write(tensor, None, None if mode == 0 else [mode])
+        except BaseException as error:
+            self._undo(error, sequences, documents)
+            raise
 
     def add_document(
         self, tensor: Any, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
@@ -84,8 +89,13 @@ class IndexedDatasetBuilder:
         Raises:
             IndexedDataError: an id out of range (document, position, id), or lengths or modes that do not add up.
         """
-        self._write(tensor, lengths, modes)
-        self._documents.append(len(self._lengths))
+        sequences, documents = len(self._lengths), len(self._documents)
+        try:
+            self._write(tensor, lengths, modes)
+            self._documents.append(len(self._lengths))
+        except BaseException as error:
+            self._undo(error, sequences, documents)
+            raise
 
     def end_document(self) -> None:
         """Close a document after its ``add_item`` calls; one without items is legal."""
@@ -99,6 +109,14 @@ class IndexedDatasetBuilder:
         """
         self._check_open()
         self._check_documents_closed()
+        sequences, documents = len(self._lengths), len(self._documents)
+        try:
+            self._append_pair(path_prefix)
+        except BaseException as error:
+            self._undo(error, sequences, documents)
+            raise
+
+    def _append_pair(self, path_prefix: AnyPath) -> None:
         with IndexedDataset(path_prefix, self.multimodal) as pair:
             if pair.dtype != self.dtype:
                 raise IndexedDataError(
@@ -177,6 +195,20 @@ class IndexedDatasetBuilder:
             self.abort()
 
     # steps
+
+    def _undo(self, error: BaseException, sequences: int, documents: int) -> None:
+        """A call that raises has added nothing, also where Ctrl-C came between its steps and the caller goes on."""
+        if self._state != "open" or isinstance(error, IndexedDataError):  # raised before anything was changed
+            return
+        try:
+            del self._lengths[sequences:], self._documents[documents:]
+            if self.multimodal:
+                del self._modes[sequences:]
+            self._file.seek(sum(self._lengths) * self.dtype.itemsize)
+            self._file.truncate()
+        except BaseException:  # a second Ctrl-C: what is in the file is not known
+            self.abort()
+            raise
 
     def _write(self, tensor: Any, lengths: Sequence[int] | None, modes: Sequence[int] | None) -> None:
         """Append ids, their sequences and modes; nothing is changed before everything is checked."""

@@ -1,4 +1,4 @@
-"""Ctrl-C between any two lines of a builder's call, caught by a caller that goes on: the call has added all or nothing."""
+"""Ctrl-C between any two lines of a builder's call, caught by a caller that goes on: it is added whole or not."""
 
 import sys
 from itertools import count

@@ -88,7 +88,7 @@ def wait_for_a_stopped_rank(rank, ranks, wait):
     model(batch(0, 0, 0))
     if rank == 1:
         stop_me()
-    model._engine.faults.timeout_s = DEADLINE_S
+    model._engine.wait.faults.timeout_s = DEADLINE_S
     return meet_a_stopped_rank(lambda: action(model, optimizer, net))
 
 
@@ -129,8 +129,8 @@ def meet_in_a_stopped_store(rank, ranks, when):
     model(batch(0, 0, 0))
     if rank == 1:
         stop_me()
-    model._engine.faults.timeout_s = DEADLINE_S
-    model._engine.faults._store._answer_s = DEADLINE_S
+    model._engine.wait.faults.timeout_s = DEADLINE_S
+    model._engine.wait.faults._store._answer_s = DEADLINE_S
     return meet_a_stopped_rank(lambda: stale_forward(model, None, None))
 
 

@@ -1,12 +1,13 @@
-"""From options to a working engine: groups, buffers, slots, start values; and the report on them.
+"""From options to a working engine: groups, buffers, slots, start values.
 
-FullyShardedDataParallel's arguments --> build (this file) --> Engine
+    options.py --> build (this file) --> Engine
+
+Made in the order of need: groups, what is waited with, units, what moves them, the engine.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,86 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
-from sixfold.fsdp.buffer import Granularity, ParamAndGradBuffer, ParamRecord
-from sixfold.fsdp.comm import Ranks, comm_of, grad_sum_of
-from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
+from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.comm import Ranks, comm_of
 from sixfold.fsdp.control import Control, GroupControl, NoControl
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults, PatientStore
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import guard_of
-from sixfold.fsdp.initial import InitFn, agree, set_start_values
+from sixfold.fsdp.initial import agree, set_start_values
+from sixfold.fsdp.options import Options
 from sixfold.fsdp.reduce import Reduction
+from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
-from sixfold.fsdp.units import Selector, Unit, UnitSpec, find_units
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The keyword arguments of FullyShardedDataParallel, checked."""
-
-    strategy: ShardingStrategy | str
-    fsdp_unit_modules: Sequence[Selector]
-    precision: MixedPrecision
-    buffers: BufferConfig
-    granularity: Granularity | None
-    grad_divisor: float | None
-    grad_reduce: str
-    init_fn: InitFn | None
-    initial: str
-    checks: str
-    fault_store: Store | None
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        names = tuple(strategy.value for strategy in ShardingStrategy)
-        object.__setattr__(self, "strategy", ShardingStrategy(one_of("strategy", self.strategy, names)))
-        if isinstance(self.fsdp_unit_modules, (str, type)):  # a text would be taken apart into letters
-            raise FsdpError(f"fsdp_unit_modules is {self.fsdp_unit_modules!r}; it is a list: write [...] around it")
-        one_of("grad_reduce", self.grad_reduce, ("auto", "last", "microbatch"))
-        one_of("initial", self.initial, ("check", "broadcast", "trust"))
-        one_of("checks", self.checks, ("off", "order", "unit"))
-        if self.grad_divisor is not None and not 0 < self.grad_divisor < math.inf:
-            raise FsdpError(
-                f"grad_divisor is {self.grad_divisor}; it is finite and > 0, or None for the ranks of the mesh"
-            )
-        if not self.timeout_s > 0:
-            raise FsdpError(f"timeout_s is {self.timeout_s}; it is > 0")
-
-    @property
-    def sharding(self) -> ShardingStrategy:
-        """``strategy`` as the enum."""
-        return ShardingStrategy(self.strategy)
-
-    def refuse_other_meshes(self, module: nn.Module, mesh_for: Callable[[str], DeviceMesh | None] | None) -> None:
-        """Parameters on a mesh of their own are not supported."""
-        for name, _ in module.named_parameters() if mesh_for is not None else ():
-            if mesh_for is not None and mesh_for(name) is not None:
-                raise FsdpError(
-                    f"mesh_for gives {name} a mesh of its own, which is not supported; return None for it, or wrap the "
-                    "modules of each mesh in a FullyShardedDataParallel of their own"
-                )
-
-    def settings(self) -> dict[str, object]:
-        """What all ranks must have alike, by name: else their collectives differ."""
-        p, b = self.precision, self.buffers
-        return {
-            "strategy": self.sharding.value,
-            "mixed_precision": (p.param_dtype, p.reduce_dtype, p.main_dtype, p.grad_sum),
-            "gathered_bytes": b.gathered_bytes,
-            "prefetch_bytes": b.prefetch_bytes,
-            "align_bytes": b.align_bytes,
-            "grad_divisor": self.grad_divisor,
-            "grad_reduce": self.grad_reduce,
-            "initial": self.initial,
-            "checks": self.checks,
-        }
+from sixfold.fsdp.units import Unit, UnitSpec, find_units
+from sixfold.fsdp.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -105,11 +45,9 @@ class Built:
     pool: TemporaryBucketAllocator
 
 
-def build(
-    module: nn.Module, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None, options: Options
-) -> Built:
+def build(module: nn.Module, options: Options) -> Built:
     """Wrap ``module``: everything but the hooks."""
-    groups = _groups(mesh, process_group)
+    groups = _groups(options)
     ranks = Ranks(shard=comm_of(groups[-1]), outer=comm_of(groups[0] if len(groups) == 2 else None))
     real = [group for group in groups if group is not None]
     control: Control = GroupControl(real[::-1], options.timeout_s) if ranks.size > 1 else NoControl()
@@ -119,7 +57,7 @@ def build(
         ranks.rank, ranks.size, store, options.timeout_s, host_waits=device.type != "cuda", abort=_abort_of(real)
     )
 
-    def wait(work: Any) -> None:
+    def wait(work: Any) -> None:  # of no step and no unit
         faults.wait(work, None, None, "check", on_host=True)
 
     problem, specs = _look_at(module, options)
@@ -128,26 +66,42 @@ def build(
     if problem is not None:
         raise problem
     units = _units(specs, ranks, options, device)
-    slots = _gather_slots(units, options, device)
-    pool = _reduce_pool(units, options, device)
-    records = {record.parameter: record for unit in units for buffer in unit.buffers for record in buffer.records}
-    engine = _engine(units, ranks, options, device, slots, pool, faults, control, records)
+    slots, pool = _gather_slots(units, options, device), _reduce_pool(units, options, device)
+    waiting = Waiting(faults)
+    gathering = Gathering(
+        units, slots=slots, stream=make_stream(device), wait=waiting, prefetch_bytes=options.buffers.prefetch_bytes
+    )
+    reduction = Reduction(
+        units,
+        precision=options.mixed_precision,
+        pool=pool,
+        stream=make_stream(device),
+        wait=waiting,
+        divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
+        device=device,
+    )
+    engine = Engine(
+        units,
+        ranks=ranks,
+        strategy=options.sharding,
+        grad_reduce=options.grad_reduce,
+        gathering=gathering,
+        reduction=reduction,
+        waiting=waiting,
+        signatures=Signatures(options.checks if ranks.size > 1 else "off", units, control, waiting),
+        control=control,
+    )
     set_start_values(
-        module, records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial
+        module, engine.records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial
     )
     engine.draw_curtains()
     return Built(engine, slots, pool)
 
 
-def _groups(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[dist.ProcessGroup | None]:
+def _groups(options: Options) -> list[dist.ProcessGroup | None]:
     """[shard] or [replicate, shard]."""
-    if mesh is not None and group is not None:
-        raise FsdpError("mesh and process_group are both given; give one, or neither for one process")
-    if mesh is None:
-        return [group]
-    if mesh.ndim not in (1, 2):
-        raise FsdpError(f"mesh has {mesh.ndim} dimensions; it is 1-D (shard) or 2-D (replicate, shard)")
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    mesh = options.mesh
+    return [options.process_group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.device:
@@ -190,7 +144,7 @@ def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, lis
         if hasattr(part, "main_parameters"):
             return FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once"), []
     for name, parameter in module.named_parameters():
-        fault = _fault_of(parameter, options.precision.main_dtype)
+        fault = _fault_of(parameter, options.mixed_precision.main_dtype)
         if fault is not None:
             return FsdpError(f"{name} {fault}"), []
     try:
@@ -227,30 +181,32 @@ def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: to
     units: list[Unit] = []
     by_name: dict[str, Unit] = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
-        streams: list[ParamAndGradBuffer | None] = []
-        for trainable in (True, False):
-            chosen = [(name, p) for name, p in spec.parameters if p.requires_grad is trainable]
-            streams.append(_buffer(spec.name, chosen, ranks, options, device) if chosen else None)
         around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
-        unit = Unit(spec.name, len(units), spec.module, around, streams[0], streams[1], device)
+        unit = Unit(spec.name, len(units), spec.module, around, _streams(spec, ranks, options, device), device)
         by_name[spec.name] = unit
         units.append(unit)
     return units
 
 
-def _buffer(
-    unit: str, parameters: list[tuple[str, nn.Parameter]], ranks: Ranks, options: Options, device: torch.device
-) -> ParamAndGradBuffer:
-    return ParamAndGradBuffer(
-        unit,
-        parameters,
-        shards=ranks.shard.size,
-        rank=ranks.shard.rank,
-        strategy=options.sharding,
-        precision=options.precision,
-        align_bytes=options.buffers.align_bytes,
-        device=device,
-        granularity=options.granularity,
+def _streams(spec: UnitSpec, ranks: Ranks, options: Options, device: torch.device) -> tuple[ParamAndGradBuffer, ...]:
+    """A stream for each mesh of the unit's parameters and for trainable and frozen ones."""
+    chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
+    for trainable in (True, False):
+        for name, parameter in spec.parameters:
+            if parameter.requires_grad is trainable:
+                chosen.setdefault((ranks, trainable), []).append((name, parameter))
+    return tuple(
+        ParamAndGradBuffer(
+            spec.name,
+            parameters,
+            ranks=mesh,
+            strategy=options.sharding,
+            precision=options.mixed_precision,
+            align_bytes=options.buffers.align_bytes,
+            device=device,
+            granularity=options.granularity,
+        )
+        for (mesh, _), parameters in chosen.items()
     )
 
 
@@ -261,7 +217,7 @@ def _gather_slots(units: Sequence[Unit], options: Options, device: torch.device)
     if options.sharding.shards_params and options.buffers.gathered_bytes == "double":
         counts: dict[int, int] = {}
         for unit in units[1:]:
-            if not unit.buffers:
+            if not unit.streams:
                 continue
             depth = len(unit.around)
             unit.slot = 2 * depth + counts.get(depth, 0) % 2
@@ -272,67 +228,21 @@ def _gather_slots(units: Sequence[Unit], options: Options, device: torch.device)
     slots = TemporaryBucketAllocator(sizes, device, colours=colours)
     for unit in units:
         at = 0
-        for buffer in unit.buffers:
+        for stream in unit.streams:
             if unit.slot is None:
-                buffer.bind(None)
+                stream.weights.bind(None)
             else:
-                buffer.bind(slots.memory(unit.slot)[at : at + buffer.gathered_bytes])
-                at += buffer.slot_bytes
+                stream.weights.bind(slots.memory(unit.slot)[at : at + stream.weights.gathered_bytes])
+                at += stream.weights.slot_bytes
     return slots
 
 
 def _reduce_pool(units: Sequence[Unit], options: Options, device: torch.device) -> TemporaryBucketAllocator:
     """Local gradient buffers that units take turns in; the root's gradients come all through a backward."""
-    main = options.precision.main_dtype
-    sizes = [unit.trainable.full_numel * main.itemsize for unit in units[1:] if unit.trainable is not None]
+    sizes = [sum(stream.gradients.pool_bytes for stream in unit.trained) for unit in units[1:] if unit.trained]
     if not options.sharding.shards_grads or not sizes:
         return TemporaryBucketAllocator([], device)
     return TemporaryBucketAllocator([max(sizes)] * min(options.buffers.reduce_buffers, len(sizes)), device)
-
-
-def _engine(
-    units: Sequence[Unit],
-    ranks: Ranks,
-    options: Options,
-    device: torch.device,
-    slots: TemporaryBucketAllocator,
-    pool: TemporaryBucketAllocator,
-    faults: Faults,
-    control: Control,
-    records: Mapping[nn.Parameter, ParamRecord],
-) -> Engine:
-    engines: list[Engine] = []
-
-    def wait(work: Any, unit: str | None, op: str) -> None:
-        engines[0].wait(work, unit, op)
-
-    name = options.precision.grad_sum
-    gathering = Gathering(units, ranks, slots, make_stream(device), wait, options.buffers.prefetch_bytes)
-    reduction = Reduction(
-        units,
-        ranks,
-        options.precision,
-        (grad_sum_of(name, ranks.shard), grad_sum_of(name, ranks.outer)),
-        pool,
-        make_stream(device),
-        wait,
-        float(ranks.size if options.grad_divisor is None else options.grad_divisor),
-        device,
-    )
-    engine = Engine(
-        units,
-        ranks,
-        options.sharding,
-        gathering,
-        reduction,
-        faults,
-        control,
-        checks=options.checks,
-        grad_reduce=options.grad_reduce,
-    )
-    engines.append(engine)
-    assert len(engine.records) == len(records), f"{len(records)} parameters, {len(engine.records)} records"
-    return engine
 
 
 def close_process_hooks(handles: Sequence[Any]) -> None:
@@ -345,43 +255,6 @@ def close(engine: Engine, handles: Sequence[Any]) -> None:
     """The model is gone: its hooks and its watchdog go too."""
     for handle in handles:
         handle.remove()
-    engine.faults.close()
+    engine.wait.faults.close()
     for curtain in engine.curtains:
         curtain.close()
-
-
-def report(
-    engine: Engine, options: Options, slots: TemporaryBucketAllocator, pool: TemporaryBucketAllocator
-) -> dict[str, Any]:
-    """Bytes on this rank, and choices."""
-    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-    return {
-        "strategy": options.sharding.value,
-        "ranks": {"shard": engine.ranks.shard.size, "replicate": engine.ranks.outer.size},
-        "units": {
-            unit.name: {
-                "parameters": sum(record.spec.numel for buffer in unit.buffers for record in buffer.records),
-                "gathered_bytes": unit.gathered_bytes,
-                "padding_bytes": sum(buffer.layout.padding_bytes for buffer in unit.buffers),
-                "slot": unit.slot,
-                "layout": [str(buffer.layout) for buffer in unit.buffers],
-            }
-            for unit in engine.units
-        },
-        "bytes": {
-            "main_weights": sum(buffer.main.flat.nbytes for buffer in buffers if not buffer.main_in_gathered),
-            "gather_source": sum(
-                buffer.source.nbytes for buffer in buffers if buffer.shards_params and not buffer.aliased
-            ),
-            "kept_gathered": sum(unit.gathered_bytes for unit in engine.units if unit.slot is None),
-            "gather_slots": sum(slots.slot_bytes),
-            "reduce_buffers": sum(pool.slot_bytes),
-            "local_gradients": sum(buffer.own_local_bytes for buffer in buffers),
-            "main_gradients": sum(buffer.home_bytes for buffer in buffers),
-        },
-        "gathers": engine.gathering.gathers,
-        "reductions": engine.reduction.reductions,
-        "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
-        "grad_sum": options.precision.grad_sum,
-        "user_buffers": "off: registration with NCCL is not supported",
-    }

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sixfold.fsdp.buffer import ParamRecord
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
@@ -29,11 +29,6 @@ class Driven(Enum):
     AWAITED = "awaited"
     LAST = "last"
     MICROBATCH = "microbatch"
-
-
-def records_of(unit: Unit) -> list[ParamRecord]:
-    """Trainable ones first."""
-    return [record for buffer in unit.buffers for record in buffer.records]
 
 
 def accumulates(records: Sequence[ParamRecord]) -> bool:

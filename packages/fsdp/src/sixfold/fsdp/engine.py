@@ -18,22 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.buffer import ParamRecord
-from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, calling_frame, in_backward, records_of
-from sixfold.fsdp.checks import OrderDigest, odd_ranks
+from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
-from sixfold.fsdp.control import Control, Rows, exchange
+from sixfold.fsdp.control import Control, exchange
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults import Faults
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import Curtain, Guard
 from sixfold.fsdp.part import ShardGradient
 from sixfold.fsdp.reduce import Reduction
+from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.units import Unit
-
-_OPS = ("gather", "reduce")
-_USE, _REDUCE = range(2)
+from sixfold.fsdp.waiting import Waiting
 
 
 class Engine:
@@ -42,15 +39,15 @@ class Engine:
     def __init__(
         self,
         units: Sequence[Unit],
+        *,
         ranks: Ranks,
         strategy: ShardingStrategy,
+        grad_reduce: str,
         gathering: Gathering,
         reduction: Reduction,
-        faults: Faults,
+        waiting: Waiting,
+        signatures: Signatures,
         control: Control,
-        *,
-        checks: str,
-        grad_reduce: str,
     ) -> None:
         self.units = units
         self.ranks = ranks
@@ -58,17 +55,15 @@ class Engine:
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering
         self.reduction = reduction
-        self.faults = faults
+        self.wait = waiting
+        self._signatures = signatures
         self.control = control
         self.records: dict[nn.Parameter, ParamRecord] = {
-            record.parameter: record for unit in units for record in records_of(unit)
+            record.parameter: record for unit in units for record in unit.records
         }
-        self._trainable = [record for unit in units if unit.trainable is not None for record in unit.trainable.records]
+        self._trainable = [record for unit in units for stream in unit.trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
-        self._checks = checks if ranks.size > 1 else "off"
         self._grad_reduce = grad_reduce
-        self.step = 0
-        self.failed: FsdpError | None = None
         self.no_sync_depth = 0
         self.last_microbatch = True
         self.stages: list[StageState] = []
@@ -92,14 +87,12 @@ class Engine:
         self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
         self.registered: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # where, name, parameter, version
         self.curtains: list[Curtain] = []  # by unit, once its start values are there
-        self._digest = OrderDigest()
-        self._comparing: tuple[int, Callable[[], Rows]] | None = None
 
     def draw_curtains(self) -> None:
         """Start values are in: from now on parameters are read in calls of their units. [Note: classes say who may
         read]"""
         self.curtains = [
-            Curtain([Guard(record, self._reads(unit), self._owes_gradient) for record in records_of(unit)])
+            Curtain([Guard(record, self._reads(unit), self._owes_gradient) for record in unit.records])
             for unit in self.units
         ]
         with torch._C.DisableTorchFunctionSubclass():
@@ -110,68 +103,19 @@ class Engine:
                 if parameter is not None
             ]
 
-    # ---- waiting and faults
+    @property
+    def step(self) -> int:
+        """The step that runs, from 0."""
+        return self.wait.step
 
-    def wait(self, work: Any, unit: str | None, op: str, *, on_host: bool = False) -> None:
-        """Wait for a Work with the deadline."""
-        try:
-            self.faults.wait(work, unit, self.step, op, on_host=on_host)
-        except FsdpError as error:
-            self.failed = error
-            raise
+    @property
+    def failed(self) -> FsdpError | None:
+        """What ended this model."""
+        return self.wait.failed
 
     def alive(self) -> None:
         """Raise if an earlier fault ended this model."""
-        if self.failed is not None:
-            raise FsdpError(f"this model ended with an earlier fault: {self.failed}; make a new one", step=self.step)
-
-    def _fail(self, message: str, unit: int | None, op: str, ranks: Sequence[int]) -> FsdpError:
-        name = None if unit is None else self.units[unit].name
-        self.failed = FsdpError(message, unit=name, step=self.step, op=op, ranks=ranks)
-        return self.failed
-
-    def _check(self, unit: Unit, op: int, *, finite: bool = True) -> None:
-        """[Note: two channels] Before a collective, in ``checks="unit"``: are all ranks about to do the same?"""
-        nbytes = unit.gathered_bytes
-        row = [self.step, unit.index, op, nbytes, int(finite)]
-        rows = exchange(self.control, row, lambda work: self.wait(work, unit.name, _OPS[op], on_host=True))
-        common, odd = odd_ranks([one[:4] for one in rows])
-        if odd:
-            does = "; ".join(
-                f"rank {rank} is at {_OPS[rows[rank][2]]} of {self.units[rows[rank][1]].name or '(root)'} "
-                f"in step {rows[rank][0]}"
-                for rank in odd
-            )
-            raise self._fail(
-                f"ranks disagree: most are at {_OPS[common[2]]} of {self.units[common[1]].name or '(root)'}, {does}. "
-                "Every rank must use the same units in the same order",
-                common[1],
-                _OPS[common[2]],
-                odd,
-            )
-        bad = tuple(rank for rank, one in enumerate(rows) if not one[4])
-        if bad:
-            raise self._fail(
-                "gradient is not finite; no main gradient was touched. Look at that rank's batch",
-                unit.index,
-                "reduce",
-                bad,
-            )
-
-    def _compare_digests(self) -> None:
-        """``checks="order"``: the answer to the last step's digest."""
-        if self._comparing is None:
-            return
-        step, finish = self._comparing
-        self._comparing = None
-        _, odd = odd_ranks(finish())
-        if odd:
-            raise self._fail(
-                f"ranks used units in different orders in step {step}; run with checks='unit' to see which",
-                None,
-                "check",
-                odd,
-            )
+        self.wait.alive()
 
     # ---- forward
 
@@ -248,12 +192,8 @@ class Engine:
         self._stepped = False
         self._outstanding = [0] * len(self.units)
         self.gathering.order.next_step()
-        if self._checks == "order":
-            self._compare_digests()
-            digest = self._digest.take()
-            finish = self.control.start([digest], lambda work: self.wait(work, None, "check", on_host=True))
-            self._comparing = self.step, finish
-        self.step += 1
+        self._signatures.next_step()
+        self.wait.step += 1
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run."""
@@ -285,10 +225,7 @@ class Engine:
 
     def _use(self, unit: Unit, record: bool) -> None:
         if record:
-            if self._checks == "unit":
-                self._check(unit, _USE)
-            elif self._checks == "order":
-                self._digest.add(unit.index, _USE)
+            self._signatures.use(unit)
         busy = self._running or unit.around
         if not unit.index:
             # A stage's output carries the hooks of its last unit and of the root: when the root's comes second, that
@@ -298,7 +235,7 @@ class Engine:
 
     def _reads(self, unit: Unit) -> Callable[[], bool]:
         """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
-        always = all(buffer.main_in_gathered and buffer.parts == 1 for buffer in unit.buffers)
+        always = all(stream.weights.whole_here for stream in unit.streams)
 
         def readable() -> bool:
             if always or self.state_dict_asked:
@@ -402,7 +339,7 @@ class Engine:
                 step=self.step,
                 op="reduce",
             )
-        if record.buffer.local is None:
+        if record.buffer.gradients.local is None:
             self._await_end()
             self._touched.add(unit.index)
             self.reduction.acquire(record.buffer, unit.index != 0 and self._shards_grads and self._reduces(unit))
@@ -426,7 +363,7 @@ class Engine:
         if self._driven_mode is Driven.MICROBATCH:
             self._driven_mode = Driven.LAST
         self._touched.add(self._by_name[record.buffer.unit].index)
-        if record.buffer.local is None:
+        if record.buffer.gradients.local is None:
             self.reduction.acquire(record.buffer, pooled=False)
         self.reduction.accumulate(record, gradient)
 
@@ -487,8 +424,9 @@ class Engine:
 
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self._driven and self._mode() is Driven.SPLIT_OR_FUSED and unit.trainable is not None:
-            fused = self._on_any_rank(all(record.filled for record in unit.trainable.records), unit)
+        if self._driven and self._mode() is Driven.SPLIT_OR_FUSED and unit.trained:
+            filled = all(record.filled for stream in unit.trained for record in stream.records)
+            fused = self._on_any_rank(filled, unit)
             self._driven_mode = Driven.MICROBATCH if fused else Driven.AWAITED
         if self._reduces(unit):
             self._put(unit)
@@ -496,23 +434,23 @@ class Engine:
     def _on_any_rank(self, mine: bool, unit: Unit) -> bool:
         """Whether ``mine`` is true anywhere. A rank may leave a parameter unused; if each chose by itself how to
         reduce, their collectives would part ways. Two messages in the life of a model. [Note: two channels]"""
-        rows = exchange(self.control, [int(mine)], lambda work: self.wait(work, unit.name, "check", on_host=True))
+        rows = exchange(self.control, [int(mine)], self.wait.for_control(unit.name, "check"))
         return any(row[0] for row in rows)
 
-    def _put(self, unit: Unit, *, check: bool = True) -> None:
+    def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
         self._touched.discard(unit.index)
-        if unit.trainable is None:
+        if not unit.trained:
             return
-        if self._checks == "unit" and check:
-            self._check(unit, _REDUCE, finite=self.reduction.finite(unit))
-        elif self._checks == "order":
-            self._digest.add(unit.index, _REDUCE)
+        if inside_step:
+            self._signatures.reduce_in_step(unit)
+        else:
+            self._signatures.reduce(unit, self.reduction.finite)
         self.reduction.put(unit)
 
-    def _put_touched(self, units: Sequence[Unit], *, check: bool = True) -> None:
+    def _put_touched(self, units: Sequence[Unit], *, inside_step: bool = False) -> None:
         for unit in units:
             if unit.index in self._touched:
-                self._put(unit, check=check)
+                self._put(unit, inside_step=inside_step)
 
     # ---- driven programs (seams: "The program drives the sharding")
 
@@ -544,15 +482,15 @@ class Engine:
 
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no control message is sent."""
-        self.alive()
-        self._put_touched(self.units, check=not inside_step)
+        self.wait.alive()
+        self._put_touched(self.units, inside_step=inside_step)
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False
         if self._driven_mode is Driven.AWAITED:
             self._driven_mode = None
         if not inside_step:
-            self._compare_digests()
+            self._signatures.compare()
 
     def before_step(self) -> None:
         """An optimizer of this model is about to step."""
@@ -570,7 +508,7 @@ class Engine:
 
     def _class_gradients(self, shown: type[Tensor]) -> None:
         for record in self._trainable:
-            if record.buffer.parts > 1 and record.main_grad is not None:
+            if record.buffer.cut.parts > 1 and record.main_grad is not None:
                 record.main_grad.__class__ = shown
 
     def main_changed(self, *, frozen: bool) -> None:
@@ -588,5 +526,5 @@ class Engine:
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)
         self._touched -= {
-            unit.index for unit in self.units if unit.trainable is None or records.issuperset(unit.trainable.records)
+            unit.index for unit in self.units if all(records.issuperset(stream.records) for stream in unit.trained)
         }

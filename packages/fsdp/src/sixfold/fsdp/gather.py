@@ -15,11 +15,11 @@ from enum import Enum
 from typing import Any
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
-from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.waiting import Wait
+from sixfold.fsdp.weights import Weights
 
 _MAX_RECORDED = 100_000  # uses in a step; a loop that never steps must not grow without bound
 
@@ -113,15 +113,14 @@ class Gathering:
     def __init__(
         self,
         units: Sequence[Unit],
-        ranks: Ranks,
+        *,
         slots: TemporaryBucketAllocator,
         stream: SideStream,
-        wait: Callable[[Any, str, str], None],
+        wait: Wait,
         prefetch_bytes: int | None,
     ) -> None:
         self._units = units
         self._by_name = {unit.name: unit for unit in units}
-        self._ranks = ranks
         self._slots = slots
         self._stream = stream
         self._wait = wait
@@ -207,28 +206,28 @@ class Gathering:
         self.gathers += 1
         works = []
         with self._stream.enter():
-            for buffer in unit.buffers:
-                if not buffer.trainable and buffer.gathered_once and unit.slot is None:
+            for stream in unit.streams:
+                weights = stream.weights
+                if not stream.trainable and weights.gathered_once and unit.slot is None:
                     continue  # frozen weights that stay do not change
-                buffer.refresh_source()
-                buffer.gathered_once = True
-                if buffer.parts > 1 or buffer.shards_params:
-                    full = buffer.compute.flat
-                    works.append((buffer, self._ranks.shard.all_gather(full, buffer.source)))
+                weights.refresh_source()
+                weights.gathered_once = True
+                if stream.cut.parts > 1 or weights.shards_params:
+                    works.append((weights, stream.ranks.shard.all_gather(weights.compute.flat, weights.source)))
                 else:
-                    works.append((buffer, None))
+                    works.append((weights, None))
 
         def finish() -> None:
             self._finish(name, works)
 
         return finish
 
-    def _finish(self, name: str, works: list[tuple[ParamAndGradBuffer, Any]]) -> None:
+    def _finish(self, name: str, works: list[tuple[Weights, Any]]) -> None:
         with self._stream.enter():
-            for buffer, work in works:
+            for weights, work in works:
                 if work is not None:
                     self._wait(work, name, "gather")
-                buffer.spread_copies()
+                weights.spread_copies()
             event = self._stream.mark()
         self._stream.join(event)
 
@@ -242,9 +241,9 @@ class Gathering:
         """Main weights changed: gathered copies are stale (``frozen``: those of frozen parameters too)."""
         self.settle()
         for unit in self._units:
-            for buffer in unit.buffers:
-                if buffer.trainable or frozen:
-                    buffer.source_stale = True
-                    buffer.gathered_once = False
+            for stream in unit.streams:
+                if stream.trainable or frozen:
+                    stream.weights.source_stale = True
+                    stream.weights.gathered_once = False
             if self.pipeline.state(unit.name) is GatherState.READY:
                 self.pipeline.free(unit.name)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 
 _MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
 

@@ -80,13 +80,13 @@ def install(engine: Engine) -> list[Any]:
     """Hooks on the modules of all units but the root, and on all trainable parameters; returns their handles."""
     handles: list[Any] = []
     for unit in engine.units:
-        if unit.index and unit.buffers:
+        if unit.index and unit.streams:
             call = _UnitCall(engine, unit)
             # Before the module's own hooks: those of weight_norm, spectral_norm and prune read its weights.
             handles.append(unit.module.register_forward_pre_hook(call.before, prepend=True))
             handles.append(unit.module.register_forward_hook(call.after, always_call=True))
-        if unit.trainable is not None:
-            for record in unit.trainable.records:
+        for stream in unit.trained:
+            for record in stream.records:
                 register: Any = record.parameter.register_post_accumulate_grad_hook
                 handles.append(register(_grad_hook(engine)))
     return handles

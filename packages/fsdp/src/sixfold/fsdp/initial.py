@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.checks import odd_ranks, tensor_digest
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 
 InitFn = Callable[[str, nn.Module], None]
 WaitWork = Callable[[Any], None]
@@ -90,7 +90,7 @@ def set_start_values(
             if initial == "broadcast" and ranks.size > 1:
                 value = _broadcast(value, ranks, wait)
             done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
-            record.buffer.store_main(record, value)
+            record.buffer.weights.store_main(record, value)
             parameter.data = record.compute
         if initial == "broadcast" and ranks.size > 1:
             for buffer in part.buffers(recurse=False):

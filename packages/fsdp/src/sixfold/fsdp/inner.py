@@ -19,10 +19,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.calls import CallContext
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
 
@@ -95,7 +95,7 @@ class StateDict(Hook):
 def whole_main(record: ParamRecord) -> Tensor:
     """In one process: a copy of the main weight in the parameter's shape."""
     if record.main is None:  # no elements
-        return torch.zeros(record.spec.shape, dtype=record.buffer.main_dtype, device=record.buffer.device)
+        return torch.zeros(record.spec.shape, dtype=record.buffer.weights.main_dtype, device=record.buffer.device)
     return record.main.detach().clone().view(record.spec.shape)
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sixfold.fsdp.buffer import ParamRecord
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.inner import refuse_changed_parameters
 
 # By class name, because most live in other distributions; all torch.optim classes not named here are elementwise.
@@ -68,7 +68,7 @@ def shard_optimizer(
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     _stamp_state_dicts(optimizer, engine, records)
-    if any(record.buffer.parts > 1 for record in records.values()):
+    if any(record.buffer.cut.parts > 1 for record in records.values()):
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then says that it is there
     names = {id(record.main): record.name for record in records.values() if record.main is not None}
     optimizer.register_step_pre_hook(
@@ -90,7 +90,7 @@ def _move_first_state(optimizer: torch.optim.Optimizer, records: Mapping[nn.Para
         if record is None:
             continue
         del optimizer.state[parameter]
-        part = record.buffer.main.slice(record.name)
+        part = record.buffer.weights.main.slice(record.name)
         if record.main is not None and part is not None:
             optimizer.state[record.main] = {
                 key: value.reshape(-1)[part.start : part.stop].clone().view(record.main.shape)
@@ -106,7 +106,7 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecor
     what = type(optimizer).__name__
     if names & _SPARSE:
         raise FsdpError(f"{what} steps on sparse gradients, and local sums are dense; use torch.optim.Adam or AdamW")
-    if names & _ALL_AT_ONCE and any(record.buffer.parts > 1 for record in records):
+    if names & _ALL_AT_ONCE and any(record.buffer.cut.parts > 1 for record in records):
         raise FsdpError(
             f"{what} takes products over all parameters at once, and this rank holds a shard of them; use "
             "strategy='no_shard', where every rank holds all"
@@ -116,7 +116,7 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecor
             if not record.whole_on_one_rank:
                 raise FsdpError(
                     f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and here it is "
-                    f"{'cut between ranks' if record.buffer.layout.is_cut(record.name) else 'flat'}; wrap with "
+                    f"{'cut between ranks' if record.buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap with "
                     "granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
                     unit=record.buffer.unit,
                 )
@@ -168,7 +168,7 @@ def _stamp_state_dicts(
 
     def stamp(of: torch.optim.Optimizer) -> dict[str, Any]:
         held = [of_main[id(main)] for group in of.param_groups for main in group["params"] if id(main) in of_main]
-        parts = [(record.name, record.buffer.main.slice(record.name)) for record in held]
+        parts = [(record.name, record.buffer.weights.main.slice(record.name)) for record in held]
         text = "\n".join(f"{name} {part}" for name, part in parts)
         return {
             "rank": engine.ranks.rank, "ranks": engine.ranks.size, "parts": hashlib.sha256(text.encode()).hexdigest()

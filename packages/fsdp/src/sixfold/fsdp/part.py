@@ -1,6 +1,6 @@
 """The gradient of a part of a parameter, as the user finds it on a main parameter.
 
-    buffer.py --> main.grad is a ShardGradient (this file) --> torch's clip_grad_norm_: FsdpError
+    gradients.py --> main.grad is a ShardGradient (this file) --> torch's clip_grad_norm_: FsdpError
 
 A norm over main gradients is one rank's part of a norm. Adding such norms up over ranks is right, so only torch's
 function that scales by one is refused. engine.py gives gradients Tensor's own class for the length of a step.

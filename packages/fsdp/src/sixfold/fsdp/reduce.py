@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
-from sixfold.fsdp.buffer import ParamAndGradBuffer, ParamRecord
-from sixfold.fsdp.comm import GradSum, Ranks
+from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.comm import grad_sum_of
 from sixfold.fsdp.config import MixedPrecision
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.waiting import Wait
 
 
 class GradReducePipeline:
@@ -82,21 +84,24 @@ class Reduction:
     def __init__(
         self,
         units: Collection[Unit],
-        ranks: Ranks,
+        *,
         precision: MixedPrecision,
-        grad_sums: tuple[GradSum, GradSum],
         pool: TemporaryBucketAllocator,
         stream: SideStream,
-        wait: Callable[[Any, str, str], None],
+        wait: Wait,
         divisor: float,
         device: torch.device,
     ) -> None:
         self._by_name = {unit.name: unit for unit in units}
-        self._ranks = ranks
-        self._shard_sum, self._outer_sum = grad_sums
+        self._sums = {
+            comm: grad_sum_of(precision.grad_sum, comm)
+            for unit in units
+            for stream in unit.trained
+            for comm in (stream.ranks.shard, stream.ranks.outer)
+        }
         self._reduce_dtype = precision.reduce_dtype or precision.main_dtype
         self._pool = pool
-        self._stream = stream
+        self._side = stream
         self._wait = wait
         # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
         self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=precision.main_dtype, device=device)
@@ -114,70 +119,92 @@ class Reduction:
             record.local_grad.copy_(gradient)
             record.filled = True
 
-    def acquire(self, buffer: ParamAndGradBuffer, pooled: bool) -> None:
-        """Memory for ``buffer``'s local sums; ``pooled``: the reduction follows in the same backward."""
-        name = buffer.unit
-        while self.pipeline.flying(name):
+    def acquire(self, stream: ParamAndGradBuffer, pooled: bool) -> None:
+        """Memory for ``stream``'s local sums; ``pooled``: the reduction follows in the same backward."""
+        unit = self._by_name[stream.unit]
+        while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        if pooled:
-            needed = buffer.full_numel * buffer.main_dtype.itemsize
-            slot = self._pool.allocate(name, needed)
-            while slot is None and len(self.pipeline):
-                self.pipeline.drain(len(self.pipeline) - 1)
-                slot = self._pool.allocate(name, needed)
-            if slot is not None:
-                buffer.use_pool_local(slot, self._pool.memory(slot))
-                return
-        buffer.use_own_local()  # also when units that are not done hold the whole pool
+        slot = self._pool_slot(unit) if pooled else None
+        if slot is None:  # also when units that are not done hold the whole pool
+            stream.gradients.use_own_local()
+            return
+        before = unit.trained[: unit.trained.index(stream)]
+        at = sum(one.gradients.pool_bytes for one in before)
+        stream.gradients.use_pool_local(slot, self._pool.memory(slot)[at:])
+
+    def _pool_slot(self, unit: Unit) -> int | None:
+        """The slot that all streams of ``unit`` share, or None if all are held."""
+        held = self._pool.slot_of(unit.name)
+        if held is not None:
+            return held
+        needed = sum(one.gradients.pool_bytes for one in unit.trained)
+        slot = self._pool.allocate(unit.name, needed)
+        while slot is None and len(self.pipeline):
+            self.pipeline.drain(len(self.pipeline) - 1)
+            slot = self._pool.allocate(unit.name, needed)
+        return slot
+
+    def _leave_pool(self, unit: Unit) -> None:
+        """Its slot is free once no stream of ``unit`` has a sum in it."""
+        held = self._pool.slot_of(unit.name) is not None
+        if held and not any(stream.gradients.in_pool for stream in unit.trained):
+            self._pool.free(unit.name)
 
     def put(self, unit: Unit) -> None:
         """Reduce what ``unit`` has summed locally (zeros, if other ranks have something)."""
-        if unit.trainable is None:
-            return
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        if unit.trainable.local is None:
-            if self._ranks.size == 1:
-                return
-            self.acquire(unit.trainable, pooled=False)
-        self.pipeline.put(unit.name)
+        for stream in unit.trained:
+            if stream.gradients.local is None and stream.ranks.size > 1:
+                self.acquire(stream, pooled=False)
+        if any(stream.gradients.local is not None for stream in unit.trained):
+            self.pipeline.put(unit.name)
 
     def finite(self, unit: Unit) -> bool:
         """All local sums are finite. Reads the device: for ``checks="unit"`` only."""
-        if unit.trainable is None or unit.trainable.local is None:
-            return True
-        sums = [record.local_grad for record in unit.trainable.records if record.filled]
+        sums = [record.local_grad for stream in unit.trained for record in stream.records if record.filled]
         return all(bool(torch.isfinite(one).all()) for one in sums if one is not None)
 
     def _start(self, name: str) -> Callable[[], None]:
-        buffer = self._by_name[name].trainable
-        assert buffer is not None, f"unit {name!r} has nothing to reduce"
+        unit = self._by_name[name]
         self.reductions += 1
-        alone = self._ranks.size == 1
-        with self._stream.enter():
-            local, had = buffer.take_local(fill_zeros=not alone)
-            result = buffer.result_place(local)
-            sent = local if self._reduce_dtype == local.dtype else local.to(self._reduce_dtype)
-            if buffer.parts == 1:
-                finish_sum = self._shard_sum.everywhere(self._ranks.shard, sent, result)
-            else:
-                finish_sum = self._shard_sum.scatter(self._ranks.shard, sent, result)
+        summed = [stream for stream in unit.trained if stream.gradients.local is not None]
+        with self._side.enter():
+            finishes = [self._start_stream(stream) for stream in summed]
 
         def finish() -> None:
-            with self._stream.enter():
-                total = finish_sum(lambda work: self._wait(work, name, "reduce"))
-                if self._ranks.outer.size > 1:  # in main_dtype, never rounded between
-                    outer = self._outer_sum.everywhere(self._ranks.outer, total, total)
-                    total = outer(lambda work: self._wait(work, name, "reduce"))
-                if self._divisor is not None:
-                    total.div_(self._divisor)
-                with torch._C.DisableTorchFunctionSubclass():
-                    buffer.add_result(total, had)
-                event = self._stream.mark()
-            self._stream.join(event)
-            if buffer.pool_slot is not None:
-                self._pool.free(name)
-                buffer.pool_slot = None
+            with self._side.enter():
+                for finish_stream in finishes:
+                    finish_stream()
+                event = self._side.mark()
+            self._side.join(event)
+            for stream in summed:
+                stream.gradients.in_pool = False
+            self._leave_pool(unit)
+
+        return finish
+
+    def _start_stream(self, stream: ParamAndGradBuffer) -> Callable[[], None]:
+        """One collective for all parameters of ``unit`` on this mesh."""
+        ranks, gradients = stream.ranks, stream.gradients
+        local, had = gradients.take_local(fill_zeros=ranks.size > 1)
+        result = gradients.result_place(local)
+        sent = local if self._reduce_dtype == local.dtype else local.to(self._reduce_dtype)
+        shard_sum, outer_sum = self._sums[ranks.shard], self._sums[ranks.outer]
+        start = shard_sum.everywhere if stream.cut.parts == 1 else shard_sum.scatter
+        finish_sum = start(ranks.shard, sent, result)
+
+        def wait(work: Any) -> None:
+            self._wait(work, stream.unit, "reduce")
+
+        def finish() -> None:
+            total = finish_sum(wait)
+            if ranks.outer.size > 1:  # in main_dtype, never rounded between
+                total = outer_sum.everywhere(ranks.outer, total, total)(wait)
+            if self._divisor is not None:
+                total.div_(self._divisor)
+            with torch._C.DisableTorchFunctionSubclass():
+                gradients.add_result(total, had)
 
         return finish
 
@@ -187,16 +214,15 @@ class Reduction:
         for record in records:
             record.filled = False
         for unit in self._by_name.values():
-            buffer = unit.trainable
-            if buffer is not None and buffer.local is not None and records >= set(buffer.records):
-                buffer.local = None
-                if buffer.pool_slot is not None:
-                    self._pool.free(unit.name)
-                    buffer.pool_slot = None
+            for stream in unit.trained:
+                if stream.gradients.local is not None and records >= set(stream.records):
+                    stream.gradients.local, stream.gradients.in_pool = None, False
+            self._leave_pool(unit)
 
     def release_own_sums(self) -> None:
         """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
         self.pipeline.finish()
         for unit in self._by_name.values():
-            if unit.index and unit.trainable is not None and unit.trainable.local is None:
-                unit.trainable.release_own_local()
+            for stream in unit.trained if unit.index else ():
+                if stream.gradients.local is None:
+                    stream.gradients.release_own_local()

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, inner, norms, optim, state
+from sixfold.fsdp import build, hooks, inner, norms, optim, report, state
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.initial import InitFn
+from sixfold.fsdp.options import Options
 from sixfold.fsdp.stage import StageHandle
 from sixfold.fsdp.state import StateRecord
 from sixfold.fsdp.units import Selector
@@ -109,23 +110,10 @@ class FullyShardedDataParallel(nn.Module):
         fault_store: Store | None = None,
         timeout_s: float = 60.0,
     ) -> None:
+        options = Options.of(locals())
         super().__init__()
-        options = build.Options(
-            strategy=strategy,
-            fsdp_unit_modules=fsdp_unit_modules,
-            precision=mixed_precision,
-            buffers=buffers,
-            granularity=granularity,
-            grad_divisor=grad_divisor,
-            grad_reduce=grad_reduce,
-            init_fn=init_fn,
-            initial=initial,
-            checks=checks,
-            fault_store=fault_store,
-            timeout_s=timeout_s,
-        )
-        options.refuse_other_meshes(module, mesh_for)
-        made = build.build(module, mesh, process_group, options)
+        options.refuse_other_meshes(module)
+        made = build.build(module, options)
         self.module = module
         self._options = options
         self._engine = engine = made.engine
@@ -296,7 +284,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, slots, user buffers or why not."""
-        return build.report(self._engine, self._options, self._slots, self._pool)
+        return report.report(self._engine, self._options, self._slots, self._pool)
 
     # ---- for fully_shard_optimizer
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sixfold.fsdp.buffer import ParamAndGradBuffer, ParamRecord
+from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
 
 
@@ -48,10 +49,10 @@ def state_records(units: Sequence[Unit], ranks: Ranks, optimizer: torch.optim.Op
     """Records of everything held here; communicates nothing. Scalar state stays in ``optimizer.state``."""
     found: list[StateRecord] = []
     for unit in units:
-        for buffer in unit.buffers:
-            replica = ranks.outer.rank if buffer.parts > 1 else ranks.rank
+        for buffer in unit.streams:
+            replica = ranks.outer.rank if buffer.cut.parts > 1 else ranks.rank
             for record in buffer.records:
-                part = buffer.main.slice(record.name)
+                part = buffer.weights.main.slice(record.name)
                 if part is None or record.main is None:
                     continue
                 tensors = {"param": record.main.detach()}
@@ -104,7 +105,7 @@ def full_state_dict(
     """Collective: main weights in full shapes and persistent buffers, on every rank; tied names share a tensor."""
     values: dict[nn.Parameter, Tensor] = {}
     for unit in units:
-        for buffer in unit.buffers:
+        for buffer in unit.streams:
             values.update(_gather_main(buffer, ranks, wait))
     entries = module.state_dict(keep_vars=True)
     return {
@@ -120,10 +121,10 @@ def _copy(value: Any) -> Any:
 def _gather_main(
     buffer: ParamAndGradBuffer, ranks: Ranks, wait: Callable[[Any, str, str], None]
 ) -> dict[nn.Parameter, Tensor]:
-    flat = buffer.main.flat.detach()
-    if buffer.parts > 1:
-        full = flat.new_empty(buffer.parts * buffer.shard_numel)
+    flat = buffer.weights.main.flat.detach()
+    if buffer.cut.parts > 1:
+        full = flat.new_empty(buffer.cut.parts * buffer.cut.shard_numel)
         wait(ranks.shard.all_gather(full, flat.clone()), buffer.unit, "gather")
         flat = full
-    whole = buffer.view_of(flat)
+    whole = buffer.cut.view_of(flat)
     return {record.parameter: whole.full(record.name).clone() for record in buffer.records}

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
 
 Selector = type | str | nn.Module
 
@@ -43,21 +44,28 @@ class UnitSpec:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit at work: its buffers, its slot (None: memory of its own) and the stage that drives it (None: none)."""
+    """A unit at work: its streams, its slot (None: memory of its own) and the stage that drives it (None: none).
+
+    ``streams`` are keyed by (mesh, trainable), trainable ones first.
+    """
 
     name: str
     index: int
     module: nn.Module
     around: tuple[Unit, ...]  # units that hold this one, the root left out
-    trainable: ParamAndGradBuffer | None
-    frozen: ParamAndGradBuffer | None
+    streams: tuple[ParamAndGradBuffer, ...]
     device: torch.device
     slot: int | None = None
     stage: object | None = None
 
     def __post_init__(self) -> None:
-        self.buffers = tuple(buffer for buffer in (self.trainable, self.frozen) if buffer is not None)
-        self.gathered_bytes = sum(buffer.slot_bytes for buffer in self.buffers)
+        self.trained = tuple(stream for stream in self.streams if stream.trainable)
+        self.gathered_bytes = sum(stream.weights.slot_bytes for stream in self.streams)
+
+    @property
+    def records(self) -> list[ParamRecord]:
+        """Of all streams, trainable ones first."""
+        return [record for stream in self.streams for record in stream.records]
 
 
 def find_units(module: nn.Module, selectors: Sequence[Selector], *, root_units: bool = False) -> list[UnitSpec]:

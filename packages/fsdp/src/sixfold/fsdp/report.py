@@ -1,0 +1,48 @@
+"""What lies in memory and what moved, as values for the user.
+
+engine.py, options.py --> report (this file) --> model.report()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sixfold.fsdp.alloc import TemporaryBucketAllocator
+from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.options import Options
+
+
+def report(
+    engine: Engine, options: Options, slots: TemporaryBucketAllocator, pool: TemporaryBucketAllocator
+) -> dict[str, Any]:
+    """Bytes on this rank, and choices."""
+    streams = [stream for unit in engine.units for stream in unit.streams]
+    weights = [stream.weights for stream in streams]
+    return {
+        "strategy": options.sharding.value,
+        "ranks": {"shard": engine.ranks.shard.size, "replicate": engine.ranks.outer.size},
+        "units": {
+            unit.name: {
+                "parameters": sum(record.spec.numel for record in unit.records),
+                "gathered_bytes": unit.gathered_bytes,
+                "padding_bytes": sum(stream.cut.layout.padding_bytes for stream in unit.streams),
+                "slot": unit.slot,
+                "layout": [str(stream.cut.layout) for stream in unit.streams],
+            }
+            for unit in engine.units
+        },
+        "bytes": {
+            "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
+            "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
+            "kept_gathered": sum(unit.gathered_bytes for unit in engine.units if unit.slot is None),
+            "gather_slots": sum(slots.slot_bytes),
+            "reduce_buffers": sum(pool.slot_bytes),
+            "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
+            "main_gradients": sum(stream.gradients.home_bytes for stream in streams),
+        },
+        "gathers": engine.gathering.gathers,
+        "reductions": engine.reduction.reductions,
+        "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
+        "grad_sum": options.mixed_precision.grad_sum,
+        "user_buffers": "off: registration with NCCL is not supported",
+    }

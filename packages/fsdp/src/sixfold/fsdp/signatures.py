@@ -1,0 +1,98 @@
+"""Do the ranks use and reduce the same units? Compared before each collective, or once per step.
+
+    engine.py --> Signatures (this file) --> checks.py, control.py
+
+Knows units by number; starts no data collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sixfold.fsdp.checks import OrderDigest, odd_ranks
+from sixfold.fsdp.control import Control, Rows, exchange
+from sixfold.fsdp.units import Unit
+from sixfold.fsdp.waiting import Waiting
+
+_OPS = ("gather", "reduce")
+_USE, _REDUCE = range(2)
+
+
+class Signatures:
+    """What ``checks`` asks for: ``"off"`` nothing, ``"order"`` one digest per step, ``"unit"`` an exchange before each
+    collective. [Note: two channels]"""
+
+    def __init__(self, checks: str, units: Sequence[Unit], control: Control, waiting: Waiting) -> None:
+        self._checks = checks
+        self._units = units
+        self._control = control
+        self._waiting = waiting
+        self._digest = OrderDigest()
+        self._comparing: tuple[int, Callable[[], Rows]] | None = None
+
+    def use(self, unit: Unit) -> None:
+        """``unit`` is about to be used."""
+        if self._checks == "unit":
+            self._exchange(unit, _USE)
+        elif self._checks == "order":
+            self._digest.add(unit.index, _USE)
+
+    def reduce(self, unit: Unit, finite: Callable[[Unit], bool]) -> None:
+        """``unit`` is about to be reduced. ``finite`` reads the device, in ``"unit"`` only."""
+        if self._checks == "unit":
+            self._exchange(unit, _REDUCE, finite=finite(unit))
+        elif self._checks == "order":
+            self._digest.add(unit.index, _REDUCE)
+
+    def reduce_in_step(self, unit: Unit) -> None:
+        """The same inside ``optimizer.step()``, where no message is sent."""
+        if self._checks == "order":
+            self._digest.add(unit.index, _REDUCE)
+
+    def next_step(self) -> None:
+        """``checks="order"``: read the answer to the last step's digest, and send this step's."""
+        if self._checks == "order":
+            self.compare()
+            finish = self._control.start([self._digest.take()], self._waiting.for_control(None, "check"))
+            self._comparing = self._waiting.step, finish
+
+    def compare(self) -> None:
+        """The answer to the last step's digest."""
+        if self._comparing is None:
+            return
+        step, finish = self._comparing
+        self._comparing = None
+        _, odd = odd_ranks(finish())
+        if odd:
+            raise self._waiting.fail(
+                f"ranks used units in different orders in step {step}; run with checks='unit' to see which",
+                None,
+                "check",
+                odd,
+            )
+
+    def _exchange(self, unit: Unit, op: int, *, finite: bool = True) -> None:
+        """Are all ranks about to do the same?"""
+        row = [self._waiting.step, unit.index, op, unit.gathered_bytes, int(finite)]
+        rows = exchange(self._control, row, self._waiting.for_control(unit.name, _OPS[op]))
+        common, odd = odd_ranks([one[:4] for one in rows])
+        if odd:
+            does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
+            raise self._waiting.fail(
+                f"ranks disagree: most are at {self._at(common)}, {does}. "
+                "Every rank must use the same units in the same order",
+                self._units[common[1]].name,
+                _OPS[common[2]],
+                odd,
+            )
+        bad = tuple(rank for rank, one in enumerate(rows) if not one[4])
+        if bad:
+            raise self._waiting.fail(
+                "gradient is not finite; no main gradient was touched. Look at that rank's batch",
+                unit.name,
+                "reduce",
+                bad,
+            )
+
+    def _at(self, row: Sequence[int]) -> str:
+        return f"{_OPS[row[2]]} of {self._units[row[1]].name or '(root)'}"

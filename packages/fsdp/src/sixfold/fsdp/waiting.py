@@ -1,0 +1,47 @@
+"""How a model waits: with a deadline, at a step, and not at all after its first failure.
+
+    faults.py --> Waiting (this file) --> gather.py, reduce.py, signatures.py, engine.py
+
+Made before anything that waits, so nothing needs the engine for it. Starts no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.faults import Faults
+
+Wait = Callable[[Any, str | None, str], None]  # a Work, the unit's name, the operation
+
+
+class Waiting:
+    """The step number, the first failure, and waits that know both."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.step = 0
+        self.failed: FsdpError | None = None
+
+    def __call__(self, work: Any, unit: str | None, op: str, *, on_host: bool = False) -> None:
+        """Wait for a Work; ``on_host``: it is a control message."""
+        try:
+            self.faults.wait(work, unit, self.step, op, on_host=on_host)
+        except FsdpError as error:
+            self.failed = error
+            raise
+
+    def for_control(self, unit: str | None, op: str) -> Callable[[Any], None]:
+        """Waits for the control messages of one exchange."""
+        return lambda work: self(work, unit, op, on_host=True)
+
+    def alive(self) -> None:
+        """Raise if an earlier failure ended this model."""
+        if self.failed is not None:
+            raise FsdpError(f"this model ended with an earlier fault: {self.failed}; make a new one", step=self.step)
+
+    def fail(self, message: str, unit: str | None, op: str, ranks: Sequence[int]) -> FsdpError:
+        """End this model; returns what to raise."""
+        self.failed = FsdpError(message, unit=unit, step=self.step, op=op, ranks=ranks)
+        return self.failed

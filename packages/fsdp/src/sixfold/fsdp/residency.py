@@ -4,9 +4,9 @@
 
 Pure: names, bytes and an order; no tensor, no rank, no clock, and the same answer on every rank.
 
-[Note: keeping an interval] Between two uses of a unit it is kept, or freed and gathered again. At a use, the unit used and
-all units that are kept over it lie within the budget. So the choice is which intervals to keep, and what is saved
-is the bytes of their units.
+[Note: keeping an interval] Between two uses of a unit it is kept, or freed and gathered again. At a use, the unit used
+and all units that are kept over it lie within the budget. So the choice is which intervals to keep, and what is
+saved is the bytes of their units.
 """
 
 from __future__ import annotations

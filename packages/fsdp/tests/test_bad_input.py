@@ -7,7 +7,7 @@ import torch
 from fsdp_helpers import Block, make_net
 from torch import nn
 
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, residency
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,6 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
         (lambda: BufferConfig(reduce_buffers=0), "reduce_buffers is 0"),
         (lambda: BufferConfig(align_bytes=100), "align_bytes is 100"),
         (lambda: BufferConfig(prefetch_bytes=-1), "prefetch_bytes is -1"),
-        (lambda: residency.plan(["a"], {"a": 8}, budget_bytes=8), "not supported"),
     ],
 )
 def test_a_wrong_or_later_option_of_a_config_is_refused(make, says):

@@ -63,8 +63,11 @@ def test_an_optimizer_of_whole_tensors_gives_its_plain_bits_with_whole_tensors(n
     plain.train(3)
     world.train(3)
     assert same(plain.weights(), world.weights()) == []
-    with pytest.raises(FsdpError, match=rf"{name} updates embedding.weight .*flat; wrap with granularity"):
-        World(UNITS, WHOLE[name])
+
+
+def test_adafactor_over_pieces_is_refused():
+    with pytest.raises(FsdpError, match=r"Adafactor updates embedding.weight .*flat; wrap with granularity"):
+        World(UNITS, WHOLE["Adafactor"])
 
 
 def test_an_optimizer_of_sparse_gradients_is_refused():

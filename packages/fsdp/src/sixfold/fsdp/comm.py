@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -42,6 +42,11 @@ class Comm(Protocol):
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """``received`` (size * n,) becomes shard ``rank`` of every rank's ``sent``."""
 
+    def all_to_all_uneven(
+        self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> Any:
+        """``sent`` holds ``outgoing[r]`` elements for each rank r, ``received`` gets ``incoming[r]`` from each."""
+
     def broadcast(self, full: Tensor) -> Any:
         """``full`` becomes that of rank 0."""
 
@@ -66,6 +71,12 @@ class LocalComm:
         """Nothing to add."""
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Copy."""
+        received.copy_(sent)
+
+    def all_to_all_uneven(
+        self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> None:
         """Copy."""
         received.copy_(sent)
 
@@ -155,6 +166,12 @@ class GroupComm:
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """One all-to-all of equal shards."""
         return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+
+    def all_to_all_uneven(
+        self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
+    ) -> Any:
+        """One all-to-all of unequal parts."""
+        return dist.all_to_all_single(received, sent, list(incoming), list(outgoing), group=self.group, async_op=True)
 
     def broadcast(self, full: Tensor) -> Any:
         """One broadcast from the group's first rank."""

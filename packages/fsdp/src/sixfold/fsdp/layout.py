@@ -122,9 +122,25 @@ class Layout:
                 found.append(Slice(spec.name, (first - offset) // size, (last - offset) // size, first - low))
         return tuple(found)
 
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {spec.name: i for i, spec in enumerate(self.specs)}
+
+    def parts(self, name: str) -> tuple[tuple[int, int, int], ...]:
+        """``(rank, start, stop)`` of each shard that holds elements of ``name``, in the order of ranks."""
+        at = self._by_name[name]
+        spec, low = self.specs[at], self.offsets_bytes[at]
+        high, size = low + spec.nbytes, spec.dtype.itemsize
+        found = []
+        for rank in range(low // self.shard_bytes, -(-high // self.shard_bytes)):
+            first, last = max(low, rank * self.shard_bytes), min(high, (rank + 1) * self.shard_bytes)
+            if first < last:
+                found.append((rank, (first - low) // size, (last - low) // size))
+        return tuple(found)
+
     def is_cut(self, name: str) -> bool:
         """``name`` lies in more than one shard."""
-        at = next(i for i, spec in enumerate(self.specs) if spec.name == name)
+        at = self._by_name[name]
         first, last = self.offsets_bytes[at], self.offsets_bytes[at] + max(self.specs[at].nbytes, 1) - 1
         return first // self.shard_bytes != last // self.shard_bytes
 

@@ -12,17 +12,19 @@ import hashlib
 import inspect
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sixfold.fsdp.comm import Comm, LocalComm
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.inner import refuse_changed_parameters
+from sixfold.fsdp.muon import PieceMuon
 
 # By class name, because most live in other distributions; all torch.optim classes not named here are elementwise.
 _WHOLE_TENSORS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS"})
@@ -49,22 +51,27 @@ def shard_optimizer(
     of_main = {record.main: record for record in records.values() if record.main is not None}
     groups = []
     covered: list[nn.Parameter] = []
+    numbered: list[tuple[int, ParamRecord]] = []
     given_mains = False
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         held = []
         for parameter in group["params"]:
             record = of_main.get(parameter) or records.get(parameter)
             if record is None:
                 raise FsdpError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is not of this model")
             covered.append(record.parameter)
+            numbered.append((number, record))
             given_mains = given_mains or parameter is record.main
             if record.main is not None:
                 held.append(record.main)
         groups.append(held)
-    _refuse_unfit(optimizer, [records[parameter] for parameter in covered])
+    pieces = _pieces_for_muon(optimizer, numbered, given_mains)
+    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged={record for _, record in pieces})
     _move_first_state(optimizer, records)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
+    if pieces:
+        _exchange_pieces(optimizer, engine, pieces, marked)
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     _stamp_state_dicts(optimizer, engine, records)
@@ -100,7 +107,61 @@ def _move_first_state(optimizer: torch.optim.Optimizer, records: Mapping[nn.Para
             }
 
 
-def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecord]) -> None:
+def _pieces_for_muon(
+    optimizer: torch.optim.Optimizer, numbered: Sequence[tuple[int, ParamRecord]], given_mains: bool
+) -> list[tuple[int, ParamRecord]]:
+    """Matrices of torch's own Muon that lie in pieces, with the number of their group; the same on all ranks."""
+    if type(optimizer) is not getattr(torch.optim, "Muon", None):
+        return []
+    pieces = [(number, record) for number, record in numbered if not record.whole_on_one_rank]
+    if pieces and given_mains:
+        raise FsdpError(
+            f"Muon is given main parameters, and {pieces[0][1].name} lies in pieces, which ranks without one would not "
+            "know of; build it on the module's own parameters",
+            unit=pieces[0][1].buffer.unit,
+        )
+    return pieces
+
+
+def _exchange_pieces(
+    optimizer: torch.optim.Optimizer, engine: Engine, pieces: Sequence[tuple[int, ParamRecord]], marked: set[int]
+) -> None:
+    """Muon steps on matrices in pieces too: before torch's own step looks at its first group.
+
+    That is inside ``step()`` after a closure and before anything is changed; torch's own code then finds the matrices
+    that are whole here.
+    """
+    local = LocalComm()
+    by_comm: dict[Comm, list[tuple[int, ParamRecord]]] = {}
+    for number, record in pieces:
+        comm = record.buffer.ranks.shard if record.buffer.cut.parts > 1 else local
+        by_comm.setdefault(comm, []).append((number, record))
+    steps = [
+        PieceMuon(optimizer, members, comm, lambda work: engine.wait(work, None, "step"))
+        for comm, members in by_comm.items()
+    ]
+    mains = {id(record.main) for _, record in pieces if record.main is not None}
+    plain = optimizer._init_group  # type: ignore[attr-defined]
+
+    def _init_group(group: dict[str, Any], params: list[Any], grads: list[Any], momenta: list[Any]) -> Any:
+        if id(optimizer) in marked:
+            return plain(group, params, grads, momenta)
+        if group is optimizer.param_groups[0]:
+            for one in steps:
+                one.step()
+        everything = group["params"]
+        group["params"] = [parameter for parameter in everything if id(parameter) not in mains]
+        try:
+            return plain(group, params, grads, momenta)
+        finally:
+            group["params"] = everything
+
+    optimizer._init_group = _init_group  # type: ignore[attr-defined]
+
+
+def _refuse_unfit(
+    optimizer: torch.optim.Optimizer, records: Sequence[ParamRecord], *, exchanged: Collection[ParamRecord]
+) -> None:
     """Optimizers whose update of one element needs others must have these here. The same answer on all ranks."""
     names = {one.__name__ for one in type(optimizer).__mro__}
     what = type(optimizer).__name__
@@ -113,7 +174,7 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecor
         )
     if names & _WHOLE_TENSORS:
         for record in records:
-            if not record.whole_on_one_rank:
+            if not record.whole_on_one_rank and record not in exchanged:
                 raise FsdpError(
                     f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and here it is "
                     f"{'cut between ranks' if record.buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap with "

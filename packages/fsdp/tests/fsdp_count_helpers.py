@@ -1,0 +1,65 @@
+"""Collectives as torch's dispatcher sees them, and many ranks in one process.
+
+    Traffic (this file), a list of (kind, bytes) --> tests/ranks/test_matrix_traffic.py
+    fake_world (this file): a group of any size whose collectives do nothing
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = {
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+CONTROL_BYTES = 2048  # messages up to this size in int64, float64 or uint8 are control
+
+
+class Sent(NamedTuple):
+    """One collective: the bytes of its larger side, which is the whole of what was gathered or reduced."""
+
+    kind: str
+    nbytes: int
+
+
+class Traffic(TorchDispatchMode):
+    """All data collectives inside, in order; control messages apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Sent] = []
+        self.control: list[Sent] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            kind = next((kind for part, kind in KINDS.items() if part in name), name)
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+            wide = bool(tensors) and tensors[0].dtype in (torch.int64, torch.float64, torch.uint8)
+            (self.control if wide and nbytes <= CONTROL_BYTES else self.sent).append(Sent(kind, nbytes))
+        return func(*args, **(kwargs or {}))
+
+    def calls(self, kind: str) -> int:
+        return sum(sent.kind == kind for sent in self.sent)
+
+    def nbytes(self, kind: str) -> int:
+        return sum(sent.nbytes for sent in self.sent if sent.kind == kind)
+
+
+def fake_world(size: int) -> dist.ProcessGroup:
+    """Inside a job of one rank: the default group becomes one of ``size`` whose other members do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -1,7 +1,7 @@
 """Collectives as torch's dispatcher sees them, and many ranks in one process.
 
-    Traffic (this file), a list of (kind, bytes) --> tests/ranks/test_matrix_traffic.py
-    fake_world (this file): a group of any size whose collectives do nothing
+Traffic (this file), a list of (kind, bytes) --> tests/ranks/test_matrix_traffic.py
+fake_world (this file): a group of any size whose collectives do nothing
 """
 
 from __future__ import annotations

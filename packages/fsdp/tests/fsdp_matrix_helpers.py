@@ -4,9 +4,9 @@
          --> emulate (all ranks, plain)  --> final weights, compared bit by bit: tests/ranks/test_matrix_bits.py
 
 ``drive`` is the one training loop. Both sides run it: the sharded side with ``stage_handle`` or the model itself, the
-emulation with plain modules whose gradients are harvested after each backward, rank by rank. ``emulate`` is written from
-the specification (local fp32 sums, cast, ranks 0, 1, 2 ... from left to right, replicas after shards, one true division,
-add) and imports nothing of sixfold.
+emulation with plain modules whose gradients are harvested after each backward, rank by rank. ``emulate`` is written
+from the specification (local fp32 sums, cast, ranks 0, 1, 2 ... from left to right, replicas after shards, one true
+division, add) and imports nothing of sixfold.
 """
 
 from __future__ import annotations
@@ -254,7 +254,9 @@ def drive(cell: Cell, net: Net, driven: Driven, step: int, rank: int) -> None:
         hint: AbstractContextManager[Any] = nullcontext()
         if cell.way == "microbatch":
             hint = driven.microbatch(last)
-        elif cell.way == "late" or (cell.way == "no_sync" and not last) or (cell.way == "mixed" and k == 0 and not last):
+        elif (
+            cell.way == "late" or (cell.way == "no_sync" and not last) or (cell.way == "mixed" and k == 0 and not last)
+        ):
             hint = driven.no_sync()
         with hint:
             driven.call(batch(step, k, rank)).backward()

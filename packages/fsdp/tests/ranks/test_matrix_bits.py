@@ -1,8 +1,8 @@
 """Final weights of every way to train, bit by bit those of one process that emulates the ranks.
 
-    fsdp_matrix_helpers.Cell --> run_cells (this file), a list of cells in one job of ranks --> wrong(emulate(cell), weights)
+    fsdp_matrix_helpers.Cell --> run_cells (this file), a list of cells in a job of ranks --> wrong(emulate(cell), ..)
 
-Without ``--full-matrix`` every option occurs with every strategy; with it every pair of options does, for each strategy.
+Without ``--full-matrix`` every option occurs with every strategy; with it every pair of options does with each.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_two_ranks(full: bool) -> None:
 def test_more_ranks_in_rank_order(ranks: int, full: bool) -> None:
     options = {**OPTIONS, "grad_sum": ("rank_order",), "ranks": (ranks,)}
     # Of the default run one cell per strategy: the kinds are told apart on two ranks already.
-    cells = covering(options, every_pair=True) if full else [c for c in covering(options, every_pair=False)[::14]]
+    cells = covering(options, every_pair=True) if full else covering(options, every_pair=False)[::14]
     check(cells)
 
 
@@ -171,7 +171,9 @@ def test_hybrid_sharding(ranks: int, replicas: int, full: bool) -> None:
     options = {**OPTIONS, "ranks": (ranks,), "replicas": (replicas,)}
     if replicas > 2:
         options["grad_sum"] = ("rank_order",)
-    check(covering(options, every_pair=True) if full else covering(options, every_pair=False)[:: 14 if ranks > 2 else 7])
+    check(
+        covering(options, every_pair=True) if full else covering(options, every_pair=False)[:: 14 if ranks > 2 else 7]
+    )
 
 
 def test_eight_ranks() -> None:

@@ -92,7 +92,9 @@ class Result:
 
     def of_unit(self, kind: str, unit: str) -> int:
         """Collectives of ``kind`` whose bytes are nearest to this unit's."""
-        nearest = [min(self.unit_bytes, key=lambda u: abs(self.unit_bytes[u] - s.nbytes)) for s in self.sent if s.kind == kind]
+        nearest = [
+            min(self.unit_bytes, key=lambda u: abs(self.unit_bytes[u] - s.nbytes)) for s in self.sent if s.kind == kind
+        ]
         return nearest.count(unit)
 
 
@@ -245,12 +247,12 @@ def test_replicas_add_one_all_reduce_of_the_shard_per_unit() -> None:
 
 
 def test_row_blocks_pad_at_most_five_percent() -> None:
-    (_, found), = run([Case(granularity="row")])
+    ((_, found),) = run([Case(granularity="row")])
     assert found.nbytes("reduce_scatter") <= sum(found.unit_bytes.values()) * 1.05
 
 
 def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
-    (_, found), = run([Case(frozen=True)])
+    ((_, found),) = run([Case(frozen=True)])
     frozen = 4 * (WIDENED[1] * WIDTH) * (WIDTH + 1)
     whole = sum(found.unit_bytes.values())
     assert found.nbytes("reduce_scatter") <= (whole - frozen) * 1.01

@@ -47,8 +47,8 @@ class Comm(Protocol):
     ) -> Any:
         """``sent`` holds ``outgoing[r]`` elements for each rank r, ``received`` gets ``incoming[r]`` from each."""
 
-    def broadcast(self, full: Tensor) -> Any:
-        """``full`` becomes that of rank 0."""
+    def broadcast(self, full: Tensor, source: int = 0) -> Any:
+        """``full`` becomes that of rank ``source``."""
 
 
 class LocalComm:
@@ -80,7 +80,7 @@ class LocalComm:
         """Copy."""
         received.copy_(sent)
 
-    def broadcast(self, full: Tensor) -> None:
+    def broadcast(self, full: Tensor, source: int = 0) -> None:
         """Nothing to send."""
 
 
@@ -173,9 +173,9 @@ class GroupComm:
         """One all-to-all of unequal parts."""
         return dist.all_to_all_single(received, sent, list(incoming), list(outgoing), group=self.group, async_op=True)
 
-    def broadcast(self, full: Tensor) -> Any:
-        """One broadcast from the group's first rank."""
-        return dist.broadcast(full, group_src=0, group=self.group, async_op=True)
+    def broadcast(self, full: Tensor, source: int = 0) -> Any:
+        """One broadcast."""
+        return dist.broadcast(full, group_src=source, group=self.group, async_op=True)
 
 
 @dataclass(frozen=True, kw_only=True)

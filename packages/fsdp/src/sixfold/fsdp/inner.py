@@ -27,7 +27,7 @@ from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
 
 STATE = "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication)"
-LOAD = "load before wrapping, or copy into the wrapper's state_records() and call its refresh()"
+LOAD = "use the wrapper's load_full_state_dict(), or copy into its state_records() and call its refresh()"
 
 
 class RootCall(Hook):

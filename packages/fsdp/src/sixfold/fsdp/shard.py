@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, inner, norms, optim, report, state
+from sixfold.fsdp import build, hooks, inner, norms, optim, report, state, streamed
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
@@ -241,16 +241,42 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
-        return state.state_records(self._engine.units, self._engine.ranks, optimizer)
+        return state.state_records(self._engine.units, optimizer)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Collective: main weights in full shapes, and buffers, under the module's own names, on every rank."""
-        self._engine.alive()
-        self._engine.state_dict_asked = "names"
-        try:
-            return state.full_state_dict(self.module, self._engine.units, self._engine.ranks, self._engine.wait)
-        finally:
-            self._engine.state_dict_asked = ""
+    def full_state_dict(
+        self, *, rank: int | None = None, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
+        """Collective: main weights in full shapes, and buffers, under the module's own names.
+
+        On every rank, or on ``rank`` alone (an empty dict on the others); on ``device``, or where the weights are.
+        """
+        where = None if device is None else torch.device(device)
+        return streamed.full_state_dict(self.module, self._engine, rank, where)
+
+    def stream_full_state(self, consume: Callable[[str, Tensor], None] | None) -> None:
+        """Collective: ``consume(name, tensor)`` for all that ``full_state_dict`` holds, one unit in memory at a time.
+
+        The tensor is a view that is gone when ``consume`` returns; ranks that want nothing give None. If a consumer
+        raises, so does this, on all ranks.
+        """
+        streamed.stream(self.module, self._engine, consume)
+
+    def load_full_state_dict(self, source: streamed.Source) -> None:
+        """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
+
+        Args:
+            source: a dict (or another mapping, read one name at a time) or an iterable of ``(name, tensor)`` in any
+                order, on one rank while the others give None (each tensor is broadcast), or on every rank (nothing is
+                sent; that all read the same is checked unless ``initial="trust"``). A tied tensor comes under one of
+                its names or under all. A narrower dtype is widened. Each tensor must come within ``timeout_s``.
+        Raises:
+            FsdpError: on all ranks alike: missing, unexpected or doubled names, a shape that is not the parameter's, a
+                dtype that the kept one cannot hold exactly, a source that raised. A dict is checked before its first
+                value is written, and nothing is loaded; of other sources each tensor is, and the text says how many
+                were loaded before.
+        Memory: the shards and one tensor. Optimizer state is not touched.
+        """
+        streamed.load(self.module, self._engine, source, compare=self._options.initial != "trust")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """In one process ``full_state_dict()``; with more, an error: half a dict must not be taken for a whole one."""
@@ -267,8 +293,11 @@ class FullyShardedDataParallel(nn.Module):
         return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: main weights are loaded by copying into ``state_records()``, then ``refresh()``."""
-        raise FsdpError("load_state_dict() would fill gathered copies; copy into state_records(), then call refresh()")
+        """Refused: ``load_full_state_dict`` loads all, ``state_records()`` and ``refresh()`` a part."""
+        raise FsdpError(
+            "load_state_dict() would fill gathered copies; call load_full_state_dict() on all ranks, or copy a part "
+            "into state_records() and call refresh()"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise FsdpError("to(), cuda(), half() ... would move parameters out of their buffers; convert before wrapping")

@@ -1,20 +1,20 @@
-"""Live aliases of what a checkpoint holds, and the whole state dict.
+"""Live aliases of what a checkpoint holds.
 
-buffer.py, optimizer --> state_records, full_state_dict (this file) --> gpt's checkpoint adapter, the user
+buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
+
+Communicates nothing; whole tensors are streamed.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
@@ -45,12 +45,12 @@ class StateRecord:
         return f"{self.key} {self.name}[{self.start}:{self.stop}] of {self.global_shape} replica {self.replica}"
 
 
-def state_records(units: Sequence[Unit], ranks: Ranks, optimizer: torch.optim.Optimizer | None) -> list[StateRecord]:
+def state_records(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> list[StateRecord]:
     """Records of everything held here; communicates nothing. Scalar state stays in ``optimizer.state``."""
     found: list[StateRecord] = []
     for unit in units:
         for buffer in unit.streams:
-            replica = ranks.outer.rank if buffer.cut.parts > 1 else ranks.rank
+            replica = buffer.ranks.outer.rank if buffer.cut.parts > 1 else buffer.ranks.rank
             for record in buffer.records:
                 part = buffer.weights.main.slice(record.name)
                 if part is None or record.main is None:
@@ -97,34 +97,3 @@ def _unfit(record: ParamRecord, key: str, what: str) -> FsdpError:
         "with granularity 'tensor' for this parameter, or save optimizer.state_dict() on each rank",
         unit=record.buffer.unit,
     )
-
-
-def full_state_dict(
-    module: nn.Module, units: Sequence[Unit], ranks: Ranks, wait: Callable[[Any, str, str], None]
-) -> dict[str, Tensor]:
-    """Collective: main weights in full shapes and persistent buffers, on every rank; tied names share a tensor."""
-    values: dict[nn.Parameter, Tensor] = {}
-    for unit in units:
-        for buffer in unit.streams:
-            values.update(_gather_main(buffer, ranks, wait))
-    entries = module.state_dict(keep_vars=True)
-    return {
-        name: values[value] if isinstance(value, nn.Parameter) and value in values else _copy(value)
-        for name, value in entries.items()
-    }
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _gather_main(
-    buffer: ParamAndGradBuffer, ranks: Ranks, wait: Callable[[Any, str, str], None]
-) -> dict[nn.Parameter, Tensor]:
-    flat = buffer.weights.main.flat.detach()
-    if buffer.cut.parts > 1:
-        full = flat.new_empty(buffer.cut.parts * buffer.cut.shard_numel)
-        wait(ranks.shard.all_gather(full, flat.clone()), buffer.unit, "gather")
-        flat = full
-    whole = buffer.cut.view_of(flat)
-    return {record.parameter: whole.full(record.name).clone() for record in buffer.records}

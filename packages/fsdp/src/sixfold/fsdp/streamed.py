@@ -1,0 +1,456 @@
+"""The whole state, tensor by tensor: into the shards, and out of them.
+
+    dict or (name, tensor) pairs, on one rank or on all --> load --> main weights, buffers
+    main weights, buffers --> stream (this file) --> a consumer on one rank or on all
+
+Beyond the shards a rank holds one tensor on the way in and one unit on the way out. Optimizer state is not touched, and
+no file format is known here: who reads safetensors gives an iterator of its tensors.
+
+[Note: told on all ranks] A rank that finds something wrong says so in the next message, and every rank raises the same
+error: nobody waits for a collective that will not come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.checks import odd_ranks, tensor_digest
+from sixfold.fsdp.comm import Ranks
+from sixfold.fsdp.control import exchange, exchange_text
+from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
+
+Source = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None
+Consumer = Callable[[str, Tensor], None]
+
+_SHOWN = 5  # names in one list of an error
+_VALUE, _END, _PROBLEM = range(3)
+_DTYPES = tuple(
+    dict.fromkeys(one for one in (getattr(torch, name) for name in sorted(vars(torch))) if isinstance(one, torch.dtype))
+)  # a dtype travels as its place in this list, the same for all ranks of one torch
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Names of one tensor of the module's state dict and where its values go: a parameter's main weight or a buffer."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    record: ParamRecord | None
+    buffer: Tensor | None
+
+    def store(self, value: Tensor) -> None:
+        """Keep this rank's part of ``value``, which is whole."""
+        if self.record is not None:
+            self.record.buffer.weights.store_main(self.record, value)
+        elif self.buffer is not None:
+            self.buffer.copy_(value)
+
+
+def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
+    """Every tensor of ``module.state_dict()``: parameters unit by unit, then persistent buffers.
+
+    Raises:
+        FsdpError: an entry that is no tensor of the module's own (extra state, a hook's product).
+    """
+    names: dict[Any, list[str]] = {}
+    for name, value in _entries(module, engine).items():
+        names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
+    own = set(module.buffers())
+    found = []
+    for record in engine.records.values():
+        if record.parameter in names:
+            shape, dtype = tuple(record.spec.shape), record.buffer.weights.main_dtype
+            at = record.buffer.device
+            found.append(Target(tuple(names.pop(record.parameter)), shape, dtype, at, record, None))
+    for value, given in names.items():
+        if value not in own:
+            raise FsdpError(
+                f"{given[0]} of the module's state dict is no parameter or buffer (extra state, or made by a state "
+                "dict hook), and cannot be streamed; load parameters through state_records() and this by the module",
+                op="load",
+            )
+        found.append(Target(tuple(given), tuple(value.shape), value.dtype, value.device, None, value))
+    return found
+
+
+# ---- in
+
+
+def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) -> None:
+    """Main weights and buffers become those of ``source``; gathered copies are stale afterwards. Collective.
+
+    One rank gives a source and the others None (its values are broadcast), or every rank gives one and reads for
+    itself; ``compare`` then makes sure that all read the same.
+
+    Raises:
+        FsdpError: on all ranks alike. Of a dict everything is checked before the first value is written; of other
+            sources each tensor before its own, and the text says how much was loaded.
+    """
+    engine.alive()
+    if engine.in_call or engine.stepping:
+        raise FsdpError("a state is loaded inside a forward or optimizer.step(); load it between steps", op="load")
+    wait = engine.wait.for_control(None, "load")
+    targets = targets_of(module, engine)
+    expected = {name: (at, target) for at, target in enumerate(targets) for name in target.names}
+    givers = [rank for rank, row in enumerate(exchange(engine.control, [int(source is not None)], wait)) if row[0]]
+    shared = len(givers) == 1 < engine.ranks.size
+    problem = _problem_of_givers(givers, targets, engine) or (None if source is None else _look(source, expected))
+    _raise_alike(problem, engine, wait)
+    engine.gathering.settle()
+    loaded: set[int] = set()
+    try:
+        with torch.no_grad():
+            if shared:
+                _from_one(givers[0], source, targets, expected, loaded, engine, wait)
+            else:
+                _from_own(source, targets, expected, loaded, engine, wait, compare=compare)
+    finally:
+        engine.main_changed(frozen=True)
+
+
+def _problem_of_givers(givers: Sequence[int], targets: Sequence[Target], engine: Engine) -> str | None:
+    size = engine.ranks.size
+    if len(givers) not in (1, size):
+        return f"ranks {list(givers)} of {size} give a state; give it on one rank, or on all"
+    elsewhere = [one.names[0] for one in targets if one.record is not None and _mesh(one.record, engine) is not None]
+    if len(givers) < size and elsewhere:
+        return f"{elsewhere[0]} is on a mesh of its own, where ranks may hold other values; give a state on every rank"
+    return None
+
+
+def _mesh(record: ParamRecord, engine: Engine) -> Ranks | None:
+    """The mesh of a parameter that is not on the main one."""
+    found = record.buffer.ranks
+    return None if found is engine.ranks else found
+
+
+def _look(source: Mapping[str, Tensor] | Iterable[Any], expected: Mapping[str, tuple[int, Target]]) -> str | None:
+    """All that is wrong with a mapping, in one text: names, and of a dict shapes and dtypes too."""
+    if not isinstance(source, Mapping):
+        return None
+    found = [_list("unexpected", [name for name in source if name not in expected])]
+    missing = {target: target.names[0] for _, target in expected.values() if not any(n in source for n in target.names)}
+    found.append(_list("missing", list(missing.values())))
+    if isinstance(source, dict):  # values that are here cost nothing to look at
+        wrong = (_misfit(name, value, expected[name][1]) for name, value in source.items() if name in expected)
+        found.append(_list("unfit", [one for one in wrong if one is not None]))
+    texts = [one for one in found if one]
+    return "; ".join(texts) if texts else None
+
+
+def _list(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what}: {', '.join(map(str, names[:_SHOWN]))}{more}" if names else ""
+
+
+def _misfit(name: str, value: Any, target: Target) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"{name} is a {type(value).__name__}, no tensor"
+    if tuple(value.shape) != target.shape:
+        return f"{name} has shape {tuple(value.shape)} where {target.shape} is kept"
+    if value.is_meta:
+        return f"{name} is on the meta device and has no values"
+    if _rounds(value.dtype, target.dtype):
+        return f"{name} is {value.dtype} where {target.dtype} is kept, which would not hold it exactly (convert it)"
+    return None
+
+
+def _rounds(given: torch.dtype, kept: torch.dtype) -> bool:
+    """Values of ``given`` are not all values of ``kept``."""
+    if given == kept:
+        return False
+    if given.is_floating_point != kept.is_floating_point or given.is_complex != kept.is_complex or given == torch.bool:
+        return True
+    try:
+        return torch.promote_types(given, kept) != kept
+    except RuntimeError:  # float8 promotes to nothing
+        return True
+
+
+def _offers(
+    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    targets: Sequence[Target],
+    expected: Mapping[str, tuple[int, Target]],
+) -> Iterator[tuple[int, Tensor]]:
+    """Checked values, each with its target's number; of a mapping in the order of units.
+
+    Raises:
+        FsdpError: at the first that does not fit, and at the end for those that did not come.
+    """
+    if isinstance(source, Mapping):
+        pairs: Iterable[tuple[str, Tensor]] = (
+            (name, source[name]) for target in targets for name in target.names if name in source
+        )
+    else:
+        pairs = source
+    came: set[str] = set()
+    digests: dict[int, int] = {}  # of tied tensors, which may come under each of their names
+    for name, value in pairs:
+        if name not in expected:
+            raise FsdpError(f"unexpected: {name}")
+        if name in came:
+            raise FsdpError(f"{name} came twice")
+        at, target = expected[name]
+        misfit = _misfit(name, value, target)
+        if misfit is not None:
+            raise FsdpError(f"unfit: {misfit}")
+        came.add(name)
+        if len(target.names) > 1:
+            digest = _digest(value, target.dtype)
+            if digests.setdefault(at, digest) != digest:
+                raise FsdpError(f"{' and '.join(target.names)} are one tensor here, and came with different values")
+            if sum(one in came for one in target.names) > 1:
+                continue
+        yield at, value
+        del value  # the source may free it before it reads the next
+    missing = [target.names[0] for target in targets if not any(name in came for name in target.names)]
+    if missing:
+        raise FsdpError(_list("missing", missing))
+
+
+def _from_one(
+    giver: int,
+    source: Source,
+    targets: Sequence[Target],
+    expected: Mapping[str, tuple[int, Target]],
+    loaded: set[int],
+    engine: Engine,
+    wait: Callable[[Any], None],
+) -> None:
+    """One rank reads, all get each tensor and keep their part of it. [Note: told on all ranks]"""
+    offers = None if source is None else _offers(source, targets, expected)
+    room: dict[torch.device, Tensor] = {}  # where others receive: one tensor's memory for all
+    while True:
+        row, value, error = [_END, 0, 0], None, None
+        if offers is not None:
+            try:
+                at, value = next(offers, (-1, None))
+                if value is not None:
+                    row = [_VALUE, at, _DTYPES.index(value.dtype)]
+            except Exception as raised:  # whatever the source does wrong is told to those who wait
+                row, error = [_PROBLEM, 0, 0], raised
+        kind, at, dtype = exchange(engine.control, row, wait)[giver]
+        if kind == _PROBLEM:
+            texts = exchange_text(engine.control, _said(error), wait)
+            raise _failed(texts[giver], (giver,), len(loaded), len(targets)) from error
+        if kind == _END:
+            return
+        target = targets[at]
+        if value is None:
+            value = _room_for(target, _DTYPES[dtype], targets, room)
+        value = value.detach().to(target.device).contiguous()
+        _broadcast(value, giver, engine.ranks, wait)
+        target.store(value)
+        loaded.add(at)
+
+
+def _room_for(
+    target: Target, dtype: torch.dtype, targets: Sequence[Target], room: dict[torch.device, Tensor]
+) -> Tensor:
+    if target.device not in room:  # what comes is never wider than what is kept
+        nbytes = max(math.prod(one.shape) * one.dtype.itemsize for one in targets if one.device == target.device)
+        room[target.device] = torch.empty(nbytes, dtype=torch.uint8, device=target.device)
+    numel = math.prod(target.shape)
+    return room[target.device][: numel * dtype.itemsize].view(dtype).view(target.shape)
+
+
+def _broadcast(value: Tensor, giver: int, ranks: Ranks, wait: Callable[[Any], None]) -> None:
+    """``value`` of rank ``giver``, on every rank: along its own shard group, then over the replicas."""
+    if not value.numel():
+        return
+    row, column = divmod(giver, ranks.shard.size)
+    wait(ranks.shard.broadcast(value, column))
+    wait(ranks.outer.broadcast(value, row))
+
+
+def _from_own(
+    source: Source,
+    targets: Sequence[Target],
+    expected: Mapping[str, tuple[int, Target]],
+    loaded: set[int],
+    engine: Engine,
+    wait: Callable[[Any], None],
+    *,
+    compare: bool,
+) -> None:
+    """Every rank reads for itself; at the end all say whether it went well, and what they read."""
+    assert source is not None, "every rank gives a source"
+    error: Exception | None = None
+    digests = [0] * len(targets)
+    several = engine.ranks.size > 1
+    try:
+        for at, value in _offers(source, targets, expected):
+            target = targets[at]
+            target.store(value)
+            loaded.add(at)
+            if compare and several and (target.record is None or _mesh(target.record, engine) is None):
+                digests[at] = _digest(value, target.dtype)
+            del value
+    except Exception as raised:
+        error = raised
+    rows = exchange(engine.control, [int(error is not None), len(loaded), *digests], wait)
+    bad = tuple(rank for rank, row in enumerate(rows) if row[0])
+    if bad:
+        texts = exchange_text(engine.control, _said(error), wait)
+        raise _failed(texts[bad[0]], bad, rows[bad[0]][1], len(targets)) from error
+    for at, target in enumerate(targets):
+        _, odd = odd_ranks([[row[2 + at]] for row in rows])
+        if odd:
+            raise FsdpError(
+                f"load_full_state_dict: values of {target.names[0]} differ on rank {', '.join(map(str, odd))}; give "
+                "the same state on all ranks, or on one. All were loaded as they came: load again",
+                op="load",
+                ranks=odd,
+            )
+
+
+def _digest(value: Tensor, dtype: torch.dtype) -> int:
+    """Of the values as ``dtype``; a piece at a time, because a digest takes many times the bytes of what it reads."""
+    flat, total = value.detach().reshape(-1), 0
+    for start in range(0, flat.numel(), 1 << 16):
+        total = (total * 1_000_003 + tensor_digest(flat[start : start + (1 << 16)].to(dtype))) & ((1 << 63) - 1)
+    return total
+
+
+def _said(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, FsdpError) else f"its source raised {type(error).__name__}: {error}"
+
+
+def _failed(text: str, ranks: tuple[int, ...], loaded: int, targets: int) -> FsdpError:
+    if loaded:
+        rest = f"{loaded} of {targets} tensors were loaded before, the others are as they were: load again"
+    else:
+        rest = "nothing was loaded"
+    return FsdpError(f"load_full_state_dict: on rank {ranks[0]}: {text}. {rest}", op="load", ranks=ranks)
+
+
+def _raise_alike(problem: str | None, engine: Engine, wait: Callable[[Any], None]) -> None:
+    """If any rank has a problem, all raise the first. [Note: told on all ranks]"""
+    rows = exchange(engine.control, [int(problem is not None)], wait)
+    bad = tuple(rank for rank, row in enumerate(rows) if row[0])
+    if bad:
+        texts = exchange_text(engine.control, problem or "", wait)
+        raise _failed(texts[bad[0]], bad, 0, 0)
+
+
+# ---- out
+
+
+def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) -> None:
+    """Collective: ``visit(record, whole main weight)`` for all; a view of memory that goes with its unit."""
+    for unit in engine.units:
+        for stream in unit.streams:
+            whole = stream.cut.view_of(_whole(stream, engine))
+            for record in stream.records:
+                visit(record, whole.full(record.name))
+            del whole
+
+
+def _whole(of: ParamAndGradBuffer, engine: Engine) -> Tensor:
+    flat = of.weights.main.flat.detach()
+    if of.cut.parts == 1:
+        return flat
+    full = torch.empty(of.cut.parts * of.cut.shard_numel, dtype=flat.dtype, device=of.device)
+    engine.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
+    return full
+
+
+def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
+    """``consume(name, tensor)`` for everything of the module's state dict, unit by unit. Collective.
+
+    The tensor is a view that is gone when ``consume`` returns. Ranks that want nothing give None. Buffers come last.
+
+    Raises:
+        FsdpError: on the ranks where nothing went wrong, when another rank's consumer raised; there its own error.
+    """
+    engine.alive()
+    names: dict[Any, list[str]] = {}
+    rest: list[tuple[str, Any]] = []
+    for name, value in _entries(module, engine).items():
+        if isinstance(value, nn.Parameter) and value in engine.records:
+            names.setdefault(value, []).append(name)
+        else:
+            rest.append((name, value))
+    error: Exception | None = None
+
+    def give(name: str, value: Any) -> None:
+        nonlocal error
+        try:
+            if consume is not None and error is None:
+                consume(name, value)
+        except Exception as raised:
+            error = raised
+
+    def give_all(record: ParamRecord, value: Tensor) -> None:
+        for name in names.get(record.parameter, ()):
+            give(name, value)
+
+    visit_whole(engine, give_all)
+    for name, value in rest:
+        give(name, value.detach() if isinstance(value, Tensor) else value)
+    wait = engine.wait.for_control(None, "load")
+    rows = exchange(engine.control, [int(error is not None)], wait)
+    if error is not None:
+        raise error
+    bad = tuple(rank for rank, row in enumerate(rows) if row[0])
+    if bad:
+        raise FsdpError(
+            f"stream_full_state: the consumer on rank {bad[0]} raised, so what it was to keep is not whole; see its "
+            "own error",
+            op="gather",
+            ranks=bad,
+        )
+
+
+def full_state_dict(
+    module: nn.Module, engine: Engine, rank: int | None, device: torch.device | None
+) -> dict[str, Tensor]:
+    """Main weights in full shapes and persistent buffers, in the state dict's order; tied names share a tensor.
+
+    Collective. ``rank``: the only one that keeps it (the others get an empty dict); ``device``: where copies lie.
+    """
+    if rank is not None and not 0 <= rank < engine.ranks.size:
+        raise FsdpError(f"rank is {rank}; this model has ranks 0 to {engine.ranks.size - 1}")
+    engine.alive()
+    kept = rank is None or rank == engine.ranks.rank
+
+    def copy(value: Tensor) -> Tensor:
+        return torch.empty_like(value, device=device or value.device, requires_grad=False).copy_(value.detach())
+
+    copies: dict[nn.Parameter, Tensor] = {}
+
+    def keep(record: ParamRecord, value: Tensor) -> None:
+        if kept:
+            copies[record.parameter] = copy(value)
+
+    visit_whole(engine, keep)
+    return {
+        name: copies[value] if isinstance(value, nn.Parameter) and value in copies else _plain(value, copy)
+        for name, value in (_entries(module, engine).items() if kept else ())
+    }
+
+
+def _plain(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    return copy(value) if isinstance(value, Tensor) else value
+
+
+def _entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
+    """The module's own state dict: its Parameter objects and buffers, of which nothing is read."""
+    before, engine.state_dict_asked = engine.state_dict_asked, "names"
+    try:
+        return dict(module.state_dict(keep_vars=True))
+    finally:
+        engine.state_dict_asked = before

@@ -1,0 +1,173 @@
+"""Whole state in and out over several ranks: who gives, who is told, how much memory it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_helpers import Block, batch, make_net, same
+from fsdp_memory_helpers import peak_bytes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranktest import run_ranks
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel
+
+
+def make(**options):
+    options.setdefault("process_group", dist.group.WORLD)
+    return FullyShardedDataParallel(make_net(tied=True), fsdp_unit_modules=[Block], **options)
+
+
+def other_state():
+    net = make_net(tied=True)
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.add_(0.25 + number)
+    return net.state_dict()
+
+
+def refusal(action):
+    with pytest.raises(FsdpError) as caught:
+        action()
+    return str(caught.value), caught.value.ranks
+
+
+def load_in_every_way(rank, ranks, strategy, granularity):
+    found = {}
+    sources = {
+        "dict on rank 0": lambda: other_state() if rank == 0 else None,
+        "pairs on the last": lambda: reversed(other_state().items()) if rank == ranks - 1 else None,
+        "pairs on all": lambda: list(other_state().items())[:: 1 if rank else -1],
+    }
+    for way, source in sources.items():
+        model = make(strategy=strategy, granularity=lambda name, parameter: granularity)
+        model(batch(0, 0, rank))
+        model.load_full_state_dict(source())
+        found[way] = same(other_state(), model.full_state_dict())
+        found[way + ", gathered"] = bool(model(batch(0, 0, 0)).sum() == found.setdefault("y", plain_answer()))
+    return found
+
+
+def plain_answer():
+    net = make_net(tied=True)
+    net.load_state_dict(other_state())
+    return net(batch(0, 0, 0)).sum()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "granularity"), [("optim", "row"), ("optim_grads_params", "element"), ("optim_grads_params", "tensor")]
+)
+def test_a_state_is_loaded_whoever_gives_it(strategy, granularity):
+    for found in run_ranks(load_in_every_way, 2, strategy, granularity):
+        found.pop("y")
+        assert all(value == [] or value is True for value in found.values()), found
+
+
+def load_on_replicas(rank, ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make(process_group=None, mesh=mesh)
+    model.load_full_state_dict(other_state() if rank == 3 else None)
+    model.load_full_state_dict(other_state() if rank == 1 else None)
+    some = refusal(lambda: model.load_full_state_dict(other_state() if rank in (0, 2) else None))
+    return same(other_state(), model.full_state_dict()), some
+
+
+def test_any_one_rank_of_a_mesh_may_give_and_two_of_four_may_not():
+    for differing, (text, _) in run_ranks(load_on_replicas, 4):
+        assert differing == []
+        assert "ranks [0, 2] of 4 give a state; give it on one rank, or on all" in text
+
+
+def broken(rank, ranks):
+    state = other_state()
+    short = {name: value for name, value in state.items() if name != "norm.bias"}
+    other = {**state, "norm.bias": state["norm.bias"] + (rank == 1)}
+
+    def raises():
+        yield from list(state.items())[:2]
+        raise OSError("the file ends here")
+
+    model = make()
+    found = {
+        "short on one": refusal(lambda: model.load_full_state_dict(short if rank == 1 else None)),
+        "short on one of all": refusal(lambda: model.load_full_state_dict(short if rank == 1 else state)),
+    }
+    untouched = same(make_net(tied=True).state_dict(), model.full_state_dict())
+    found["raises on one"] = refusal(lambda: model.load_full_state_dict(raises() if rank == 1 else None))
+    found["raises on one of all"] = refusal(lambda: model.load_full_state_dict(raises() if rank else state.items()))
+    found["differs"] = refusal(lambda: model.load_full_state_dict(other))
+    make(initial="trust").load_full_state_dict(other)
+    return untouched, found
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all_alike():
+    first, second = run_ranks(broken, 2)
+    assert first == second
+    untouched, found = first
+    assert untouched == []
+    says = {
+        "short on one": "on rank 1: missing: norm.bias. nothing was loaded",
+        "short on one of all": "on rank 1: missing: norm.bias. nothing was loaded",
+        "raises on one": "on rank 1: its source raised OSError: the file ends here. 2 of 18 tensors were loaded",
+        "raises on one of all": "on rank 1: its source raised OSError: the file ends here.",
+        "differs": "values of norm.bias differ on rank 1; give the same state on all ranks, or on one",
+    }
+    for case, text in says.items():
+        assert text in found[case][0] and found[case][1] == (1,), case
+
+
+class Wide(nn.Module):
+    """Four units of 1 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+
+
+def peaks(rank, ranks):
+    model = FullyShardedDataParallel(Wide(), process_group=dist.group.WORLD, fsdp_unit_modules=[nn.Linear])
+    mapped = torch.full((4, 512, 512), 1.5)  # as a mapped file: reading takes no memory of its own
+
+    def pairs():
+        return ((f"blocks.{n}.weight", mapped[n]) for n in range(4))
+
+    load, out = model.load_full_state_dict, model.stream_full_state
+    total = []
+    part, whole = torch.ones(512 * 256), torch.empty(512 * 512)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    return (
+        peak_bytes(lambda: gather(whole, part)),
+        peak_bytes(lambda: load(pairs() if rank == 0 else None)),
+        peak_bytes(lambda: out(lambda name, value: total.append(float(value.sum())) if rank == 0 else None)),
+        peak_bytes(lambda: model.full_state_dict(rank=0)),
+        total,
+    )
+
+
+def test_no_rank_holds_more_than_one_unit_beyond_its_shards():
+    unit, slack = 512 * 512 * 4, 100_000
+    for rank, (inside_gloo, load, out, full, total) in enumerate(run_ranks(peaks, 2)):
+        assert inside_gloo <= unit + slack, "gloo gathers into memory of its own, and copies"
+        assert load <= rank * unit + slack and unit <= out <= unit + inside_gloo + slack
+        assert full <= (5 if rank == 0 else 1) * unit + inside_gloo + slack
+        assert total == ([1.5 * 512 * 512] * 4 if rank == 0 else [])
+
+
+def out_of(rank, ranks):
+    model = make()
+    alone = model.full_state_dict(rank=1)
+
+    def consume(name, value):
+        if rank == 1:
+            raise OSError("disk full")
+
+    with pytest.raises(OSError if rank == 1 else FsdpError) as caught:
+        model.stream_full_state(consume)
+    return len(alone), str(caught.value), len(model.full_state_dict())
+
+
+def test_the_whole_state_on_one_rank_alone_and_a_consumer_that_raises():
+    (none, told, _), (all_of_it, own, size) = run_ranks(out_of, 2)
+    assert none == 0 and all_of_it == size == len(other_state())
+    assert "the consumer on rank 1 raised" in told and own == "disk full"

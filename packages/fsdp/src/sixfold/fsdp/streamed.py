@@ -350,20 +350,25 @@ def _raise_alike(problem: str | None, engine: Engine, wait: Callable[[Any], None
 
 
 def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) -> None:
-    """Collective: ``visit(record, whole main weight)`` for all; a view of memory that goes with its unit."""
-    for unit in engine.units:
-        for stream in unit.streams:
-            whole = stream.cut.view_of(_whole(stream, engine))
-            for record in stream.records:
-                visit(record, whole.full(record.name))
-            del whole
+    """Collective: ``visit(record, whole main weight)`` for all; a view that the next unit overwrites."""
+    streams = [stream for unit in engine.units for stream in unit.streams]
+    cut = [_whole_bytes(stream) for stream in streams if stream.cut.parts > 1]
+    room = torch.empty(max(cut, default=0), dtype=torch.uint8, device=engine.units[0].device)
+    for stream in streams:
+        whole = stream.cut.view_of(_whole(stream, room, engine))
+        for record in stream.records:
+            visit(record, whole.full(record.name))
 
 
-def _whole(of: ParamAndGradBuffer, engine: Engine) -> Tensor:
+def _whole_bytes(of: ParamAndGradBuffer) -> int:
+    return of.cut.parts * of.cut.shard_numel * of.weights.main_dtype.itemsize
+
+
+def _whole(of: ParamAndGradBuffer, room: Tensor, engine: Engine) -> Tensor:
     flat = of.weights.main.flat.detach()
     if of.cut.parts == 1:
         return flat
-    full = torch.empty(of.cut.parts * of.cut.shard_numel, dtype=flat.dtype, device=of.device)
+    full = room[: _whole_bytes(of)].view(flat.dtype)
     engine.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
     return full
 

@@ -28,7 +28,8 @@ class _Alive(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        came = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        came = {one.untyped_storage().data_ptr() for one in inputs}
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor) and one.device.type == "cpu":

@@ -1,6 +1,6 @@
 """How many bytes of tensors were alive at most.
 
-    tests of streamed state and of start values --> peak_bytes (this file)
+tests of streamed state and of start values --> peak_bytes (this file)
 """
 
 from __future__ import annotations

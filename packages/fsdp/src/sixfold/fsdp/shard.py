@@ -77,6 +77,9 @@ class FullyShardedDataParallel(nn.Module):
         mesh, process_group: one of them, or neither for one process. A 2-D mesh is (replicate, shard).
         strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
         fsdp_unit_modules: classes, class names or modules to gather and free together.
+        root_units: a module outside them with more bytes of its own than the smallest of them (an embedding, a head) is
+            a unit too; ``report()`` lists these. Its weights are there in its own call only; False: the root unit
+            keeps them for good.
         granularity: ``(name, parameter) -> "element" | "row" | "tensor" | int``: where a shard may cut it.
         grad_divisor: None: the ranks of the mesh; 1.0 gives sums.
         grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
@@ -98,6 +101,7 @@ class FullyShardedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         strategy: ShardingStrategy | str = "optim_grads_params",
         fsdp_unit_modules: Sequence[Selector] = (),
+        root_units: bool = True,
         mixed_precision: MixedPrecision = MixedPrecision(),  # noqa: B008  frozen
         buffers: BufferConfig = BufferConfig(),  # noqa: B008  frozen
         granularity: Granularity | None = None,

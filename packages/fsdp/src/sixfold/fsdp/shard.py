@@ -149,11 +149,18 @@ class FullyShardedDataParallel(nn.Module):
         self._path(child)
         return lambda *args, **kwargs: self._run(child, args, kwargs, None)
 
-    def stage_handle(self, child: nn.Module) -> StageHandle:
-        """The ``data_parallel`` object of a pipeline stage that runs ``child``."""
+    def stage_handle(self, child: nn.Module, *, fused: bool) -> StageHandle:
+        """The ``data_parallel`` object of a pipeline stage that runs ``child``.
+
+        Args:
+            fused: every backward of the stage in the program is whole (B); False: some are split (I, W), and what W
+                makes comes through ``accumulate``. Then gradients are reduced once per step, behind the last backward.
+        Raises:
+            FsdpError: split backwards with ``grad_reduce="microbatch"``.
+        """
         inside = set(child.modules())
         units = [unit for unit in self._engine.units if unit.index and unit.module in inside]
-        stage = StageState(self._path(child), units)
+        stage = StageState(self._path(child), units, fused)
         self._engine.add_stage(stage)
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
 

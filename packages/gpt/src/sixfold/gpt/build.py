@@ -265,7 +265,10 @@ def build_rank(
     optimizer = fully_shard_optimizer(optimizer, model)
     if draw and model_provider is None:
         _draw_start_values(model, config)
-    stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
+    # Whatever the number of microbatches: a schedule of split backwards may have a whole one here and there.
+    fused = not pipeline.schedules.by_name(config.parallel.schedule).split
+    handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}
+    stages = [pipeline.Stage(container[str(s)], s, data_parallel=handle) for s, handle in handles.items()]
     runner = pipeline.PipelineRunner(
         program,
         stages,

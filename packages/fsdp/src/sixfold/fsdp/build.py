@@ -89,6 +89,7 @@ def build(module: nn.Module, options: Options) -> Built:
         reduction=reduction,
         waiting=waiting,
         signatures=Signatures(options.checks if ranks.size > 1 else "off", units, control, waiting),
+        control=control,
     )
     set_start_values(
         module, engine.records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sixfold.fsdp.calls import CallContext, StageState, accumulates, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
+from sixfold.fsdp.control import Control
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
@@ -46,6 +47,7 @@ class Engine:
         reduction: Reduction,
         waiting: Waiting,
         signatures: Signatures,
+        control: Control,
     ) -> None:
         self.units = units
         self.ranks = ranks
@@ -54,6 +56,7 @@ class Engine:
         self.gathering = gathering
         self.reduction = reduction
         self.wait = waiting
+        self.control = control
         self._signatures = signatures
         self.records: dict[nn.Parameter, ParamRecord] = {
             record.parameter: record for unit in units for record in unit.records

@@ -94,13 +94,21 @@ def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
+Seen = Callable[[str, Tensor], Tensor]  # the weight that layers see of a main weight, by name
+
+
 def local_gradients(
-    net: nn.Module, compute: nn.Module, tokens: Tensor, sums: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of
+    net: nn.Module,
+    compute: nn.Module,
+    tokens: Tensor,
+    sums: dict[str, Tensor],
+    loss: Callable[..., Tensor] = loss_of,
+    seen: Seen = lambda name, main: main,
 ) -> None:
     """Add one micro-batch's gradients to ``sums`` in fp32; ``compute`` is ``net`` in the compute dtype."""
     with torch.no_grad():
-        for low, high in zip(compute.parameters(), net.parameters(), strict=True):
-            low.copy_(high)
+        for (name, high), low in zip(net.named_parameters(), compute.parameters(), strict=True):
+            low.copy_(seen(name, high))
             low.grad = None
     loss(compute(tokens), tokens).backward()
     for name, parameter in compute.named_parameters():
@@ -118,6 +126,7 @@ def emulate(
     per_microbatch: bool,
     param_dtype: torch.dtype | None = None,
     zeros: bool = True,
+    seen: Seen = lambda name, main: main,
 ) -> dict[str, Tensor]:
     """Final weights of ``ranks`` ranks of data parallel, in one process.
 
@@ -137,7 +146,7 @@ def emulate(
             for rank in range(ranks):
                 sums: dict[str, Tensor] = {}
                 for k in microbatches:
-                    local_gradients(net, compute, batch(step, k, rank), sums)
+                    local_gradients(net, compute, batch(step, k, rank), sums, seen=seen)
                 locals_R.append(sums)
             for name, first in locals_R[0].items():
                 reduced = first.clone()

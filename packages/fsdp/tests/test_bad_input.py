@@ -39,7 +39,9 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
     [
         (lambda: MixedPrecision(grad_sum="tree"), "grad_sum is 'tree'; it is one of backend, rank_order"),
         (lambda: MixedPrecision(param_dtype=torch.int8), "param_dtype is torch.int8"),
-        (lambda: MixedPrecision(fp8=lambda name: True), "fp8 .* not supported"),
+        (lambda: MixedPrecision(fp8=lambda name: True, main_dtype=torch.float64), "main_dtype .*float64 .* fp8"),
+        (lambda: MixedPrecision(fp8_matmul="scaled"), "fp8_matmul .* fp8 is None"),
+        (lambda: MixedPrecision(fp8_matmul="fast"), "fp8_matmul .* emulate, scaled, scaled_rows"),
         (lambda: MixedPrecision(grad_dtype=torch.bfloat16), "grad_dtype is torch.bfloat16"),
         (lambda: BufferConfig(gathered_bytes=0), "gathered_bytes is 0"),
         (lambda: BufferConfig(gathered_bytes="treble"), "'treble'; it is one of double, all"),

@@ -9,7 +9,6 @@ shared with trainable parameters would give gathers and reductions different own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 import torch
 from torch import nn
@@ -18,7 +17,10 @@ from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import MixedPrecision, ShardingStrategy
 from sixfold.fsdp.flat import Cut, DataParallelBuffer, ParamRecord
 from sixfold.fsdp.gradients import Gradients
-from sixfold.fsdp.layout import TensorSpec, plan_layout
+from sixfold.fsdp.layout import TensorSpec
+from sixfold.fsdp.packing import Packing, pack
+from sixfold.fsdp.quantized import FP8
+from sixfold.fsdp.scaled import Fp8Matmul
 from sixfold.fsdp.weights import Weights
 
 __all__ = ["DataParallelBuffer", "Granularity", "ParamAndGradBuffer"]
@@ -52,22 +54,32 @@ class ParamAndGradBuffer:
         self.ranks = ranks
         self.device = device
         self.trainable = any(parameter.requires_grad for _, parameter in parameters)
-        dtypes = [precision.param_dtype or parameter.dtype for _, parameter in parameters]
-        gather_dtype = reduce(torch.promote_types, dtypes)
-        narrow = min((gather_dtype, precision.main_dtype), key=lambda dtype: dtype.itemsize)
-        specs = [
-            TensorSpec(name, tuple(p.shape), narrow, granularity(name, p) if granularity else "element")
-            for name, p in parameters
-        ]
-        self.cut = _cut(specs, ranks, strategy, narrow.itemsize, align_bytes)
+        fp8 = frozenset(name for name, _ in parameters if precision.fp8 is not None and precision.fp8(name))
+        packing = pack(
+            [
+                TensorSpec(
+                    name,
+                    tuple(parameter.shape),
+                    FP8 if name in fp8 else precision.param_dtype or parameter.dtype,
+                    granularity(name, parameter) if granularity else "element",
+                )
+                for name, parameter in parameters
+            ],
+            ranks.shard.size if strategy.shards_optimizer else 1,
+            main_itemsize=precision.main_dtype.itemsize,
+            align_bytes=align_bytes,
+        )
+        self.cut = _cut(packing, ranks)
         self.records = [
-            ParamRecord(name, parameter, spec, dtype, self)
-            for (name, parameter), spec, dtype in zip(parameters, specs, dtypes, strict=True)
+            ParamRecord(name, parameter, spec, precision.param_dtype or parameter.dtype, self)
+            for (name, parameter), spec in zip(parameters, packing.layout.specs, strict=True)
         ]
         self.weights = Weights(
             self.records,
             self.cut,
-            gather_dtype=gather_dtype,
+            pitch=packing.pitch,
+            fp8=fp8,
+            matmul=Fp8Matmul(precision.fp8_matmul),
             main_dtype=precision.main_dtype,
             shards_params=strategy.shards_params,
             device=device,
@@ -82,10 +94,8 @@ class ParamAndGradBuffer:
         )
 
 
-def _cut(specs: Sequence[TensorSpec], ranks: Ranks, strategy: ShardingStrategy, itemsize: int, align_bytes: int) -> Cut:
-    parts = ranks.shard.size if strategy.shards_optimizer else 1
-    layout = plan_layout(specs, parts, align_bytes=align_bytes)
-    numel = parts * (layout.shard_bytes // itemsize)
+def _cut(packing: Packing, ranks: Ranks) -> Cut:
     # Whole sums are cut in as many equal pieces as there are ranks by grad_sum="rank_order" under no_shard too.
-    full_numel = -(-numel // ranks.shard.size) * ranks.shard.size
-    return Cut(layout=layout, itemsize=itemsize, part=ranks.shard.rank if parts > 1 else 0, full_numel=full_numel)
+    full_numel = -(-packing.positions // ranks.shard.size) * ranks.shard.size
+    part = ranks.shard.rank if packing.layout.world_size > 1 else 0
+    return Cut(layout=packing.layout, itemsize=packing.itemsize, part=part, full_numel=full_numel)

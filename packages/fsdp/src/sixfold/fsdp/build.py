@@ -29,11 +29,21 @@ from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.initial import agree, set_start_values
 from sixfold.fsdp.options import Options
+from sixfold.fsdp.quantized import Fp8Scales
 from sixfold.fsdp.reduce import Reduction
+from sixfold.fsdp.scaled import Fp8Matmul, Transposes, fault_of
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
 from sixfold.fsdp.units import Unit, UnitSpec, find_units
 from sixfold.fsdp.waiting import Waiting
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """What fp8 parameters share in a model; ``transposes``: None where layers multiply no bytes."""
+
+    scales: Fp8Scales
+    transposes: Transposes | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Built:
     engine: Engine
     slots: TemporaryBucketAllocator
     pool: TemporaryBucketAllocator
+    fp8: Fp8
 
 
 def build(module: nn.Module, options: Options) -> Built:
@@ -60,16 +71,23 @@ def build(module: nn.Module, options: Options) -> Built:
     def wait(work: Any) -> None:  # of no step and no unit
         faults.wait(work, None, None, "check", on_host=True)
 
-    problem, specs = _look_at(module, options)
+    problem, specs = _look_at(module, options, device)
     # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
-    agree(module, {**options.settings(), "units": [spec.name for spec in specs]}, problem, control, wait)
+    names = {"units": [spec.name for spec in specs], "fp8": _fp8_names(module, options)}
+    agree(module, {**options.settings(), **names}, problem, control, wait)
     if problem is not None:
         raise problem
     units = _units(specs, ranks, options, device)
     slots, pool = _gather_slots(units, options, device), _reduce_pool(units, options, device)
+    fp8 = _fp8_of(units, options, device)
     waiting = Waiting(faults)
     gathering = Gathering(
-        units, slots=slots, stream=make_stream(device), wait=waiting, prefetch_bytes=options.buffers.prefetch_bytes
+        units,
+        slots=slots,
+        stream=make_stream(device),
+        wait=waiting,
+        prefetch_bytes=options.buffers.prefetch_bytes,
+        transposes=fp8.transposes,
     )
     reduction = Reduction(
         units,
@@ -94,8 +112,11 @@ def build(module: nn.Module, options: Options) -> Built:
     set_start_values(
         module, engine.records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial
     )
+    for unit in units:
+        for stream in unit.streams:
+            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.draw_curtains()
-    return Built(engine, slots, pool)
+    return Built(engine, slots, pool, fp8)
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:
@@ -138,7 +159,33 @@ def _abort_of(groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
     return abort
 
 
-def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, list[UnitSpec]]:
+def _fp8_names(module: nn.Module, options: Options) -> list[str]:
+    chosen = options.mixed_precision.fp8
+    return [] if chosen is None else [name for name, _ in module.named_parameters() if chosen(name)]
+
+
+def _fp8_of(units: Sequence[Unit], options: Options, device: torch.device) -> Fp8:
+    """Scales of all fp8 parameters, and where their layers multiply bytes, transposed copies of them."""
+    streams = [stream for unit in units for stream in unit.streams]
+    scales = Fp8Scales(
+        (
+            (stream.ranks.shard if stream.cut.parts > 1 else None, stream.trainable, stream.weights.quantized)
+            for stream in streams
+        ),
+        device,
+    )
+    for stream in streams:
+        stream.weights.scales = scales if stream.weights.quantized else None
+    if not Fp8Matmul(options.mixed_precision.fp8_matmul).on_bytes:
+        return Fp8(scales, None)
+    tensors = {
+        unit.name: (len(unit.around) if unit.index else -1, [t for one in unit.streams for t in one.weights.quantized])
+        for unit in units
+    }
+    return Fp8(scales, Transposes(tensors, device))
+
+
+def _look_at(module: nn.Module, options: Options, device: torch.device) -> tuple[FsdpError | None, list[UnitSpec]]:
     """The units, or what is wrong with the module."""
     for name, part in module.named_modules():
         if hasattr(part, "main_parameters"):
@@ -147,10 +194,26 @@ def _look_at(module: nn.Module, options: Options) -> tuple[FsdpError | None, lis
         fault = _fault_of(parameter, options.mixed_precision.main_dtype)
         if fault is not None:
             return FsdpError(f"{name} {fault}"), []
+    fault = _fp8_fault(module, options, device)
+    if fault is not None:
+        return FsdpError(fault), []
     try:
-        return None, find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
+        return None, find_units(module, options.fsdp_unit_modules)
     except FsdpError as error:
         return error, []
+
+
+def _fp8_fault(module: nn.Module, options: Options, device: torch.device) -> str | None:
+    matmul = Fp8Matmul(options.mixed_precision.fp8_matmul)
+    names = _fp8_names(module, options) if matmul.on_bytes else []
+    for name in names:
+        fault = fault_of(module.get_parameter(name), device)
+        if fault is not None:
+            return (
+                f"{name} {fault}: fp8_matmul={matmul.value!r} cannot multiply it; leave it out of MixedPrecision.fp8, "
+                "or use fp8_matmul='emulate'"
+            )
+    return None
 
 
 def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
@@ -182,8 +245,7 @@ def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: to
     by_name: dict[str, Unit] = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
-        streams = _streams(spec, ranks, options, device)
-        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
+        unit = Unit(spec.name, len(units), spec.module, around, _streams(spec, ranks, options, device), device)
         by_name[spec.name] = unit
         units.append(unit)
     return units

@@ -39,6 +39,9 @@ class Comm(Protocol):
     def all_reduce(self, full: Tensor) -> Any:
         """``full`` becomes its sum."""
 
+    def maximum(self, full: Tensor) -> Any:
+        """``full`` becomes its maximum, element by element."""
+
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """``received`` (size * n,) becomes shard ``rank`` of every rank's ``sent``."""
 
@@ -69,6 +72,9 @@ class LocalComm:
 
     def all_reduce(self, full: Tensor) -> None:
         """Nothing to add."""
+
+    def maximum(self, full: Tensor) -> None:
+        """Nothing to compare."""
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Copy."""
@@ -162,6 +168,10 @@ class GroupComm:
     def all_reduce(self, full: Tensor) -> Any:
         """One all-reduce."""
         return dist.all_reduce(full, group=self.group, async_op=True)
+
+    def maximum(self, full: Tensor) -> Any:
+        """One all-reduce."""
+        return dist.all_reduce(full, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """One all-to-all of equal shards."""

@@ -59,7 +59,11 @@ class MixedPrecision:
         grad_sum: ``"backend"`` or ``"rank_order"`` (sum over ranks 0, 1, 2 ... in main_dtype, reproducible).
         grad_dtype: storage of main gradients; None or ``main_dtype``.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
-        fp8: None; fp8 parameters are not supported.
+        fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after
+            each step. Main weights are float32, gradients as ever; None: no parameter is.
+        fp8_matmul: ``"emulate"``: layers read the weights that the bytes stand for, in ``param_dtype``. ``"scaled"``:
+            ``F.linear`` (and so ``nn.Linear``) multiplies the bytes by ``torch._scaled_mm``, activations and gradients
+            scaled by tensor; ``"scaled_rows"``: by row.
     """
 
     param_dtype: torch.dtype | None = None
@@ -69,6 +73,7 @@ class MixedPrecision:
     grad_dtype: torch.dtype | None = None
     cast_inputs: bool = True
     fp8: Callable[[str], bool] | None = None
+    fp8_matmul: str = "emulate"
 
     def __post_init__(self) -> None:
         one_of("grad_sum", self.grad_sum, ("backend", "rank_order"))
@@ -76,9 +81,13 @@ class MixedPrecision:
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
                 raise FsdpError(f"{field} is {dtype}; it is a floating dtype or None")
-        if self.fp8 is not None:
+        one_of("fp8_matmul", self.fp8_matmul, ("emulate", "scaled", "scaled_rows"))
+        if self.fp8 is None and self.fp8_matmul != "emulate":
+            raise FsdpError(f"fp8_matmul is {self.fp8_matmul!r} and fp8 is None; name the parameters by fp8")
+        if self.fp8 is not None and self.main_dtype != torch.float32:
             raise FsdpError(
-                "fp8 is set: fp8 parameters are not supported; leave it None and use param_dtype=torch.bfloat16"
+                f"main_dtype is {self.main_dtype} and fp8 is set: float32 scales quantise float32 main weights; use "
+                "main_dtype=torch.float32, or fp8=None"
             )
         if self.grad_dtype not in (None, self.main_dtype):
             raise FsdpError(

@@ -126,7 +126,7 @@ class ParamRecord:
     """
 
     __slots__ = (
-        "buffer", "compute", "dtype", "filled", "gathered", "local_grad", "main", "main_grad", "name", "parameter",
+        "buffer", "compute", "dtype", "filled", "local_grad", "main", "main_grad", "name", "parameter",
         "spec", "wanted",
     )  # fmt: skip
 
@@ -139,7 +139,6 @@ class ParamRecord:
         self.dtype = dtype
         self.buffer = buffer
         self.compute: Tensor
-        self.gathered: Tensor
         self.main: nn.Parameter | None = None
         self.main_grad: Tensor | None = None
         self.local_grad: Tensor | None = None

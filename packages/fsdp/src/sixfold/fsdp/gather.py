@@ -15,7 +15,9 @@ from enum import Enum
 from typing import Any
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
+from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.scaled import Transposes
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
@@ -38,10 +40,17 @@ class AllGatherPipeline:
     Args:
         units: names.
         start: starts a unit's gather and returns what waits for it.
+        freed: is told of each unit that is freed.
     """
 
-    def __init__(self, units: Collection[str], start: Callable[[str], Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        units: Collection[str],
+        start: Callable[[str], Callable[[], None]],
+        freed: Callable[[str], None] | None = None,
+    ) -> None:
         self._start = start
+        self._freed = freed
         self._states = dict.fromkeys(units, GatherState.EMPTY)
         self._pending: dict[str, Callable[[], None]] = {}
         self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
@@ -63,6 +72,8 @@ class AllGatherPipeline:
     def free(self, unit: str) -> None:
         """Give up: READY -> EMPTY."""
         self._move(unit, "free", GatherState.READY, GatherState.EMPTY)
+        if self._freed is not None:
+            self._freed(unit)
 
     def _move(self, unit: str, move: str, needed: GatherState, then: GatherState) -> None:
         state = self._states.get(unit)
@@ -118,6 +129,7 @@ class Gathering:
         stream: SideStream,
         wait: Wait,
         prefetch_bytes: int | None,
+        transposes: Transposes | None = None,
     ) -> None:
         self._units = units
         self._by_name = {unit.name: unit for unit in units}
@@ -125,8 +137,9 @@ class Gathering:
         self._stream = stream
         self._wait = wait
         self._prefetch_bytes = prefetch_bytes
+        self._transposes = transposes
         self.order = UseOrder()
-        self.pipeline = AllGatherPipeline(self._by_name, self._start)
+        self.pipeline = AllGatherPipeline(self._by_name, self._start, None if transposes is None else transposes.drop)
         self.gathers = 0
 
     def ready(self, unit: Unit) -> bool:
@@ -146,6 +159,8 @@ class Gathering:
             self._prefetch(unit, busy)
         if state is GatherState.GATHERING:
             self.pipeline.wait(unit.name)
+        if self._transposes is not None:
+            self._transposes.use(unit.name, in_backward=in_backward() != -1)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Start gathers of units that have memory of their own."""
@@ -210,10 +225,10 @@ class Gathering:
                 weights = stream.weights
                 if not stream.trainable and weights.gathered_once and unit.slot is None:
                     continue  # frozen weights that stay do not change
-                weights.refresh_source()
+                weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
                 if stream.cut.parts > 1 or weights.shards_params:
-                    works.append((weights, stream.ranks.shard.all_gather(weights.compute.flat, weights.source)))
+                    works.append((weights, stream.ranks.shard.all_gather(weights.gathered, weights.source)))
                 else:
                     works.append((weights, None))
 
@@ -243,7 +258,6 @@ class Gathering:
         for unit in self._units:
             for stream in unit.streams:
                 if stream.trainable or frozen:
-                    stream.weights.source_stale = True
-                    stream.weights.gathered_once = False
+                    stream.weights.main_changed()
             if self.pipeline.state(unit.name) is GatherState.READY:
                 self.pipeline.free(unit.name)

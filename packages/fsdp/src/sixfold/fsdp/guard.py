@@ -102,8 +102,7 @@ class Guard:
 
 READ = (
     "read weights from model.full_state_dict() or model.state_records(). A module whose forward uses another module's "
-    "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit); where no "
-    "fsdp_unit_modules entry named the unit, root_units=False leaves it with the root unit"
+    "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit)"
 )
 WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
 GRAD = (
@@ -145,8 +144,7 @@ class GuardedParameter(nn.Parameter):
         if (sets or name not in _READS_NOTHING) and func is not torch.autograd.grad:
             for guard in _guards((args, kwargs)):
                 guard.ask(name, sets, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # its own class's
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = self.__dict__[_MARK].record

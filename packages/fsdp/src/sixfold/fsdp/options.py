@@ -31,7 +31,6 @@ class Options:
     process_group: dist.ProcessGroup | None
     strategy: ShardingStrategy | str
     fsdp_unit_modules: Sequence[Selector]
-    root_units: bool
     mixed_precision: MixedPrecision
     buffers: BufferConfig
     granularity: Granularity | None

@@ -1,0 +1,191 @@
+"""fp8 parameters in one process: bits against the definition, edges of it, memory, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fp8_oracle import is_fp8, quantized, seen
+from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
+
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+NAN = float("nan")
+
+
+def wrap(net, strategy="optim_grads_params", buffers=None, **precision):
+    precision = {"fp8": is_fp8, "param_dtype": torch.bfloat16, **precision}
+    return FullyShardedDataParallel(
+        net,
+        strategy=strategy,
+        fsdp_unit_modules=[Block],
+        mixed_precision=MixedPrecision(**precision),
+        buffers=buffers or BufferConfig(),
+    )
+
+
+def seen_by_layers(model, net, name):
+    """The values of a weight in the middle of its unit's call."""
+    found = []
+    owner = net.get_submodule(name.rpartition(".")[0])
+    handle = owner.register_forward_hook(lambda module, args, output: found.append(module.weight.detach().clone()))
+    model(batch(0, 0, 0))
+    handle.remove()
+    return found[0]
+
+
+def main_of(model, name):
+    return dict(model.main_parameters())[name]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
+def test_training_equals_the_definition(strategy, param_dtype):
+    net = make_net()
+    model = wrap(net, strategy, param_dtype=param_dtype)
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    for step in range(3):
+        for k in range(2):
+            loss_of(model(batch(step, k, 0)), batch(step, k, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = emulate(
+        ranks=1, steps=3, accumulate=2, net_options={}, per_microbatch=True, param_dtype=param_dtype, seen=seen
+    )
+    assert same(expected, model.full_state_dict()) == []
+
+
+@pytest.mark.parametrize("gathered_bytes", ["double", "all"])
+def test_layers_see_the_new_weights_after_a_step_and_after_loading(gathered_bytes):
+    net = make_net()
+    model = wrap(net, buffers=BufferConfig(gathered_bytes=gathered_bytes))
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    name = "blocks.1.up.weight"
+
+    def expected():
+        q, scale = quantized(main_of(model, name).view(23, 13))
+        return (q.float() * scale).bfloat16()
+
+    first = seen_by_layers(model, net, name)
+    assert torch.equal(first, expected())
+    loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
+    optimizer.step()
+    second = seen_by_layers(model, net, name)
+    assert torch.equal(second, expected()) and not torch.equal(second, first)
+    for record in model.state_records():
+        record.tensor.mul_(-3.0)
+    model.refresh()
+    assert torch.equal(seen_by_layers(model, net, name), expected())
+
+
+def test_one_large_element_sets_the_scale_and_a_tensor_of_zeros_has_scale_one():
+    net = make_net()
+    with torch.no_grad():
+        net.blocks[0].up.weight.zero_()
+        net.blocks[0].down.weight.zero_()[3, 4] = -7e4
+        net.blocks[2].up.weight.fill_(1e-44)  # amax / 448 is 0 in fp32
+    model = wrap(net, param_dtype=None)
+    assert torch.equal(seen_by_layers(model, net, "blocks.0.up.weight"), torch.zeros(19, 13))
+    down = seen_by_layers(model, net, "blocks.0.down.weight")
+    assert down[3, 4] == -7e4 and down.count_nonzero() == 1
+    assert torch.equal(seen_by_layers(model, net, "blocks.2.up.weight"), torch.zeros(27, 13))
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_a_main_weight_that_is_not_finite_is_not_hidden_by_its_scale(value):
+    net = make_net()
+    model = wrap(net)
+    main_of(model, "blocks.0.up.weight").data.view(-1)[5] = value
+    model.refresh()
+    assert seen_by_layers(model, net, "blocks.0.up.weight").isnan().all()
+    assert not seen_by_layers(model, net, "blocks.1.up.weight").isnan().any()
+    assert model(batch(0, 0, 0)).isnan().any()
+
+
+def test_frozen_fp8_parameters_are_seen_quantised_and_get_no_gradient():
+    net = make_net(frozen=True)
+    model = wrap(net)
+    optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
+    before = main_of(model, "blocks.1.up.weight").detach().clone()
+    for step in range(2):
+        loss_of(model(batch(step, 0, 0)), batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(main_of(model, "blocks.1.up.weight"), before)
+    assert main_of(model, "blocks.1.up.weight").grad is None
+    q, scale = quantized(before.view(23, 13))
+    assert torch.equal(seen_by_layers(model, net, "blocks.1.up.weight"), (q.float() * scale).bfloat16())
+    expected = emulate(
+        ranks=1,
+        steps=2,
+        accumulate=1,
+        net_options={"frozen": True},
+        per_microbatch=True,
+        param_dtype=torch.bfloat16,
+        seen=seen,
+    )
+    assert same(expected, model.full_state_dict()) == []
+
+
+def test_a_tensor_larger_than_the_scratch_is_quantised_in_pieces(monkeypatch):
+    monkeypatch.setattr("sixfold.fsdp.quantized._CHUNK", 100)
+    net = make_net()
+    model = wrap(net)
+    for name in ("blocks.1.up.weight", "blocks.2.down.weight"):
+        main = main_of(model, name)
+        q, scale = quantized(main)
+        assert torch.equal(seen_by_layers(model, net, name).view(-1), (q.float() * scale).bfloat16())
+    assert model.report()["bytes"]["fp8_scratch"] < 100 * 5 + 100
+
+
+def test_a_byte_for_each_fp8_weight_travels_and_norms_lie_beside_them_as_they_are():
+    width, hidden = 64, 256
+    net = torch.nn.Sequential(*(Block(width, hidden=hidden) for _ in range(2)))
+    model = FullyShardedDataParallel(
+        net,
+        fsdp_unit_modules=[Block],
+        mixed_precision=MixedPrecision(fp8=lambda name: is_fp8("blocks." + name), param_dtype=torch.bfloat16),
+    )
+    exact = 2 * width * hidden + 2 * (2 * width + hidden)  # matrices; bf16 norm and bias
+    report = model.report()
+    for name in ("0", "1"):
+        unit = report["units"][name]
+        assert exact <= unit["wire_bytes"] <= exact + 5 * 128
+        assert unit["gathered_bytes"] - unit["wire_bytes"] == pytest.approx(2 * 2 * width * hidden, abs=2 * 128)
+    assert report["fp8"]["tensors"] == 4
+
+
+def allocations(fp8):
+    """Sizes >= 16 KB that the third step allocates."""
+    net = make_net(width=128)
+    model = wrap(net, fp8=fp8)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    for number in range(3):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss_of(model(batch(number, 0, 0)), batch(number, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sorted(
+        e.cpu_memory_usage for e in profile.events() if e.name == "[memory]" and e.cpu_memory_usage >= 1 << 14
+    )
+
+
+def test_fp8_allocates_nothing_more_per_step():
+    assert allocations(is_fp8) == allocations(None)
+
+
+class Predicate:
+    def __call__(self, name):
+        return name.endswith("norm.weight")
+
+
+@pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+def test_a_vector_is_no_matrix(matmul):
+    with pytest.raises(FsdpError, match=r"blocks.0.norm.weight has the shape \(13,\).*emulate"):
+        wrap(make_net(), fp8=Predicate(), fp8_matmul=matmul)
+
+
+def test_a_vector_may_be_emulated():
+    net = make_net()
+    model = wrap(net, fp8=Predicate())
+    assert torch.equal(seen_by_layers(model, net, "blocks.0.norm.weight"), torch.ones(13, dtype=torch.bfloat16))

@@ -125,7 +125,7 @@ def _grad_hook(engine: Engine) -> Callable[[Tensor], None]:
 
 def run_root(
     engine: Engine,
-    child: nn.Module,
+    child: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     cast_to: torch.dtype | None,

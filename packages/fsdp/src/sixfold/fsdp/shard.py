@@ -138,13 +138,26 @@ class FullyShardedDataParallel(nn.Module):
         """The module's forward with the root unit gathered and floating inputs cast."""
         return self._run(self.module, args, kwargs, None)
 
-    def _run(self, child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageState | None) -> Any:
+    def _run(
+        self, child: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageState | None
+    ) -> Any:
         return hooks.run_root(self._engine, child, args, kwargs, self._cast_to, stage)
 
-    def entry(self, child: nn.Module) -> Callable[..., Any]:
-        """A callable that runs ``child`` (a module inside the wrapped one) as if it were the root."""
+    def entry(self, child: nn.Module, *, method: str | None = None) -> Callable[..., Any]:
+        """A callable that runs ``child`` (the wrapped module or one inside it) as if it were the root.
+
+        Args:
+            method: another method than the call itself: ``entry(net, method="generate")``. It finds the root unit's
+                weights gathered, and those of other units where it calls their modules. What it runs without grad
+                is run so from outside (``with torch.no_grad():``), else its uses count as a training step's.
+        Raises:
+            FsdpError: ``child`` is not inside the wrapped module, or has no such method.
+        """
         self._path(child)
-        return lambda *args, **kwargs: self._run(child, args, kwargs, None)
+        run: Callable[..., Any] = child if method is None else getattr(child, method, None)
+        if not callable(run):
+            raise FsdpError(f"entry: {type(child).__name__} has no method {method!r}")
+        return lambda *args, **kwargs: self._run(run, args, kwargs, None)
 
     def stage_handle(self, child: nn.Module) -> StageHandle:
         """The ``data_parallel`` object of a pipeline stage that runs ``child``."""

@@ -154,7 +154,7 @@ class FullyShardedDataParallel(nn.Module):
             FsdpError: ``child`` is not inside the wrapped module, or has no such method.
         """
         self._path(child)
-        run: Callable[..., Any] = child if method is None else getattr(child, method, None)
+        run: Any = child if method is None else getattr(child, method, None)
         if not callable(run):
             raise FsdpError(f"entry: {type(child).__name__} has no method {method!r}")
         return lambda *args, **kwargs: self._run(run, args, kwargs, None)

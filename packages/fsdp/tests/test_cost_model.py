@@ -47,6 +47,7 @@ def test_the_command_prints_the_same_as_json_and_as_text(capsys):
     assert cost_model.main(["--json"]) == 0
     tables = json.loads(capsys.readouterr().out)
     assert set(tables) == {"bandwidth_bytes_per_s", "forward_tokens", "backward_tokens", "memory_bytes", "collectives"}
+    assert tables["bandwidth_bytes_per_s"] == {"1": 340e9, "2": 170e9, "4": 85e9, "8": 42.5e9}
     assert list(tables["forward_tokens"]) == ["1", "2", "4", "8"]
     assert tables["collectives"]["optim_grads"] == {"all_gather": 1, "reduce_scatter": 4, "all_reduce": 0}
     assert cost_model.main([]) == 0

@@ -114,7 +114,7 @@ def test_gradients_of_a_two_stage_program_equal_the_plain_program(strategy, acti
     net = container()
     units = [Block, net["0"].embedding]
     model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=units, grad_divisor=1.0)
-    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    handles = [model.stage_handle(net["0"], fused=True), model.stage_handle(net["1"], fused=True)]
     expected = plain_gradients(actions)
     for _ in range(3):  # first order unknown, then recorded
         drive(model, handles, actions)
@@ -129,7 +129,7 @@ def test_gradients_of_a_two_stage_program_equal_the_plain_program(strategy, acti
 def test_one_local_stage_with_fused_backward_reduces_by_micro_batch_unless_told(grad_reduce, per_step):
     net = nn.ModuleDict({"0": LastStage()})
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_divisor=1.0, grad_reduce=grad_reduce)
-    handle = model.stage_handle(net["0"])
+    handle = model.stage_handle(net["0"], fused=True)
     for _ in range(2):
         for k in range(MICROBATCHES):
             if k == MICROBATCHES - 1:
@@ -141,18 +141,18 @@ def test_one_local_stage_with_fused_backward_reduces_by_micro_batch_unless_told(
     assert model.report()["reductions"] == 2 * 3 * per_step
 
 
-def test_a_parameter_without_gradient_in_the_first_micro_batch_is_no_split_backward():
+def test_a_parameter_without_gradient_makes_no_backward_a_split_one():
     net = nn.ModuleDict({"0": nn.Sequential(Block(WIDTH), Block(WIDTH))})
     net["0"][1].spare = nn.Parameter(torch.ones(3))
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
-    handle = model.stage_handle(net["0"])
+    handle = model.stage_handle(net["0"], fused=True)
     for k in range(MICROBATCHES):
         handle.call(torch.randn(1, 2, WIDTH)).sum().backward()
         handle.after_backward(k)
     handle.reduce_grad()
     model.finish_grad_sync()
     assert model.report()["reductions"] == 2 * MICROBATCHES
-    assert model.report()["bytes"]["local_gradients"] == 0, "full-size sums that only the first one needed are freed"
+    assert model.report()["bytes"]["local_gradients"] == 0, "no full-size sum was made"
 
 
 class OneLayer(nn.Module):
@@ -188,7 +188,7 @@ def test_a_prefetch_leaves_the_slot_of_the_unit_whose_backward_begins():
     net, gradient = stages(), torch.linspace(0, 1, 2 * 3 * WIDTH).view(2, 3, WIDTH)
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block, net["0"].embedding], grad_divisor=1.0)
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.0), model)
-    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    handles = [model.stage_handle(net["0"], fused=True), model.stage_handle(net["1"], fused=True)]
     plain = stages()
     run(lambda stage, x: plain[str(stage)](x), gradient)
     expected = {name: p.grad.view(-1) for name, p in plain.named_parameters()}
@@ -241,7 +241,7 @@ def test_deferred_weight_gradients_enter_the_same_fp32_sums(strategy, dtype):
         grad_divisor=1.0,
         mixed_precision=MixedPrecision(param_dtype=dtype),
     )
-    handle = model.stage_handle(net["0"])
+    handle = model.stage_handle(net["0"], fused=False)
     for _ in range(2):
         model.zero_grad()
         expected = {}
@@ -263,22 +263,81 @@ def test_deferred_weight_gradients_enter_the_same_fp32_sums(strategy, dtype):
     assert model.report()["reductions"] == 2 * 2, "a split backward reduces once per unit and step"
 
 
-def test_split_backward_with_reduction_by_micro_batch_is_refused():
+def test_split_backward_with_reduction_by_micro_batch_is_refused_when_the_handle_is_made():
     net = nn.ModuleDict({"0": Split()})
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Split], grad_reduce="microbatch")
-    handle = model.stage_handle(net["0"])
-    handle.call(torch.randn(2, 3, WIDTH)).sum().backward()
-    with pytest.raises(FsdpError, match="'microbatch'"):
-        handle.accumulate(net["0"].linear.weight, net["0"].later.pop())
+    with pytest.raises(
+        FsdpError, match=r"stage '0' has split backwards \(fused=False\), and grad_reduce is 'microbatch'"
+    ):
+        model.stage_handle(net["0"], fused=False)
+    handle = model.stage_handle(net["0"], fused=True)
     with pytest.raises(FsdpError, match="not of this model"):
-        model.stage_handle(net["0"]).accumulate(nn.Parameter(torch.ones(2)), torch.ones(2))
+        handle.accumulate(nn.Parameter(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("grad_reduce", ["auto", "microbatch"])
+def test_a_deferred_gradient_after_a_backward_said_to_be_fused_is_refused(grad_reduce):
+    net = nn.ModuleDict({"0": Split()})
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Split], grad_reduce=grad_reduce)
+    handle = model.stage_handle(net["0"], fused=True)
+    handle.call(torch.randn(2, 3, WIDTH)).sum().backward()
+    with pytest.raises(FsdpError, match=r"linear\.weight: accumulate.* after a backward that was said to be fused"):
+        handle.accumulate(net["0"].linear.weight, net["0"].later.pop())
+
+
+class Bare(nn.Module):
+    """A unit whose only weight gets its gradient in W: its backward accumulates nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.later = []
+
+    def forward(self, x):
+        return Deferred.apply(x.requires_grad_(), self.linear.weight, self.later)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_that_leave_every_gradient_to_w_are_gathered_for_i_and_reduced_once(strategy):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"0": nn.Sequential(Bare(), Bare(), Bare()), "1": nn.Sequential(Bare(), Bare())})
+    weights = {name: value.detach().clone() for name, value in net.named_parameters()}
+    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=[Bare], grad_divisor=1.0)
+    handles = [model.stage_handle(net[name], fused=False) for name in ("0", "1")]
+    for _ in range(2):
+        expected = {}
+        model.zero_grad()
+        for _ in range(3):
+            x = torch.randn(6, WIDTH)
+            middle = handles[0].call(x.clone())
+            second = middle.detach().requires_grad_()
+            handles[1].call(second).sum().backward()
+            middle.backward(second.grad)
+            inputs = [x]
+            for weight in weights.values():
+                inputs.append(inputs[-1] @ weight.t())
+            upstream = torch.ones(6, WIDTH)
+            for i, (name, weight) in reversed(list(enumerate(weights.items()))):
+                gradient = upstream.t() @ inputs[i]
+                upstream = upstream @ weight
+                expected[name] = expected[name] + gradient if name in expected else gradient
+            for stage, handle in enumerate(handles):
+                for part in net[str(stage)]:
+                    handle.accumulate(part.linear.weight, part.later.pop())
+        for handle in handles:
+            handle.before_last_backward()
+            handle.reduce_grad()
+        model.finish_grad_sync()
+        found = {name: main.grad for name, main in model.main_parameters()}
+        assert same({name: value.view(-1) for name, value in expected.items()}, found) == []
+    assert model.report()["reductions"] == 2 * 5
 
 
 def test_a_second_handle_of_a_stage_takes_the_place_of_the_first():
     net = nn.ModuleDict({"0": LastStage()})
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_reduce="last")
-    model.stage_handle(net["0"])
-    handle = model.stage_handle(net["0"])
+    model.stage_handle(net["0"], fused=True)
+    handle = model.stage_handle(net["0"], fused=True)
     handle.call(torch.randn(1, 2, WIDTH), weight=torch.tensor(1.0)).backward()
     handle.reduce_grad()
     assert model.report()["reductions"] == 3, "the root unit waits for no handle that nobody uses"
@@ -291,7 +350,7 @@ def test_unshard_gathers_kept_units_ahead_and_is_a_hint_with_two_slots():
             net, fsdp_unit_modules=[Block], buffers=BufferConfig(gathered_bytes=gathered), initial="trust"
         )
         for name in ("0", "1"):
-            handle = model.stage_handle(net[name])
+            handle = model.stage_handle(net[name], fused=True)
             handle.unshard()
         assert model.report()["gathers"] == ahead
         handle.reshard()
@@ -300,7 +359,7 @@ def test_unshard_gathers_kept_units_ahead_and_is_a_hint_with_two_slots():
 def test_evaluation_through_a_handle_leaves_the_recorded_order_alone():
     net = container()
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_divisor=1.0)
-    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    handles = [model.stage_handle(net["0"], fused=True), model.stage_handle(net["1"], fused=True)]
     expected = plain_gradients(ONE_F_ONE_B)
     for _ in range(2):
         with torch.no_grad():

@@ -220,7 +220,7 @@ def test_bf16_inputs_are_cast_unless_told_otherwise():
 def test_a_container_without_parameters_is_legal():
     model = FullyShardedDataParallel(nn.ModuleDict({"0": nn.Identity()}))
     x = torch.ones(2, requires_grad=True)
-    handle = model.stage_handle(model.module["0"])
+    handle = model.stage_handle(model.module["0"], fused=True)
     handle.before_last_backward()
     handle.call(x).sum().backward()
     handle.after_backward(0)

@@ -16,7 +16,8 @@ from sixfold.gpt.errors import ConfigError
         ("parallel.tp=3", "model.num_attention_heads is 4 and parallel.tp is 3; tp divides it: parallel.tp = 2 works"),
         ("parallel.layers_per_stage=[2, 2]", "has 2 entries and parallel.pp * stages_per_rank is 1"),
         ("parallel.layers_per_stage=[3]", "parallel.layers_per_stage sums to 3 and model.num_layers is 4"),
-        ("parallel.stages_per_rank=2", "parallel.schedule = 'hanayo' or 'interleaved' or 'looped_bfs' takes several"),
+        ("parallel.stages_per_rank=2", "'looped_bfs' or 'v_half' or 'v_min' or 'zb_interleaved' or 'zb_v' takes"),
+        ("parallel.schedule=zb_v", "'zb_v' puts 2 stages on a rank; parallel.stages_per_rank = 2 works"),
         ("pipeline.group=-1", "pipeline.group is -1; it is >= 0"),
         ("pipeline.group=4", "pipeline.group = 0 works, or parallel.schedule = 'interleaved'"),
         ("pipeline.waves=1", "pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"),
@@ -45,7 +46,7 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
 @pytest.mark.parametrize(
     "override",
     [
-        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.schedule=zb_h1",
+        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.schedule=pipedream",
         "model.num_experts=4", "model.experts_per_token=3", "model.router_aux_loss=0.1", "train.precision=fp8",
         "pipeline.steps=3", "fsdp.user_buffers=require", "fsdp.nccl_min_ctas=4", "fsdp.nccl_max_ctas=4",
         "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon",

@@ -32,13 +32,18 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(tmp_path, graphs, recompute):
+@pytest.mark.parametrize(
+    ("recompute", "schedule"), [("none", "one_f_one_b"), ("full", "one_f_one_b"), ("none", "zb_h1")]
+)
+def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(
+    tmp_path, graphs, recompute, schedule
+):
     options = ("train.steps=2", "data.document_mask=false")
     plain, compiled = (tiny_config(tmp_path, *options, f"train.compile={on}", run=on) for on in ("false", "true"))
     train(plain)
     assert not graphs
-    train(replace(compiled, train=replace(compiled.train, recompute=recompute)))
+    parallel = replace(compiled.parallel, schedule=schedule)  # of split backwards, where it makes whole ones of them
+    train(replace(compiled, train=replace(compiled.train, recompute=recompute), parallel=parallel))
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-6)
     assert len(graphs) == 1, "one for all of the four layers, the four microbatches and the two steps"
 

@@ -50,7 +50,7 @@ def train(rank: int, ranks: int, strategy: str, grad_sum: str) -> list[tuple[str
         grad_divisor=1.0,
         mixed_precision=MixedPrecision(grad_sum=grad_sum),
     )
-    handles = [model.stage_handle(net["0"]), model.stage_handle(net["1"])]
+    handles = [model.stage_handle(net["0"], fused=True), model.stage_handle(net["1"], fused=True)]
     for _ in range(2):
         model.zero_grad()
         run_program(
@@ -116,7 +116,7 @@ def train_choosing(rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], int]
         grad_divisor=1.0,
         timeout_s=5.0,
     )
-    handle = model.stage_handle(net["0"])
+    handle = model.stage_handle(net["0"], fused=True)
     for k in range(2):
         handle.call(batch_of(rank, k)).sum().backward()
         handle.after_backward(k)

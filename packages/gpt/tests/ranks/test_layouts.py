@@ -36,6 +36,7 @@ LAYOUTS = [
     (2, ("parallel.pp=2", "parallel.schedule=eager_one_f_one_b")),
     (2, ("parallel.pp=2", "parallel.schedule=looped_bfs", "parallel.stages_per_rank=2")),
     (2, ("parallel.pp=2", "parallel.schedule=hanayo", "parallel.stages_per_rank=2")),
+    (2, ("parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
     *[(2, (f"parallel.sharding={sharding}",)) for sharding in SHARDINGS],
     (4, ("parallel.pp=2", "parallel.dp=2")),
     (4, ("parallel.dp=4", "parallel.dp_replicate=2")),

@@ -198,7 +198,7 @@ def _look_at(module: nn.Module, options: Options, device: torch.device) -> tuple
     if fault is not None:
         return FsdpError(fault), []
     try:
-        return None, find_units(module, options.fsdp_unit_modules)
+        return None, find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
     except FsdpError as error:
         return error, []
 
@@ -245,7 +245,8 @@ def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: to
     by_name: dict[str, Unit] = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
-        unit = Unit(spec.name, len(units), spec.module, around, _streams(spec, ranks, options, device), device)
+        streams = _streams(spec, ranks, options, device)
+        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
         by_name[spec.name] = unit
         units.append(unit)
     return units

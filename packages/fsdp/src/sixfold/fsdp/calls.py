@@ -1,6 +1,6 @@
 """What the engine knows of a call, of a stage, and of the backward that runs now.
 
-    CallContext, StageState, Driven, accumulates (this file) --> engine.py, hooks.py, stage.py
+    CallContext, StageState, accumulates (this file) --> engine.py, hooks.py, stage.py
 
 Values and one question to autograd; no event is handled here.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from enum import Enum
 from types import FrameType
 from typing import Any
 
@@ -19,16 +18,6 @@ from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
 
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
-
-
-class Driven(Enum):
-    """How a driven program reduces. SPLIT_OR_FUSED until the first unit's backward ends; if gradients were missing
-    then, AWAITED until its micro-batch ends and tells whether ``accumulate`` brings them."""
-
-    SPLIT_OR_FUSED = "auto"
-    AWAITED = "awaited"
-    LAST = "last"
-    MICROBATCH = "microbatch"
 
 
 def accumulates(records: Sequence[ParamRecord]) -> bool:
@@ -80,10 +69,15 @@ def calling_frame() -> FrameType | None:
 
 
 class StageState:
-    """What the engine knows of a stage of a driven program."""
+    """What the engine knows of a stage of a driven program.
 
-    def __init__(self, name: str, units: Sequence[Unit]) -> None:
+    ``fused``: the program says that its backwards are whole (B); else they are split (I, W), and the gradients that W
+    makes come through ``accumulate``.
+    """
+
+    def __init__(self, name: str, units: Sequence[Unit], fused: bool) -> None:
         self.name = name
         self.units = tuple(units)
+        self.fused = fused
         self.last = False  # its last backward of this step runs
         self.done = False  # its reduce_grad was called in this step

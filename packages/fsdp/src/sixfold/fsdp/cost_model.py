@@ -1,15 +1,15 @@
 """When communication hides behind computation, and what a rank stores: formulas only.
 
-    bandwidth, FLOP/s, model --> thresholds, bytes, collectives (this file) --> a person, gpt's plan
+    bandwidth, FLOP/s, model --> thresholds, bytes, collectives (this file) --> cost_terms.py, cost_command.py
 
 Source: the reference slides ("communication hiding"), recomputed; Rajbhandari et al. 2020. Pure arithmetic:
 no tensors, no processes. B is bytes/s of one node before the division by tp, F is FLOP/s of one device.
+What the slides leave out (latency, ring factor, attention, replicas) is in cost_terms.py; the command of this module,
+``python -m sixfold.fsdp.cost_model``, is in cost_command.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 
 from sixfold.fsdp.config import ShardingStrategy, one_of
@@ -99,7 +99,7 @@ def slides_tables() -> dict[str, object]:
     """The slides' numbers: bandwidth, thresholds by tp, memory of 7.5e9 parameters on 64 ranks, collectives at GA=4."""
     bandwidth = node_bandwidth()
     return {
-        "bandwidth_bytes_per_s": bandwidth,
+        "bandwidth_bytes_per_s": {str(tp): bandwidth / tp for tp in SLIDES_TP},
         "forward_tokens": {str(tp): tokens_to_hide_forward(SLIDES_FLOPS, bandwidth, tp=tp) for tp in SLIDES_TP},
         "backward_tokens": {str(tp): tokens_to_hide_backward(SLIDES_FLOPS, bandwidth, tp=tp) for tp in SLIDES_TP},
         "memory_bytes": {name: memory_bytes(name, 7.5e9, 64) for name in _STRATEGIES},
@@ -107,30 +107,11 @@ def slides_tables() -> dict[str, object]:
     }
 
 
-def _print_tables() -> None:
-    bandwidth = node_bandwidth()
-    print(f"node bandwidth {bandwidth / 1e9:.0f} GB/s, {SLIDES_FLOPS / 1e12:.0f} TFLOP/s per device")
-    print("tokens per micro-batch above which communication hides")
-    print("  tp   forward  backward")
-    for tp in SLIDES_TP:
-        forward = tokens_to_hide_forward(SLIDES_FLOPS, bandwidth, tp=tp)
-        backward = tokens_to_hide_backward(SLIDES_FLOPS, bandwidth, tp=tp)
-        print(f"  {tp:2d}  {forward:8.0f}  {backward:8.0f}")
-    print("7.5e9 parameters, 64 ranks, 2 + 2 + 12 bytes; traffic in models per step at 4 micro-batches")
-    for name in _STRATEGIES:
-        traffic = ", ".join(f"{kind} {count}" for kind, count in collectives(name, 4).items())
-        print(f"  {name:20s} {memory_bytes(name, 7.5e9, 64) / 1e9:7.3f} GB  {traffic}")
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Print the slides' tables, or the same as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m sixfold.fsdp.cost_model", description=main.__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    if parser.parse_args(argv).json:
-        print(json.dumps(slides_tables()))
-    else:
-        _print_tables()
-    return 0
+    """Print the slides' tables, or the costs of a given model on a given cluster; see cost_command.py."""
+    from sixfold.fsdp.cost_command import run_command  # it stands above this file
+
+    return run_command(argv)
 
 
 if __name__ == "__main__":

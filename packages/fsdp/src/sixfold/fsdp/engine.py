@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.calls import CallContext, Driven, StageState, accumulates, calling_frame, in_backward
+from sixfold.fsdp.calls import CallContext, StageState, accumulates, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
-from sixfold.fsdp.control import Control, exchange
+from sixfold.fsdp.control import Control
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
@@ -56,8 +56,8 @@ class Engine:
         self.gathering = gathering
         self.reduction = reduction
         self.wait = waiting
-        self._signatures = signatures
         self.control = control
+        self._signatures = signatures
         self.records: dict[nn.Parameter, ParamRecord] = {
             record.parameter: record for unit in units for record in unit.records
         }
@@ -68,9 +68,8 @@ class Engine:
         self.last_microbatch = True
         self.stages: list[StageState] = []
         self._stepped = False
-        self._driven = False
-        self._driven_mode: Driven | None = None
-        self._deferred = False  # a gradient came through accumulate()
+        self._driven = False  # the forward that runs, or ran last, was called through a stage handle
+        self._each_microbatch = False  # a driven program reduces in every micro-batch
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
         self._running: list[Unit] = []  # units whose forward runs, outermost first
@@ -272,7 +271,8 @@ class Engine:
         self._refuse_graph(unit, weights)
         task = in_backward()
         if task != self._task:
-            self._task, self._accumulates = task, accumulates(self._trainable)
+            # A split backward may leave all gradients to W.
+            self._task, self._accumulates = task, self._driven or accumulates(self._trainable)
         self._await_end()
         self._use(unit, True)
         if not self._accumulates:
@@ -352,16 +352,13 @@ class Engine:
         if record is None or not record.buffer.trainable:
             what = "frozen" if record is not None else "not of this model"
             raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
-        if self._grad_reduce == "microbatch":
+        if self._each_microbatch:
             raise FsdpError(
-                f"{record.name}: a split backward delivered its gradient, and grad_reduce is 'microbatch', which "
-                "reduces in fused backwards; use 'auto' or 'last'",
+                f"{record.name}: accumulate() brings its gradient after a backward that was said to be fused, and "
+                "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
                 unit=record.buffer.unit,
                 op="reduce",
             )
-        self._deferred = True
-        if self._driven_mode is Driven.MICROBATCH:
-            self._driven_mode = Driven.LAST
         self._touched.add(self._by_name[record.buffer.unit].index)
         if record.buffer.gradients.local is None:
             self.reduction.acquire(record.buffer, pooled=False)
@@ -381,7 +378,7 @@ class Engine:
         if self._driven:
             if len(self.stages) == 1 and 0 in self._touched:
                 self._close(self.units[0])
-            if self._driven_mode is Driven.MICROBATCH:
+            if self._each_microbatch:
                 self._put_touched(self.units if len(self.stages) == 1 else self.units[1:])
         elif self._reduces(self.units[0]):
             self._put_touched(self.units)
@@ -405,37 +402,18 @@ class Engine:
     def _reduces(self, unit: Unit) -> bool:
         """Gradients of ``unit`` are to be reduced in the backward that runs now."""
         if self._driven:
-            if self._mode() is Driven.MICROBATCH:
+            if self._each_microbatch:
                 return unit.index != 0 or len(self.stages) == 1
             stage = unit.stage
-            return isinstance(stage, StageState) and stage.last
+            return isinstance(stage, StageState) and stage.last and stage.fused
         if self.no_sync_depth:
             return False
         return self._shards_grads or self.last_microbatch
 
-    def _mode(self) -> Driven:
-        if self._driven_mode is None:
-            if self._grad_reduce != "auto":
-                self._driven_mode = Driven(self._grad_reduce)
-            else:
-                one = self.strategy.shards_grads and len(self.stages) == 1 and not self._deferred
-                self._driven_mode = Driven.SPLIT_OR_FUSED if one else Driven.LAST
-        return self._driven_mode
-
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self._driven and self._mode() is Driven.SPLIT_OR_FUSED and unit.trained:
-            filled = all(record.filled for stream in unit.trained for record in stream.records)
-            fused = self._on_any_rank(filled, unit)
-            self._driven_mode = Driven.MICROBATCH if fused else Driven.AWAITED
         if self._reduces(unit):
             self._put(unit)
-
-    def _on_any_rank(self, mine: bool, unit: Unit) -> bool:
-        """Whether ``mine`` is true anywhere. A rank may leave a parameter unused; if each chose by itself how to
-        reduce, their collectives would part ways. Two messages in the life of a model. [Note: two channels]"""
-        rows = exchange(self.control, [int(mine)], self.wait.for_control(unit.name, "check"))
-        return any(row[0] for row in rows)
 
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
         self._touched.discard(unit.index)
@@ -455,20 +433,22 @@ class Engine:
     # ---- driven programs (seams: "The program drives the sharding")
 
     def add_stage(self, stage: StageState) -> None:
-        """A stage handle was made; a second one of a stage takes the place of the first."""
+        """A stage handle was made; a second one of a stage takes the place of the first.
+
+        Raises:
+            FsdpError: its backwards are split, and ``grad_reduce`` is ``"microbatch"``.
+        """
+        if self._grad_reduce == "microbatch" and not stage.fused:
+            raise FsdpError(
+                f"stage {stage.name!r} has split backwards (fused=False), and grad_reduce is 'microbatch', which "
+                "reduces at the end of whole ones; use grad_reduce='auto' or 'last'",
+                op="reduce",
+            )
         self.stages = [*(one for one in self.stages if one.name != stage.name), stage]
         for unit in stage.units:
             unit.stage = stage
-        self._driven_mode = None
-
-    def after_backward(self) -> None:
-        """All backward actions of one micro-batch on a stage ran."""
-        if self._driven_mode is Driven.AWAITED:
-            split = self._on_any_rank(self._deferred, self.units[0])
-            self._driven_mode = Driven.LAST if split else Driven.MICROBATCH
-            if not split:
-                self._put_touched(self.units)
-                self.reduction.release_own_sums()
+        alone = len(self.stages) == 1 and stage.fused and self._shards_grads
+        self._each_microbatch = self._grad_reduce == "microbatch" or (self._grad_reduce == "auto" and alone)
 
     def reduce_stage(self, stage: StageState) -> None:
         """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
@@ -487,8 +467,6 @@ class Engine:
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False
-        if self._driven_mode is Driven.AWAITED:
-            self._driven_mode = None
         if not inside_step:
             self._signatures.compare()
 

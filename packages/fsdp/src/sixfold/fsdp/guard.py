@@ -102,7 +102,8 @@ class Guard:
 
 READ = (
     "read weights from model.full_state_dict() or model.state_records(). A module whose forward uses another module's "
-    "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit)"
+    "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit); where no "
+    "fsdp_unit_modules entry named the unit, root_units=False leaves it with the root unit"
 )
 WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
 GRAD = (

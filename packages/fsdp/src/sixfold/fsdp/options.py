@@ -31,6 +31,7 @@ class Options:
     process_group: dist.ProcessGroup | None
     strategy: ShardingStrategy | str
     fsdp_unit_modules: Sequence[Selector]
+    root_units: bool
     mixed_precision: MixedPrecision
     buffers: BufferConfig
     granularity: Granularity | None

@@ -11,6 +11,7 @@ from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.options import Options
+from sixfold.fsdp.units import tied_in_root
 
 
 def report(
@@ -33,6 +34,7 @@ def report(
             }
             for unit in engine.units
         },
+        "root": _root(engine),
         "bytes": {
             "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
@@ -56,4 +58,25 @@ def report(
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.mixed_precision.grad_sum,
         "user_buffers": "off: registration with NCCL is not supported",
+    }
+
+
+def _root(engine: Engine) -> dict[str, Any]:
+    """What the root unit need not hold, and what it must hold and costs.
+
+    ``tied``: elements of a parameter that several modules register. Its gathered copy stays on every rank from forward
+    to backward, and its local sum has full size for as long.
+    """
+    root = engine.units[0]
+    tied = set(tied_in_root(root))
+    return {
+        "units_made": [unit.name for unit in engine.units if unit.large],
+        "tied": {
+            record.name: {
+                "gathered_bytes": record.spec.numel * record.dtype.itemsize,
+                "local_gradient_bytes": record.spec.numel * record.buffer.weights.main_dtype.itemsize,
+            }
+            for record in root.records
+            if record.name in tied
+        },
     }

@@ -77,6 +77,9 @@ class FullyShardedDataParallel(nn.Module):
         mesh, process_group: one of them, or neither for one process. A 2-D mesh is (replicate, shard).
         strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
         fsdp_unit_modules: classes, class names or modules to gather and free together.
+        root_units: a module outside them with more bytes of its own than the smallest of them (an embedding, a head) is
+            a unit too; ``report()`` lists these. Its weights are there in its own call only; False: the root unit
+            keeps them for good.
         granularity: ``(name, parameter) -> "element" | "row" | "tensor" | int``: where a shard may cut it.
         grad_divisor: None: the ranks of the mesh; 1.0 gives sums.
         grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
@@ -98,6 +101,7 @@ class FullyShardedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         strategy: ShardingStrategy | str = "optim_grads_params",
         fsdp_unit_modules: Sequence[Selector] = (),
+        root_units: bool = True,
         mixed_precision: MixedPrecision = MixedPrecision(),  # noqa: B008  frozen
         buffers: BufferConfig = BufferConfig(),  # noqa: B008  frozen
         granularity: Granularity | None = None,
@@ -159,11 +163,18 @@ class FullyShardedDataParallel(nn.Module):
             raise FsdpError(f"entry: {type(child).__name__} has no method {method!r}")
         return lambda *args, **kwargs: self._run(run, args, kwargs, None)
 
-    def stage_handle(self, child: nn.Module) -> StageHandle:
-        """The ``data_parallel`` object of a pipeline stage that runs ``child``."""
+    def stage_handle(self, child: nn.Module, *, fused: bool) -> StageHandle:
+        """The ``data_parallel`` object of a pipeline stage that runs ``child``.
+
+        Args:
+            fused: every backward of the stage in the program is whole (B); False: some are split (I, W), and what W
+                makes comes through ``accumulate``. Then gradients are reduced once per step, behind the last backward.
+        Raises:
+            FsdpError: split backwards with ``grad_reduce="microbatch"``.
+        """
         inside = set(child.modules())
         units = [unit for unit in self._engine.units if unit.index and unit.module in inside]
-        stage = StageState(self._path(child), units)
+        stage = StageState(self._path(child), units, fused)
         self._engine.add_stage(stage)
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
 

@@ -44,16 +44,16 @@ class StageHandle:
         """Add a gradient that autograd did not deliver (a deferred weight gradient) to the local fp32 sum.
 
         Raises:
-            FsdpError: the parameter is frozen or of another model, or ``grad_reduce="microbatch"``.
+            FsdpError: the parameter is frozen or of another model, or was reduced already: the handle was made with
+                ``fused=True`` and gradients are reduced by micro-batch.
         """
         self._engine.deliver_deferred(parameter, gradient)
 
     def after_backward(self, microbatch: int) -> None:
-        """The last action (B or W) of ``microbatch`` on this stage ran."""
-        self._engine.after_backward()
+        """The last action (B or W) of ``microbatch`` on this stage ran. A fused backward was reduced as it ended."""
 
     def before_last_backward(self) -> None:
-        """The next B or W is the stage's last in this step: reductions may overlap with it."""
+        """The next B or W is the stage's last in this step: reductions overlap with a fused one."""
         self._stage.last = True
 
     def reduce_grad(self) -> None:

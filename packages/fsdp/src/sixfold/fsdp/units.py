@@ -57,6 +57,7 @@ class Unit:
     device: torch.device
     slot: int | None = None
     stage: object | None = None
+    large: bool = False  # large_modules made it
 
     def __post_init__(self) -> None:
         self.trained = tuple(stream for stream in self.streams if stream.trainable)
@@ -115,6 +116,12 @@ def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Modul
             chosen.append(part)
             taken.update(part.modules())
     return chosen
+
+
+def tied_in_root(root: Unit) -> list[str]:
+    """Names of the root unit's parameters that several modules register: no unit can hold them."""
+    registrations = Counter(parameter for part in root.module.modules() for parameter in part._parameters.values())
+    return [record.name for record in root.records if registrations[record.parameter] > 1]
 
 
 def _nbytes(parameter: nn.Parameter) -> int:

@@ -236,11 +236,12 @@ def build_rank(
         _check_names(container, mesh)
     first, last = placement[0], placement[-1]
     tied = config.model.tie_embeddings and model_provider is None and first != last
+    one_table = config.model.tie_embeddings and first == last  # one Parameter in two places: the root unit's
     units: list[Any] = [Block] if any(isinstance(m, Block) for m in container.modules()) else []
     for module in container.values():
         units.extend(getattr(module, "fsdp_unit_modules", ()))
-        if tied and hasattr(module, "embedding"):
-            units.append(module.embedding)
+        if model_provider is None and not one_table:
+            units.extend(getattr(module, name) for name in ("embedding", "head") if hasattr(module, name))
     groups = [(name, p) for name, p in container.named_parameters()]
     optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
     with world.device:  # where fsdp makes what was on meta
@@ -250,6 +251,7 @@ def build_rank(
             mesh=mesh.hybrid,
             strategy=config.parallel.sharding,
             fsdp_unit_modules=units,
+            root_units=False,
             mixed_precision=_mixed_precision(config),
             buffers=BufferConfig(**config.fsdp.buffers()),
             grad_divisor=1.0,
@@ -263,7 +265,10 @@ def build_rank(
     optimizer = fully_shard_optimizer(optimizer, model)
     if draw and model_provider is None:
         _draw_start_values(model, config)
-    stages = [pipeline.Stage(container[str(s)], s, data_parallel=model.stage_handle(container[str(s)])) for s in mine]
+    # Whatever the number of microbatches: a schedule of split backwards may have a whole one here and there.
+    fused = not pipeline.schedules.by_name(config.parallel.schedule).split
+    handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}
+    stages = [pipeline.Stage(container[str(s)], s, data_parallel=handle) for s, handle in handles.items()]
     runner = pipeline.PipelineRunner(
         program,
         stages,

@@ -19,8 +19,8 @@ from sixfold.pipeline.schedules import by_name, registered
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-# Without weight versions, and with whole backwards.
-_SCHEDULES = tuple(entry.name for entry in registered() if entry.flushed and not entry.split)
+# Without weight versions.
+_SCHEDULES = tuple(entry.name for entry in registered() if entry.flushed)
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
@@ -215,7 +215,13 @@ def _check_stages(config: "TrainConfig") -> None:
         raise ConfigError(
             f"parallel.layers_per_stage sums to {sum(cut)} and model.num_layers is {layers}; they are equal"
         )
-    if by_name(parallel.schedule).chunks == 1 and parallel.stages_per_rank > 1:
+    chunks = by_name(parallel.schedule).chunks
+    if chunks not in (None, 1, parallel.stages_per_rank):
+        raise ConfigError(
+            f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
+            f"{chunks} stages on a rank; parallel.stages_per_rank = {chunks} works"
+        )
+    if chunks == 1 and parallel.stages_per_rank > 1:
         several = [repr(name) for name in _SCHEDULES if by_name(name).chunks != 1]
         raise ConfigError(
             f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "

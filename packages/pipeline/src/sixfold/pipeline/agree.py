@@ -1,4 +1,4 @@
-"""One rank's program, on all ranks.
+"""One rank's program, on all ranks; and the last word before ranks refuse what they were told.
 
     program of the rank that decides --> control channel (this file) --> run
 
@@ -7,17 +7,29 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Program
+from sixfold.pipeline.watchdog import PeerLost
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.transport import Links
+    from sixfold.pipeline.transport import Control, Links
 
-__all__ = ["broadcast"]
+__all__ = ["all_know", "broadcast"]
+
+
+def all_know(control: Control) -> None:
+    """Wait until every rank has read what this one has; all ranks that are about to refuse it call this.
+
+    Whoever refuses ends its links, and with them what is still on its way to others. A rank that is left behind here
+    knows all too, and finds the same.
+    """
+    with contextlib.suppress(PeerLost):
+        control.gather(0)
 
 
 def broadcast(program: Program | None, source: int, links: Links) -> Program:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sixfold.pipeline.agree import all_know
 from sixfold.pipeline.arguments import check_program, complete
 from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled
@@ -108,8 +109,10 @@ class Programs:
     def _agree_on(self, number: int, program: Program, mode: str, scale: str) -> None:
         """All ranks are about to run the same program for the first time."""
         assert self._here is not None, "one process agrees with itself"
-        for rank, theirs in enumerate(self._links[self._here].control.gather(number)):
+        control = self._links[self._here].control
+        for rank, theirs in enumerate(control.gather(number)):
             if theirs != number:
+                all_know(control)
                 raise ScheduleError(
                     f"rank {self._here} was given another program to {mode} than rank {rank}: here it is "
                     f"{program.name or 'unnamed'} with m={program.microbatches} and scale={scale!r}; "

@@ -8,7 +8,6 @@ total comes down again, over the edges between those ranks alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.agree import all_know
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tokens import SetAside
@@ -92,10 +92,7 @@ def _all_told(mine: Told, control: Control, here: int, ranks: int) -> Told:
         if peer != here and any(counts):
             told += json.loads(control.receive(peer))
     if any(counts):
-        # Whoever refuses what was told ends its links, and with them what is still on its way: all wait until all know
-        # all. A rank that is left behind here knows all too, and finds the same.
-        with contextlib.suppress(PeerLost):
-            control.gather(0)
+        all_know(control)
     return told
 
 

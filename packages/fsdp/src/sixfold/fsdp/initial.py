@@ -1,6 +1,6 @@
-"""Start values: meta modules made real, ranks compared, each rank's shard kept, views handed out.
+"""Start values: ranks compared, each rank's shard kept, views handed out.
 
-    module + buffers --> agree, set_start_values (this file) --> a model ready for its first forward
+    module + buffers, meta.py --> agree, set_start_values (this file) --> a model ready for its first forward
 
 One module at a time, so no rank ever holds more full parameters than one module owns.
 """
@@ -20,8 +20,8 @@ from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.meta import InitFn, Meta
 
-InitFn = Callable[[str, nn.Module], None]
 WaitWork = Callable[[Any], None]
 
 
@@ -79,55 +79,21 @@ def set_start_values(
         FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
     """
     done: dict[nn.Parameter, int] = {}
-    for name, part in module.named_modules():
-        if _materialize(part, device):
-            _initialize(name, part, init_fn)
-        for parameter in part.parameters(recurse=False):
+    sent = initial == "broadcast" and ranks.size > 1
+    for group in Meta(device, init_fn).together(module):
+        for parameter in (one for part in group for one in part.parameters(recurse=False)):
             if parameter in done:
                 continue
             record = records[parameter]
-            value = parameter.data
-            if initial == "broadcast" and ranks.size > 1:
-                value = _broadcast(value, ranks, wait)
+            value = _broadcast(parameter.data, ranks, wait) if sent else parameter.data
             done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
             record.buffer.weights.store_main(record, value)
             parameter.data = record.compute
-        if initial == "broadcast" and ranks.size > 1:
-            for buffer in part.buffers(recurse=False):
-                buffer.copy_(_broadcast(buffer, ranks, wait))
+            del value  # the next module is made before this name is given another tensor
+        for buffer in (one for part in group for one in part.buffers(recurse=False)) if sent else ():
+            buffer.copy_(_broadcast(buffer, ranks, wait))
     if initial == "check" and ranks.size > 1:
         _compare([(records[parameter].name, digest) for parameter, digest in done.items()], control, wait)
-
-
-def _materialize(part: nn.Module, device: torch.device) -> bool:
-    """Give ``part``'s own meta parameters and buffers memory; True if it had any. Parameters keep their identity."""
-    found = False
-    for parameter in part.parameters(recurse=False):
-        if parameter.is_meta:
-            found = True
-            attributes = dict(parameter.__dict__)
-            real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-            parameter.__dict__.update(attributes)
-    for name, buffer in part.named_buffers(recurse=False):
-        if buffer.is_meta:
-            found = True
-            setattr(part, name, torch.empty_like(buffer, device=device))
-    return found
-
-
-def _initialize(name: str, part: nn.Module, init_fn: InitFn | None) -> None:
-    with torch.no_grad():
-        if init_fn is not None:
-            init_fn(name, part)
-            return
-        reset = getattr(part, "reset_parameters", None)
-        if not callable(reset):
-            raise FsdpError(
-                f"module {name or '(root)'} ({type(part).__name__}) is on the meta device and has no "
-                "reset_parameters(); give init_fn=(name, module) -> None"
-            )
-        reset()
 
 
 def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:

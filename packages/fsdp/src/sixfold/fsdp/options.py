@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.initial import InitFn
+from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.units import Selector
 
 

@@ -21,7 +21,7 @@ from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError, MissingError
-from sixfold.fsdp.initial import InitFn
+from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.stage import StageHandle
 from sixfold.fsdp.state import StateRecord

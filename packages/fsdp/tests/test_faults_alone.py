@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
+from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
+from torch.distributed import HashStore
 
-from sixfold.fsdp import FsdpError, faults
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, faults, fully_shard_optimizer
 from sixfold.fsdp.checks import OrderDigest, odd_ranks, tensor_digest
-from sixfold.fsdp.faults import Faults, Watchdog
+from sixfold.fsdp.faults import Faults
+from sixfold.fsdp.pulse import contradict
 
 
 class FakeWork:
@@ -58,11 +62,10 @@ def test_a_work_that_ends_just_after_its_wait_gave_up_is_no_fault():
 class DeadStore:
     """A store whose process is gone."""
 
-    def add(self, key, amount):
+    def add(self, *args):
         raise RuntimeError("Connection reset by peer")
 
-    def set(self, key, value):
-        raise RuntimeError("Connection reset by peer")
+    set = check = get = add
 
 
 def test_a_store_that_is_gone_is_said_and_nobody_is_blamed():
@@ -111,17 +114,188 @@ def test_blame_for_several_lost_ranks_comes_within_five_seconds_of_the_deadline(
     assert 60.0 <= clock.now <= 65.0
 
 
-def test_the_watchdog_reports_a_late_work_once_and_forgets_finished_ones():
-    late = []
-    dog = Watchdog(0.03, late.append, poll_s=0.01)
-    dog.watch(FakeWork(done=True), "finished")
-    dog.watch(FakeWork(), "stuck")
-    deadline = time.monotonic() + 5.0
-    while not late and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
-    dog.close()
-    assert late == ["stuck"]
+class StreamWork:
+    """A Work as NCCL's: wait() returns at once, done or not; an abort completes it although nothing came."""
+
+    def __init__(self):
+        self.done = False
+
+    def wait(self, timeout=None):
+        return True
+
+    def is_completed(self):
+        return self.done
+
+
+class Device:
+    """Stands in for CUDA: ``launch`` gives Works that never end by themselves, ``abort`` ends all of them."""
+
+    def __init__(self, faults=None):
+        self.works, self.faults, self.failed_at_abort = [], faults, "not aborted"
+
+    def launch(self, *tensors):
+        self.works.append(StreamWork())
+        return self.works[-1]
+
+    def abort(self):
+        self.failed_at_abort = self.faults.failed
+        for work in self.works:
+            work.done = True
+
+
+def wait_until(true, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert true()
+
+
+def test_on_a_device_the_failure_is_noted_before_the_abort_and_told_once_by_check():
+    device = Device()
+    device.faults = faults = Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort)
+    faults.check()
+    faults.wait(device.launch(), "blocks.1", 7, "reduce")  # a stream waits, the host goes on
+    wait_until(lambda: device.failed_at_abort != "not aborted")
+    error = device.failed_at_abort
+    assert (error.unit, error.step, error.op, error.ranks) == ("blocks.1", 7, "reduce", (1,))
+    with pytest.raises(
+        FsdpError, match=r"earlier fault: no sign of life from rank 1 \(no answer within 0.06 s\)"
+    ) as caught:
+        faults.wait(device.launch(), "blocks.2", 7, "gather")  # which returns normally after an abort
+    assert (caught.value.unit, caught.value.step, caught.value.ranks) == ("blocks.1", 7, (1,))
+
+
+def test_works_that_end_in_time_are_forgotten():
+    device = Device()
+    device.faults = faults = Faults(0, 2, None, timeout_s=0.2, host_waits=False, abort=device.abort)
+    for _ in range(3):
+        faults.wait(device.launch(), "", 1, "gather")
+        device.works[-1].done = True
+    wait_until(lambda: not faults._watched)
+    time.sleep(0.3)
+    faults.check()
+    faults.close()
+
+
+@pytest.mark.parametrize("use", ["optimizer.step", "finish_grad_sync", "clip_grad_norm_", "state_records", "check"])
+def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_used(use):
+    """Reductions of a wrapped model never come; the watchdog expires between backward and step()."""
+    net = make_net()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], timeout_s=0.06, first_step_timeout_s=0.06)
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    before = {name: main.detach().clone() for name, main in model.main_parameters()}
+    faults = model._engine.wait.faults
+    device = Device(faults)
+    faults._host_waits, faults._abort = False, device.abort
+    model._engine.ranks.shard.all_reduce = device.launch
+    loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
+    wait_until(lambda: device.failed_at_abort != "not aborted")
+    action = {
+        "optimizer.step": optimizer.step,
+        "finish_grad_sync": model.finish_grad_sync,
+        "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
+        "state_records": model.state_records,
+        "check": model.check,
+    }[use]
+    with pytest.raises(FsdpError, match=r"earlier fault: .*no answer within 0.06 s") as caught:
+        action()
+    assert (caught.value.step, caught.value.op) == (0, "reduce") and caught.value.unit is not None
+    assert all(torch.equal(before[name], main) for name, main in model.main_parameters())
+
+
+def test_the_first_step_has_the_longer_deadline_and_the_next_one_has_not():
+    faults = Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4)
+    began = time.monotonic()
+    with pytest.raises(FsdpError, match=r"no answer within 0.4 s"):
+        faults.wait(FakeWork(), "", 0, "gather")
+    assert time.monotonic() - began >= 0.4
+    for step in (None, 1):  # None: while wrapping, where nothing is compiled
+        with pytest.raises(FsdpError, match=r"no answer within 0.05 s"):
+            Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4).wait(FakeWork(), "", step, "gather")
+    with pytest.raises(FsdpError, match=r"no answer within 0.2 s"):
+        Faults(0, 2, None, timeout_s=0.2, first_step_timeout_s=0.1).wait(FakeWork(), "", 0, "gather")
+
+
+def wait_as(faults, place, found):
+    try:
+        faults.wait(FakeWork(), *place)
+    except FsdpError as error:
+        found[faults.rank] = error
+
+
+def meet(places, timeout_s, launched=()):
+    """Each rank of ``places`` waits, in a thread, for what never comes: the errors by rank, and the seconds it took."""
+    store, found = HashStore(), {}
+    all_faults = [
+        Faults(rank, len(places), store, timeout_s, launched=lambda rank=rank: launched[rank] if launched else [])
+        for rank in range(len(places))
+    ]
+    threads = [
+        threading.Thread(target=wait_as, args=(one, place, found))
+        for one, place in zip(all_faults, places, strict=True)
+        if place is not None
+    ]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in all_faults:
+        one.close()
+    return found, time.monotonic() - began
+
+
+def test_a_rank_that_lives_and_does_not_come_is_told_from_a_dead_one():
+    found, _ = meet([("blocks.1", 3, "gather"), None, ("blocks.1", 3, "gather")], timeout_s=0.6)
+    for rank in (0, 2):
+        assert "rank 1 lives but did not come; it was last at no collective" in str(found[rank])
+        assert (found[rank].unit, found[rank].step, found[rank].ranks) == ("blocks.1", 3, (1,))
+
+
+def test_a_silent_rank_is_reported_before_the_deadline():
+    store, found = HashStore(), {}
+    faults = Faults(0, 2, store, timeout_s=1.2)  # and no rank 1
+    began = time.monotonic()
+    wait_as(faults, ("blocks.1", 3, "reduce"), found)
+    faults.close()
+    assert time.monotonic() - began < 1.2 + 1.4
+    assert "no sign of life from rank 1 (no beat for" in str(found[0])
+    assert (found[0].unit, found[0].step, found[0].op, found[0].ranks) == ("blocks.1", 3, "reduce", (1,))
+
+
+@pytest.mark.parametrize(
+    "launched",
+    [
+        [[(5, [8, 9]), (2, [1])], [(5, [8, 7]), (2, [1])], [(5, [8, 9]), (2, [1])]],  # another one at the same place
+        [[(5, [8, 9]), (2, [1])], [(4, [8]), (3, [1, 6])], [(5, [8, 9]), (2, [1])]],  # each waits for the other's next
+    ],
+)
+def test_ranks_that_wait_for_different_collectives_are_told_long_before_the_deadline(launched):
+    places = [("blocks.1", 3, "gather"), ("blocks.2", 3, "reduce"), ("blocks.1", 3, "gather")]
+    found, seconds = meet(places, 4.0, launched)
+    assert seconds < 3.5
+    for rank, (unit, step, op) in enumerate(places):
+        assert (found[rank].unit, found[rank].step, found[rank].op, found[rank].ranks) == (unit, step, op, (1,))
+        assert "most wait for gather of blocks.1 in step 3, rank 1 waits for reduce of blocks.2 in step 3" in str(
+            found[rank]
+        )
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "blocked", "fault"),
+    [
+        ([(3, [1, 2, 3])], [(3, [1, 2, 3])], True, False),
+        ([(3, [1, 2, 3])], [(2, [1, 2])], True, False),  # behind
+        ([(3, [1, 2, 3]), (4, [])], [(2, [1, 2]), (3, [])], True, False),  # behind on both
+        ([(3, [1, 2, 3])], [(2, [1, 5])], False, True),
+        ([(9, [1, 2])], [(4, [7, 7])], True, False),  # nothing remembered in common
+        ([(3, []), (4, [])], [(4, []), (3, [])], True, True),
+        ([(3, []), (4, [])], [(4, []), (3, [])], False, False),  # a host may just be between two launches
+    ],
+)
+def test_two_ranks_contradict_each_other_only_by_proof(mine, theirs, blocked, fault):
+    assert contradict(mine, theirs, both_blocked=blocked) is fault
+    assert contradict(theirs, mine, both_blocked=blocked) is fault
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ from sixfold.fsdp import FsdpError, MixedPrecision, fully_shard, fully_shard_opt
 DEADLINE_S = 0.3
 
 
+def shorten(model) -> None:
+    """Deadlines of all steps, after the wrap."""
+    faults = model._engine.wait.faults
+    faults.timeout_s = faults.first_step_timeout_s = DEADLINE_S
+
+
 def stop_me() -> None:
     store().set("stopped", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -88,7 +94,7 @@ def wait_for_a_stopped_rank(rank, ranks, wait):
     model(batch(0, 0, 0))
     if rank == 1:
         stop_me()
-    model._engine.wait.faults.timeout_s = DEADLINE_S
+    shorten(model)
     return meet_a_stopped_rank(lambda: action(model, optimizer, net))
 
 
@@ -129,7 +135,7 @@ def meet_in_a_stopped_store(rank, ranks, when):
     model(batch(0, 0, 0))
     if rank == 1:
         stop_me()
-    model._engine.wait.faults.timeout_s = DEADLINE_S
+    shorten(model)
     model._engine.wait.faults._store._answer_s = DEADLINE_S
     return meet_a_stopped_rank(lambda: stale_forward(model, None, None))
 

@@ -7,27 +7,29 @@ Made in the order of need: groups, what is waited with, units, what moves them, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
+from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import Ranks, comm_of
-from sixfold.fsdp.control import Control, GroupControl, NoControl
+from sixfold.fsdp.comm import Ranks
+from sixfold.fsdp.control import Control, StoreControl, control_of
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults import Faults, PatientStore
+from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.initial import agree, set_start_values
+from sixfold.fsdp.links import Links
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.quantized import Fp8Scales
 from sixfold.fsdp.reduce import Reduction
@@ -59,14 +61,25 @@ class Built:
 def build(module: nn.Module, options: Options) -> Built:
     """Wrap ``module``: everything but the hooks."""
     groups = _groups(options)
-    ranks = Ranks(shard=comm_of(groups[-1]), outer=comm_of(groups[0] if len(groups) == 2 else None))
     real = [group for group in groups if group is not None]
-    control: Control = GroupControl(real[::-1], options.timeout_s) if ranks.size > 1 else NoControl()
     device = _device(module, real)
-    store = _private_store(options.fault_store, real, options.timeout_s)
-    faults = Faults(
-        ranks.rank, ranks.size, store, options.timeout_s, host_waits=device.type != "cuda", abort=_abort_of(real)
+    boards = open_boards(
+        options.mesh, real, options.fault_store, options.timeout_s, alone=options.buffers.always_communicate
     )
+    links = Links(boards.messages, device, options.buffers, options.longest_s)
+    control = control_of(real, boards.messages, boards.rank, boards.size)
+    faults = Faults(
+        boards.rank,
+        boards.size,
+        boards.signs,
+        options.timeout_s,
+        first_step_timeout_s=options.first_step_timeout_s,
+        host_waits=device.type != "cuda",
+        abort=links.abort,
+        launched=links.launched,
+        store_name=boards.name,
+    )
+    _end_with_faults(faults, control, links, boards)
 
     def wait(work: Any) -> None:  # of no step and no unit
         faults.wait(work, None, None, "check", on_host=True)
@@ -77,6 +90,7 @@ def build(module: nn.Module, options: Options) -> Built:
     agree(module, {**options.settings(), **names}, problem, control, wait)
     if problem is not None:
         raise problem
+    ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
     units = _units(specs, ranks, options, device)
     slots, pool = _gather_slots(units, options, device), _reduce_pool(units, options, device)
     fp8 = _fp8_of(units, options, device)
@@ -136,27 +150,20 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def _private_store(store: Store | None, groups: Sequence[dist.ProcessGroup], timeout_s: float) -> Store | None:
-    """A corner of ``store`` for this model: its ranks, and how many models these ranks had before."""
-    if store is None or not groups:
-        return None
-    members = "x".join(",".join(map(str, dist.get_process_group_ranks(group))) for group in groups)
-    me = dist.get_process_group_ranks(groups[-1])[dist.get_rank(groups[-1])]
-    try:
-        ordinal = PatientStore(store, timeout_s).add(f"sixfold.fsdp/{members}/{me}", 1)
-    except RuntimeError as error:
-        raise FsdpError(f"fault_store does not answer ({error}); give one whose process runs, or None") from error
-    return PrefixStore(f"sixfold.fsdp/{members}/model{ordinal}", store)
+def _end_with_faults(faults: Faults, control: Control, links: Links, boards: Boards) -> None:
+    """The model's thread of messages, communicators and keys end when its faults are closed."""
 
+    def close() -> None:
+        if isinstance(control, StoreControl):
+            control.close()
+        links.close(failed=faults.failed is not None)
 
-def _abort_of(groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
-    def abort() -> None:
-        for group in groups:
-            end = getattr(group, "abort", None)
-            if end is not None:
-                end()
+    def clear() -> None:
+        for store in {boards.messages, boards.signs}:
+            if store is not None:
+                tidy(store, boards.size)
 
-    return abort
+    faults.at_end(close, clear)
 
 
 def _fp8_names(module: nn.Module, options: Options) -> list[str]:
@@ -309,10 +316,23 @@ def _reduce_pool(units: Sequence[Unit], options: Options, device: torch.device) 
     return TemporaryBucketAllocator([max(sizes)] * min(options.buffers.reduce_buffers, len(sizes)), device)
 
 
-def close_process_hooks(handles: Sequence[Any]) -> None:
-    """A module that ``fully_shard`` wrapped is gone, and with it the hooks that it held itself."""
+def end_with(module: nn.Module, engine: Engine, handles: Sequence[Any]) -> None:
+    """For a module that ``fully_shard`` wrapped: when it is gone, with the hooks that it held itself, the rest goes."""
+    weakref.finalize(module, _close_rest, engine.wait.faults, handles)
+    tidy_with(module, engine)
+
+
+def _close_rest(faults: Faults, handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
+    faults.close()
+
+
+def tidy_with(owner: object, engine: Engine) -> weakref.finalize[..., object]:
+    """When ``owner`` is dropped, keys are deleted; not at the end of the process, where stores go too."""
+    end: weakref.finalize[..., object] = weakref.finalize(owner, engine.wait.faults.tidy)
+    end.atexit = False
+    return end
 
 
 def close(engine: Engine, handles: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
 Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
@@ -52,6 +60,9 @@ class Comm(Protocol):
 
     def broadcast(self, full: Tensor, source: int = 0) -> Any:
         """``full`` becomes that of rank ``source``."""
+
+    def spread(self, full: Tensor, part: Tensor) -> Any:
+        """``all_gather`` of sums, as a part of a reduction."""
 
 
 class LocalComm:
@@ -88,6 +99,10 @@ class LocalComm:
 
     def broadcast(self, full: Tensor, source: int = 0) -> None:
         """Nothing to send."""
+
+    def spread(self, full: Tensor, part: Tensor) -> None:
+        """Copy, unless ``part`` lies in ``full``."""
+        self.all_gather(full, part)
 
 
 class _Waiter:
@@ -144,30 +159,63 @@ class GlooSumWork:
             raise self._error
 
 
-class GroupComm:
-    """Asynchronous collectives of torch.distributed on one given group."""
+_GATHER, _SCATTER, _SUM, _EXCHANGE, _BROADCAST = range(1, 6)
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        # torch 2.13 renamed the flat collectives and deprecates the old names: choose once.
-        self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        self._scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        self._waiter = _Waiter() if "cpu:gloo" in str(dist.get_backend_config(group)) else None
+
+class Launches:
+    """What one communicator was asked to do, in order: the same on all its ranks, or they wait for ever."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.recent: deque[int] = deque(maxlen=32)
+
+    def add(self, kind: int, tensor: Tensor | None) -> None:
+        """The next collective; ``tensor`` has as many elements on all ranks, or is None."""
+        self.count += 1
+        self.recent.append((0 if tensor is None else tensor.numel()) << 3 | kind)
+
+
+class GroupComm:
+    """Asynchronous collectives on two communicators of one group: gathers do not queue behind reductions.
+
+    Args:
+        gathers: for all-gathers and broadcasts.
+        reductions: for sums, and what belongs to them; it may be the same.
+    """
+
+    def __init__(self, gathers: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:
+        self.size = gathers.size()
+        self.rank = gathers.rank()
+        self.gathers, self.reductions = gathers, reductions
+        self.launches = (Launches(), Launches())
+        # torch 2.13 renamed the flat collectives: choose once. The methods of the group, because torch.distributed's
+        # functions take registered groups only.
+        self._gather = _method(gathers, "all_gather_single", "_allgather_base")
+        self._spread = _method(reductions, "all_gather_single", "_allgather_base")
+        self._scatter = _method(reductions, "reduce_scatter_single", "_reduce_scatter_base")
+        self._exchange = _method(reductions, "all_to_all_single", "alltoall_base")
+        self._waiter = _Waiter() if _sums_by_gloo(reductions) else None
+        self._gather_options, self._scatter_options = AllgatherOptions(), ReduceScatterOptions()
+        self._sum_options, self._exchange_options = AllreduceOptions(), AllToAllOptions()
+        self._broadcast_options = BroadcastOptions()
+        self._gather_options.asyncOp = self._scatter_options.asyncOp = self._broadcast_options.asyncOp = True
+        self._sum_options.asyncOp = self._exchange_options.asyncOp = True
 
     def all_gather(self, full: Tensor, part: Tensor) -> Any:
         """One all-gather."""
-        return self._gather(full, part, group=self.group, async_op=True)
+        self.launches[0].add(_GATHER, full)
+        return self._gather(full, part, self._gather_options)
 
     def reduce_scatter(self, part: Tensor, full: Tensor) -> Any:
         """One reduce-scatter (sum; the division is the engine's, a premultiplied sum exists on NCCL only)."""
-        work = self._scatter(part, full, group=self.group, async_op=True)
+        self.launches[1].add(_SCATTER, full)
+        work = self._scatter(part, full, self._scatter_options)
         return work if self._waiter is None or full.is_cuda else GlooSumWork(work, self._waiter)
 
     def all_reduce(self, full: Tensor) -> Any:
         """One all-reduce."""
-        return dist.all_reduce(full, group=self.group, async_op=True)
+        self.launches[1].add(_SUM, full)
+        return self.reductions.allreduce([full], self._sum_options)
 
     def maximum(self, full: Tensor) -> Any:
         """One all-reduce."""
@@ -175,17 +223,37 @@ class GroupComm:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """One all-to-all of equal shards."""
-        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self.launches[1].add(_EXCHANGE, sent)
+        return self._exchange(received, sent, [], [], self._exchange_options)
 
     def all_to_all_uneven(
         self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> Any:
         """One all-to-all of unequal parts."""
-        return dist.all_to_all_single(received, sent, list(incoming), list(outgoing), group=self.group, async_op=True)
+        self.launches[1].add(_EXCHANGE, None)
+        return self._exchange(received, sent, list(incoming), list(outgoing), self._exchange_options)
 
     def broadcast(self, full: Tensor, source: int = 0) -> Any:
         """One broadcast."""
-        return dist.broadcast(full, group_src=source, group=self.group, async_op=True)
+        self.launches[0].add(_BROADCAST, full)
+        self._broadcast_options.rootRank = source
+        return self.gathers.broadcast([full], self._broadcast_options)
+
+    def spread(self, full: Tensor, part: Tensor) -> Any:
+        """One all-gather, on the reductions' communicator. Ranks start it when they like: it is in no order."""
+        return self._spread(full, part, self._gather_options)
+
+
+def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(getattr(group, name) for name in names if hasattr(group, name))
+    return found
+
+
+def _sums_by_gloo(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:  # no back end for CPU tensors
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +275,8 @@ class Ranks:
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
-    """The Comm of a group; None and a group of one need no traffic."""
-    return LocalComm() if group is None or dist.get_world_size(group) == 1 else GroupComm(group)
+    """The Comm of a group, on the group itself; None and a group of one need no traffic."""
+    return LocalComm() if group is None or group.size() == 1 else GroupComm(group, group)
 
 
 class GradSum(Protocol):
@@ -279,7 +347,7 @@ class RankOrderSum:
         start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank])
 
         def finish(wait: Wait) -> Tensor:
-            wait(comm.all_gather(result, start(wait)))
+            wait(comm.spread(result, start(wait)))
             return result
 
         return finish

@@ -106,7 +106,11 @@ class BufferConfig:
         reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
         user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not supported, ``report()`` says so.
-        bucket_bytes, nccl_min_ctas, nccl_max_ctas, offload: not supported; left at their defaults.
+        nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
+        always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
+        share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
+            a communicator of its own, made from the given group once.
+        bucket_bytes, offload: not supported; left at their defaults.
     """
 
     gathered_bytes: int | str = "double"
@@ -117,10 +121,13 @@ class BufferConfig:
     bucket_bytes: int | None = None
     nccl_min_ctas: int | None = None
     nccl_max_ctas: int | None = None
+    always_communicate: bool = False
+    share_communicator: bool = False
     offload: bool = False
 
     def __post_init__(self) -> None:
         self._check_gathered_bytes()
+        self._check_ctas()
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise FsdpError(f"prefetch_bytes is {self.prefetch_bytes}; it is >= 0 or None (one unit)")
         if self.reduce_buffers < 1:
@@ -132,8 +139,6 @@ class BufferConfig:
             raise FsdpError("user_buffers is 'require': registration with NCCL is not supported; use 'auto' or 'off'")
         instead = {
             "bucket_bytes": "choose smaller or larger units by fsdp_unit_modules",
-            "nccl_min_ctas": "set NCCL_MIN_CTAS, or NCCL's options on the group that you give",
-            "nccl_max_ctas": "set NCCL_MAX_CTAS, or NCCL's options on the group that you give",
         }
         for field, remedy in instead.items():
             if getattr(self, field) is not None:
@@ -142,6 +147,14 @@ class BufferConfig:
                 )
         if self.offload:
             raise FsdpError("offload is True, which is not supported; leave it False, and shard over more ranks")
+
+    def _check_ctas(self) -> None:
+        fewest, most = self.nccl_min_ctas, self.nccl_max_ctas
+        for field, value in (("nccl_min_ctas", fewest), ("nccl_max_ctas", most)):
+            if value is not None and value < 1:
+                raise FsdpError(f"{field} is {value}; it is >= 1, or None for NCCL's own choice")
+        if fewest is not None and most is not None and fewest > most:
+            raise FsdpError(f"nccl_min_ctas is {fewest} and nccl_max_ctas {most}; the first is at most the second")
 
     def _check_gathered_bytes(self) -> None:
         value = self.gathered_bytes

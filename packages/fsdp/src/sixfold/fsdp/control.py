@@ -2,12 +2,18 @@
 
     rows of integers, texts --> Control (this file) --> checks.py, initial.py
 
-[Note: two channels] Data moves on the given group; this moves on a CPU back end of the same group, on the
-fault store, or on a gloo subgroup made once. Never an object collective, never a device tensor.
+[Note: two channels] Data moves on communicators of the given group; this moves through the store that the group was
+made from: no group is made for it, no descriptor opened. Never an object collective, never a device tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import struct
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,9 +21,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from sixfold.fsdp.errors import FsdpError
 
 Rows = list[list[int]]
 WaitWork = Callable[[Any], None]
+
+_FIRST_PAUSE_S = 20e-6  # between two looks for a message; they grow, so that waiting ranks do not storm the store
+_LONGEST_PAUSE_S = 0.05
 
 
 class Control(Protocol):
@@ -35,11 +47,113 @@ class NoControl:
         return lambda: [list(row)]
 
 
-class GroupControl:
-    """All-gathers of CPU tensors, over the shard dimension and then over replicas."""
+class StoreControl:
+    """Exchanges through a store, one after another, on a thread of their own.
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], timeout_s: float) -> None:
-        self._groups = [_cpu_group(group, timeout_s) for group in groups if dist.get_world_size(group) > 1]
+    Every rank sets its row, the first collects them and sets them all as one value, so a rank costs the store three
+    messages whatever the number of ranks. Keys of an exchange are deleted by whoever made them, as soon as all have
+    read them.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._handed: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        arguments = (self._handed, self._stop, store, rank, size)
+        threading.Thread(target=_serve, args=arguments, name="sixfold-fsdp-control", daemon=True).start()
+        weakref.finalize(self, _end, self._stop, self._handed)
+
+    def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
+        """It travels while the caller goes on."""
+        work = Exchange(row)
+        self._handed.put(work)
+
+        def finish() -> Rows:
+            wait(work)
+            return work.rows
+
+        return finish
+
+    def close(self) -> None:
+        """End the thread."""
+        _end(self._stop, self._handed)
+
+
+def _end(stop: threading.Event, handed: queue.SimpleQueue[Any]) -> None:
+    stop.set()
+    handed.put(None)
+
+
+class Exchange:
+    """One exchange, waited for as torch's Work is."""
+
+    def __init__(self, row: Sequence[int]) -> None:
+        self.row = row
+        self.rows: Rows = []
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+    def is_completed(self) -> bool:
+        """It ended, well or not."""
+        return self.done.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As Work's, in time."""
+        if not self.done.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(f"control exchange: {self.error}") from self.error
+
+
+def _serve(
+    handed: queue.SimpleQueue[Exchange | None], stop: threading.Event, store: Store, rank: int, size: int
+) -> None:
+    """The thread of StoreControl. It holds no model."""
+    number = 0
+    while (work := handed.get()) is not None:
+        number += 1
+        try:
+            data = _exchange(store, number, struct.pack(f"<{len(work.row)}q", *work.row), rank, size, stop)
+            width = len(work.row)
+            values = struct.unpack(f"<{width * size}q", data)
+            work.rows = [list(values[at : at + width]) for at in range(0, width * size, width)]
+        except BaseException as error:  # raised in the thread that waits for it
+            work.error = error
+        work.done.set()
+
+
+def _exchange(store: Store, number: int, mine: bytes, rank: int, size: int, stop: threading.Event) -> bytes:
+    everyone = f"control/{number}/all"
+    store.set(f"control/{number}/{rank}", mine)  # type: ignore[arg-type]
+    if rank:
+        _await(store, [everyone], stop)
+        data: bytes = store.get(everyone)
+    else:
+        keys = [f"control/{number}/{peer}" for peer in range(size)]
+        _await(store, keys, stop)
+        data = b"".join(store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))  # type: ignore[attr-defined]
+        store.set(everyone, data)  # type: ignore[arg-type]
+        if number > 1:  # whoever sent a row of this exchange has read all of the last one
+            store.delete_key(f"control/{number - 1}/all")
+    store.delete_key(f"control/{number}/{rank}")
+    return data
+
+
+def _await(store: Store, keys: list[str], stop: threading.Event) -> None:
+    """Wait until all ``keys`` are there. ``Store.wait`` would hold the connection that other threads use too."""
+    pause_s = _FIRST_PAUSE_S
+    while not store.check(keys):
+        if stop.is_set():
+            raise RuntimeError("the model was dropped")
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.25, _LONGEST_PAUSE_S)
+
+
+class GroupControl:
+    """All-gathers of CPU tensors, over the shard dimension and then over replicas: for back ends without a store of
+    many processes (torch's fake one)."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = [group for group in groups if dist.get_world_size(group) > 1]
         self._gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
     def _launch(self, group: dist.ProcessGroup, mine: Tensor) -> tuple[Tensor, Any]:
@@ -62,22 +176,25 @@ class GroupControl:
         return finish
 
 
-def _cpu_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """``group`` if it has a CPU back end, else a gloo group of the same ranks."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return group
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend="gloo",
-        timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=True,
-    )
-    return made
+def control_of(groups: Sequence[dist.ProcessGroup], board: Store | None, rank: int, size: int) -> Control:
+    """The control channel of a mesh: [shard] or [replicate, shard], its board if it has one."""
+    if size == 1:
+        return NoControl()
+    return GroupControl(groups[::-1]) if board is None else StoreControl(board, rank, size)
 
 
 def exchange(control: Control, row: Sequence[int], wait: WaitWork) -> Rows:
     """One exchange, at once."""
     return control.start(row, wait)()
+
+
+def farewell(control: Control, wait: WaitWork) -> None:
+    """Before all ranks raise what all know: nobody ends, and with it perhaps the store, before all have read it.
+
+    A rank that is left behind here knows all too, and raises the same.
+    """
+    with contextlib.suppress(FsdpError):
+        exchange(control, [0], wait)
 
 
 def exchange_text(control: Control, text: str, wait: WaitWork) -> list[str]:

@@ -422,7 +422,7 @@ class Engine:
         if inside_step:
             self._signatures.reduce_in_step(unit)
         else:
-            self._signatures.reduce(unit, self.reduction.finite)
+            self._signatures.reduce(unit, self.reduction.not_finite)
         self.reduction.put(unit)
 
     def _put_touched(self, units: Sequence[Unit], *, inside_step: bool = False) -> None:
@@ -469,11 +469,13 @@ class Engine:
             stage.last = stage.done = False
         if not inside_step:
             self._signatures.compare()
+        self.wait.alive()  # [Note: flag before abort]
 
     def before_step(self) -> None:
         """An optimizer of this model is about to step."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
+        self.wait.alive()  # [Note: flag before abort]
         self._class_gradients(Tensor)  # plain: an optimizer pays nothing
         self.stepping = True
 

@@ -2,74 +2,37 @@
 
     Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
 
-The survivors of a lost rank meet in a Store: each leaves a sign, and who left none is named.
-Ranks are positions in the main mesh.
+Ranks that meet a fault sign on the model's board (board.py), each with the place where it waits; who did not sign is
+lost or stuck, and who signed another place than most disagrees. Ranks are positions in the main mesh.
+
+[Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once, and after an abort it
+returns normally although nothing was received. So a failure is noted first (``failed``), then told, then the
+communicators are aborted, and ``check()`` stands before every use of a result.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from sixfold.fsdp.board import PatientStore
+from sixfold.fsdp.checks import odd_ranks
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.pulse import Launched, Place, Pulse, beats
 
-_SLICE = timedelta(seconds=1)  # between two looks into the store during a wait
+_SLICE_S = 1.0  # between two looks at what the pulse found
+_BEATS = 12  # in a deadline
 _GRACE_S = 10.0  # for signs, when more than one rank is missing; the others may still compute
 _AFTER_DEADLINE_S = 3.0  # the same once the deadline is over
+_LAST_LOOK_S = 1.5  # for the sign, or a beat, of the last rank that is missing
 _STORE_S = 3.0  # for one answer of the store during a wait
-
-
-class PatientStore:
-    """A Store whose calls end: one that gets no answer in time is the last.
-
-    torch's TCPStore waits for its server without a deadline of its own, also in ``add`` and ``check``; a server that
-    is stopped (SIGSTOP, a hung node) would hold every survivor. Calls run in a daemon thread that may be left behind.
-    """
-
-    def __init__(self, store: Store, answer_s: float) -> None:
-        self._store = store
-        self._answer_s = answer_s
-        self._given_up = False
-
-    def add(self, key: str, amount: int) -> int:
-        """As Store's."""
-        value: int = self._ask("add", key, amount)
-        return value
-
-    def set(self, key: str, value: str) -> None:
-        """As Store's."""
-        self._ask("set", key, value)
-
-    def check(self, keys: list[str]) -> bool:
-        """As Store's."""
-        return bool(self._ask("check", keys))
-
-    def _ask(self, name: str, *args: Any) -> Any:
-        if self._given_up:
-            raise RuntimeError("the store gave no answer before")
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((getattr(self._store, name)(*args), None))
-            except BaseException as error:  # raised in the thread that asked
-                answers.put((None, error))
-
-        threading.Thread(target=run, name="sixfold-fsdp-store", daemon=True).start()
-        try:
-            value, error = answers.get(timeout=self._answer_s)
-        except queue.Empty:
-            self._given_up = True
-            raise RuntimeError(f"the store gave no answer within {self._answer_s:g} s") from None
-        if error is not None:
-            raise error
-        return value
+_FEW = 16  # missing ranks of which a fault tells whether they live
 
 
 class Faults:
@@ -77,10 +40,12 @@ class Faults:
 
     Args:
         rank, size: position in the main mesh.
-        store: where survivors meet, private to this model; None: only a pair can name the other.
+        store: the model's board; None: only a pair can name the other. Errors call it ``store_name``.
         timeout_s: longest wait for one collective.
-        host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a watchdog thread
-            calls ``abort`` at the deadline.
+        first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds.
+        host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a thread looks at the Work
+            and calls ``abort`` at its deadline.
+        launched: what each communicator was asked to do so far.
     """
 
     def __init__(
@@ -90,16 +55,66 @@ class Faults:
         store: Store | None,
         timeout_s: float,
         *,
+        first_step_timeout_s: float = 0.0,
         host_waits: bool = True,
         abort: Callable[[], None] | None = None,
+        launched: Callable[[], Launched] = list,
+        store_name: str = "fault_store",
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.first_step_timeout_s = first_step_timeout_s
+        self.failed: FsdpError | None = None
         self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
         self._host_waits = host_waits
-        self._watchdog = None if host_waits or abort is None else Watchdog(timeout_s, self._expire)
         self._abort = abort
+        self._launched = launched
+        self._store_name = store_name
+        self._closes: list[Callable[[], None]] = []
+        self._tidies: list[Callable[[], None]] = []
+        self._told = threading.Event()  # ``failed`` says all that will be known
+        self._lock = threading.Lock()
+        self._at: tuple[Place, float] | None = None  # where the host waits, and since when
+        self._last: Place | None = None
+        self._watched: deque[tuple[Any, Place, float]] = deque()  # Works that a stream waits for, and since when
+        self._found: tuple[str, tuple[int, ...], float] | None = None  # by the pulse, in the wait that began then
+        self._pulse = self._start(store) if size > 1 and store is not None else None
+
+    def _start(self, store: Store | None) -> Pulse:
+        return Pulse(
+            None if store is None else PatientStore(store, _STORE_S),
+            self.rank,
+            self.size,
+            interval=lambda: min(_SLICE_S, self.timeout_s / _BEATS),
+            here=self._here,
+            silent_s=lambda: self._limit_s(self._place()) / 2,
+            found=self._find,
+            late=self._look_at_works,
+        )
+
+    # ---- waiting
+
+    def check(self) -> None:
+        """Raise if an earlier fault ended this model. Stands before every use of what collectives brought."""
+        if self.failed is not None:
+            self._told.wait(_GRACE_S + _AFTER_DEADLINE_S)
+            first = self.failed
+            raise FsdpError(
+                f"this model ended with an earlier fault: {first}; make a new one",
+                unit=first.unit,
+                step=first.step,
+                op=first.op,
+                ranks=first.ranks,
+            )
+
+    def fail(self, error: FsdpError) -> FsdpError:
+        """Note that the model ended with ``error``, unless it had ended before; returns ``error``."""
+        with self._lock:
+            if self.failed is None:
+                self.failed = error
+                self._told.set()
+            return error
 
     def wait(self, work: Any, unit: str | None, step: int | None, op: str, *, on_host: bool = False) -> None:
         """Wait for ``work``; ``on_host``: it is a control message, which the host waits for on any device.
@@ -109,117 +124,188 @@ class Faults:
         """
         if work is None:
             return
+        place = Place(step, unit, op)
         if not (self._host_waits or on_host):
-            if self._watchdog is not None:
-                self._watchdog.watch(work, f"op {op} of unit {unit or '(root)'} in step {step}")
+            self._watched.append((work, place, time.monotonic()))
+            if self._pulse is None:
+                self._pulse = self._start(None)
             work.wait()
+            if self.failed is not None:  # [Note: flag before abort]
+                self.check()
             return
-        deadline = time.monotonic() + self.timeout_s
+        began = time.monotonic()
+        self._at = place, began
+        try:
+            self._wait_on_host(work, place, began)
+        finally:
+            self._at, self._last = None, place
+
+    def _wait_on_host(self, work: Any, place: Place, began: float) -> None:
+        limit_s = self._limit_s(place)
+        deadline = began + limit_s
+        slice_s = min(_SLICE_S, max(self.timeout_s / _BEATS, 0.05))
         while True:
             over = work.is_completed()  # asked before the wait: a Work may end well just after its wait gave up
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            left = min(slice_s, max(deadline - time.monotonic(), 0.001))
             try:
-                work.wait(min(_SLICE, left))
+                work.wait(timedelta(seconds=left))
                 return
             except RuntimeError as error:
                 if over:
-                    raise self._lost(unit, step, op, str(error).partition(". ")[0], deadline) from error
+                    raise self._lost(place, str(error).partition(". ")[0], deadline) from error
+            if self._found is not None and self._found[2] == began:
+                raise self._lost(place, self._found[0], deadline, self._found[1])
             if work.is_completed():
                 continue
             if time.monotonic() >= deadline:
-                raise self._lost(unit, step, op, f"no answer within {self.timeout_s:g} s", deadline)
-            if self._others_failed():
-                raise self._lost(unit, step, op, "another rank reported a fault", deadline)
+                raise self._lost(place, f"no answer within {limit_s:g} s", deadline)
 
-    def _others_failed(self) -> bool:
-        try:
-            return self._store is not None and self._store.add("faults", 0) > 0
-        except RuntimeError:  # the store died with its rank
+    def _limit_s(self, place: Place | None) -> float:
+        if place is not None and place.step == 0:
+            return max(self.first_step_timeout_s, self.timeout_s)
+        return self.timeout_s
+
+    # ---- on the pulse's thread
+
+    def _place(self) -> Place | None:
+        at, watched = self._at, self._watched
+        if at is not None:
+            return at[0]
+        return watched[0][1] if watched else self._last
+
+    def _here(self) -> tuple[Place | None, bool, float, Launched]:
+        at, now = self._at, time.monotonic()
+        if at is not None:
+            return at[0], True, now - at[1], self._launched()
+        oldest = self._watched[0] if self._watched else None
+        return self._place(), False, now - oldest[2] if oldest is not None else 0.0, self._launched()
+
+    def _look_at_works(self) -> bool:
+        """Forget Works that are done; True when one is too late and the model was ended."""
+        while self._watched and self._watched[0][0].is_completed():
+            self._watched.popleft()
+        if not self._watched:
+            return False
+        _, place, began = self._watched[0]
+        if time.monotonic() < began + self._limit_s(place):
+            return False
+        self._end(place, f"no answer within {self._limit_s(place):g} s", ())
+        return True
+
+    def _find(self, cause: str, ranks: Sequence[int]) -> bool:
+        """The pulse found a fault: the host that waits raises it; where a stream waits, the model ends here (True)."""
+        at = self._at
+        if at is not None:
+            self._found = cause, tuple(ranks), at[1]
+        elif self._watched:
+            self._end(self._watched[0][1], cause, ranks)
             return True
+        return False
 
-    def _lost(self, unit: str | None, step: int | None, op: str, cause: str, deadline: float) -> FsdpError:
-        text, missing = self._blame(deadline)
-        return FsdpError(
-            f"{text} ({cause}). Restart the job from its last checkpoint", unit=unit, step=step, op=op, ranks=missing
-        )
-
-    def _blame(self, deadline: float) -> tuple[str, tuple[int, ...]]:
-        """What to say of the others, and the ranks that left no sign."""
-        if self._store is None:
-            missing: tuple[int, ...] = (1 - self.rank,) if self.size == 2 else ()
-            nobody = "some rank is lost; give fault_store= to have it named"
-        else:
-            nobody = "all ranks are alive; they disagree about the collective"
-            try:
-                missing = self._meet(self._store, deadline)
-            except RuntimeError:
-                missing, nobody = (
-                    (),
-                    "fault_store does not answer: its process is probably lost or stopped",
-                )
-        return ("no sign of life from rank " + ", ".join(map(str, missing)) if missing else nobody), missing
-
-    def _meet(self, store: PatientStore, deadline: float) -> tuple[int, ...]:
-        """Leave a sign and wait for those of others; returns the ranks that left none."""
-        store.set(f"alive/{self.rank}", "1")
-        store.add("faults", 1)
-        until = min(time.monotonic() + min(self.timeout_s, _GRACE_S), deadline + _AFTER_DEADLINE_S)
-        missing = [rank for rank in range(self.size) if rank != self.rank]
-        while time.monotonic() < until:
-            missing = [rank for rank in missing if not store.check([f"alive/{rank}"])]
-            if len(missing) <= 1:  # it is the one lost, or it is about to sign
-                break
-            time.sleep(0.02)
-        if len(missing) == 1:  # a last look, a moment later: the last survivor may just have been slow
-            until = time.monotonic() + min(1.5, self.timeout_s)
-            while time.monotonic() < until:
-                if store.check([f"alive/{missing[0]}"]):
-                    return ()
-                time.sleep(0.02)
-        return tuple(missing)
-
-    def _expire(self, what: str) -> None:
-        """A deadline passed that only a stream was waiting for: say so, then end the communicator."""
-        text, _ = self._blame(time.monotonic())
-        print(f"sixfold.fsdp: {what}: no answer within {self.timeout_s:g} s; {text}", flush=True)
+    def _end(self, place: Place, cause: str, ranks: Sequence[int]) -> None:
+        """[Note: flag before abort]"""
+        with self._lock:
+            if self.failed is None:
+                self.failed = FsdpError(cause, unit=place.unit, step=place.step, op=place.op, ranks=ranks)
+        error = self._lost(place, cause, time.monotonic(), ranks)
+        self.failed = error
+        self._told.set()
+        print(f"sixfold.fsdp: {error}", flush=True)
         if self._abort is not None:
             self._abort()
 
+    # ---- blame
+
+    def _lost(self, place: Place, cause: str, deadline: float, ranks: Sequence[int] = ()) -> FsdpError:
+        """The error to raise, also noted; ``ranks``: whom the pulse found silent."""
+        text, guilty = self._blame(place, deadline, ranks)
+        return self.fail(
+            FsdpError(
+                f"{text} ({cause}). Restart the job from its last checkpoint",
+                unit=place.unit,
+                step=place.step,
+                op=place.op,
+                ranks=guilty,
+            )
+        )
+
+    def _blame(self, place: Place, deadline: float, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """What to say of the others, and the ranks at fault."""
+        if self._store is None:
+            missing: tuple[int, ...] = (1 - self.rank,) if self.size == 2 else ()
+            return (_silent(missing) if missing else "some rank is lost; give fault_store= to have it named"), missing
+        try:
+            missing, alive = self._meet(self._store, place, deadline)
+            if not missing:
+                return self._compare(self._store)
+        except RuntimeError:
+            return f"{self._store_name} does not answer: its process is probably lost or stopped", tuple(ranks)
+        stuck = [rank for rank in missing if rank in alive]
+        lost = [rank for rank in missing if rank not in alive]
+        parts = [_silent(lost)] if lost else []
+        parts += [
+            f"rank {rank} lives but did not come; it was last at {alive[rank] or 'no collective'}" for rank in stuck
+        ]
+        return "; ".join(parts), missing
+
+    def _meet(
+        self, store: PatientStore, place: Place, deadline: float
+    ) -> tuple[tuple[int, ...], dict[int, Place | None]]:
+        """Sign and wait for the signs of others: the ranks that gave none, and those of them that live."""
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        before = {rank: beat.count for rank, beat in beats(store, missing[:_FEW]).items()}
+        store.set(f"alive/{self.rank}", str(place))
+        store.set("fault", str(self.rank))
+        until = min(time.monotonic() + min(self.timeout_s, _GRACE_S), deadline + _AFTER_DEADLINE_S)
+        alive: dict[int, Place | None] = {}
+        last_one = 0
+        while (missing := _without_sign(store, missing)) and time.monotonic() < until:
+            last_one += len(missing) == 1
+            if last_one == 1:  # a last look: it may just have been slow
+                until = time.monotonic() + min(_LAST_LOOK_S, self.timeout_s)
+            store.set("ask", f"{self.rank} meets at {time.monotonic()}")
+            found = beats(store, missing[:_FEW])
+            alive |= {rank: beat.place for rank, beat in found.items() if before.get(rank) != beat.count}
+            time.sleep(0.02)
+        return tuple(missing), alive
+
+    def _compare(self, store: PatientStore) -> tuple[str, tuple[int, ...]]:
+        """All have signed: those that wait elsewhere than most."""
+        places = [store.get(f"alive/{rank}").decode() for rank in range(self.size)]
+        ids = {text: at for at, text in enumerate(dict.fromkeys(places))}
+        common, odd = odd_ranks([[ids[text]] for text in places])
+        if not odd:
+            return "all ranks are alive and wait for the same", ()
+        usual = next(text for text in places if ids[text] == common[0])
+        there = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in odd)
+        return f"all ranks are alive and disagree: most wait for {usual}, {there}", odd
+
+    def at_end(self, close: Callable[[], None], tidy: Callable[[], None]) -> None:
+        """What else ends with the model: ``close`` always, ``tidy`` where it ends before its process."""
+        self._closes.append(close)
+        self._tidies.append(tidy)
+
     def close(self) -> None:
-        """Stop the watchdog."""
-        if self._watchdog is not None:
-            self._watchdog.close()
+        """The model is gone: stop the thread, and what was given to ``at_end``."""
+        if self._pulse is not None:
+            self._pulse.close()
+        while self._closes:
+            self._closes.pop()()
+
+    def tidy(self) -> None:
+        """The same, and leave nothing behind."""
+        self.close()
+        while self._tidies:
+            self._tidies.pop()()
 
 
-class Watchdog:
-    """A thread that polls Works on which no host waits, and calls ``expired(text)`` once when one is too late."""
+def _without_sign(store: PatientStore, ranks: list[int]) -> list[int]:
+    """Those of ``ranks`` that have not signed: few questions where few are missing."""
+    if not ranks or store.check([f"alive/{rank}" for rank in ranks]):
+        return []
+    half = len(ranks) // 2
+    return ranks if not half else _without_sign(store, ranks[:half]) + _without_sign(store, ranks[half:])
 
-    def __init__(self, timeout_s: float, expired: Callable[[str], None], poll_s: float = 1.0) -> None:
-        self._timeout_s = timeout_s
-        self._expired = expired
-        self._poll_s = poll_s
-        self._lock = threading.Lock()
-        self._watched: list[tuple[float, Any, str]] = []
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def watch(self, work: Any, what: str) -> None:
-        """Look at ``work`` until it is completed."""
-        with self._lock:
-            self._watched.append((time.monotonic() + self._timeout_s, work, what))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="sixfold-fsdp-watchdog", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._poll_s):
-            with self._lock:
-                self._watched = [item for item in self._watched if not item[1].is_completed()]
-                late = [what for deadline, _, what in self._watched if deadline < time.monotonic()]
-            if late:
-                self._expired(late[0])
-                return
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
+def _silent(ranks: Sequence[int]) -> str:
+    return "no sign of life from rank " + ", ".join(map(str, ranks))

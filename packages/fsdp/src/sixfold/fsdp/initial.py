@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from sixfold.fsdp.checks import odd_ranks, tensor_digest
 from sixfold.fsdp.comm import Ranks
-from sixfold.fsdp.control import Control, exchange, exchange_text
+from sixfold.fsdp.control import Control, exchange, exchange_text, farewell
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.meta import InitFn, Meta
@@ -41,8 +41,11 @@ def agree(
     rows = exchange(control, [digest], wait)
     _, odd = odd_ranks(rows)
     if not odd:
+        if problem is not None:
+            farewell(control, wait)
         return
     texts = [one.split("\n") for one in exchange_text(control, text, wait)]
+    farewell(control, wait)
     usual = texts[next(rank for rank in range(len(rows)) if rank not in odd)]
     other = texts[odd[0]]
     both = zip([*usual, "(nothing)|nothing"], [*other, "(nothing)|nothing"], strict=False)
@@ -111,6 +114,7 @@ def _compare(digests: list[tuple[str, int]], control: Control, wait: WaitWork) -
     for at, (name, _) in enumerate(digests):
         _, odd = odd_ranks([[row[at]] for row in rows])
         if odd:
+            farewell(control, wait)
             raise FsdpError(
                 f"start values of {name} differ on rank {', '.join(map(str, odd))}; seed all ranks alike, or use "
                 'initial="broadcast"',

@@ -160,10 +160,14 @@ class Reduction:
         if any(stream.gradients.local is not None for stream in unit.trained):
             self.pipeline.put(unit.name)
 
-    def finite(self, unit: Unit) -> bool:
-        """All local sums are finite. Reads the device: for ``checks="unit"`` only."""
-        sums = [record.local_grad for stream in unit.trained for record in stream.records if record.filled]
-        return all(bool(torch.isfinite(one).all()) for one in sums if one is not None)
+    def not_finite(self, unit: Unit) -> int:
+        """The place of the first local sum that is not finite among all of ``unit``, or -1. Reads the device: for
+        ``checks="unit"`` only."""
+        records = [record for stream in unit.trained for record in stream.records]
+        for at, record in enumerate(records):
+            if record.filled and record.local_grad is not None and not bool(torch.isfinite(record.local_grad).all()):
+                return at
+        return -1
 
     def _start(self, name: str) -> Callable[[], None]:
         unit = self._by_name[name]

@@ -87,8 +87,9 @@ class FullyShardedDataParallel(nn.Module):
         initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks.
         checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"`` (an exchange before each collective; a
             debug mode that reads device values).
-        fault_store: where survivors of a lost rank meet, so that it is named.
+        fault_store: where survivors of a lost rank meet, so that it is named; None: the store of the given group.
         timeout_s: longest wait for one collective.
+        first_step_timeout_s: the same in the first step, where ranks compile; the longer of the two holds there.
     Raises:
         FsdpError: see each argument's rule; differing models or start values on all ranks.
     """
@@ -113,6 +114,7 @@ class FullyShardedDataParallel(nn.Module):
         checks: str = "order",
         fault_store: Store | None = None,
         timeout_s: float = 60.0,
+        first_step_timeout_s: float = 600.0,
     ) -> None:
         options = Options.of(locals())
         super().__init__()
@@ -130,6 +132,7 @@ class FullyShardedDataParallel(nn.Module):
         own += hooks.install(engine)
         self._everywhere = [*everywhere, optim.refuse_unsharded_steps(engine)]
         self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
+        self._tidy = build.tidy_with(self, engine)
 
     # ---- running
 
@@ -212,6 +215,15 @@ class FullyShardedDataParallel(nn.Module):
 
     # ---- gradients
 
+    def check(self) -> None:
+        """Raise if a fault ended this model: a missed deadline on CUDA too, where no wait raises by itself.
+
+        ``finish_grad_sync``, ``optimizer.step()`` and whatever reads main weights pass it. Call it once more where
+        the host has read a device value of the step (norm, loss) and before that is used: what was received late, or
+        not at all, is then applied nowhere.
+        """
+        self._engine.alive()
+
     def finish_grad_sync(self) -> None:
         """Reduce what is local and wait; ``main.grad`` is final after it."""
         self._engine.finish_grad_sync()
@@ -266,6 +278,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
+        self._engine.alive()
         return state.state_records(self._engine.units, optimizer)
 
     def full_state_dict(
@@ -354,7 +367,8 @@ def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """
     model = FullyShardedDataParallel(module, **options)
     model._end.detach()
-    weakref.finalize(module, build.close_process_hooks, model._everywhere)
+    model._tidy.detach()
+    build.end_with(module, model._engine, model._everywhere)
     return model
 
 

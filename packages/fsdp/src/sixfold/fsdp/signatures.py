@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sixfold.fsdp.checks import OrderDigest, odd_ranks
-from sixfold.fsdp.control import Control, Rows, exchange
+from sixfold.fsdp.control import Control, Rows, exchange, farewell
+from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Waiting
 
@@ -37,10 +38,11 @@ class Signatures:
         elif self._checks == "order":
             self._digest.add(unit.index, _USE)
 
-    def reduce(self, unit: Unit, finite: Callable[[Unit], bool]) -> None:
-        """``unit`` is about to be reduced. ``finite`` reads the device, in ``"unit"`` only."""
+    def reduce(self, unit: Unit, not_finite: Callable[[Unit], int]) -> None:
+        """``unit`` is about to be reduced. ``not_finite``, the place of the first bad gradient among the unit's
+        trainable ones or -1, reads the device, in ``"unit"`` only."""
         if self._checks == "unit":
-            self._exchange(unit, _REDUCE, finite=finite(unit))
+            self._exchange(unit, _REDUCE, not_finite=not_finite(unit))
         elif self._checks == "order":
             self._digest.add(unit.index, _REDUCE)
 
@@ -64,35 +66,43 @@ class Signatures:
         self._comparing = None
         _, odd = odd_ranks(finish())
         if odd:
-            raise self._waiting.fail(
+            raise self._all_know(
                 f"ranks used units in different orders in step {step}; run with checks='unit' to see which",
                 None,
                 "check",
                 odd,
             )
 
-    def _exchange(self, unit: Unit, op: int, *, finite: bool = True) -> None:
+    def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
         """Are all ranks about to do the same?"""
-        row = [self._waiting.step, unit.index, op, unit.gathered_bytes, int(finite)]
+        row = [self._waiting.step, unit.index, op, unit.gathered_bytes, not_finite]
         rows = exchange(self._control, row, self._waiting.for_control(unit.name, _OPS[op]))
         common, odd = odd_ranks([one[:4] for one in rows])
         if odd:
             does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
-            raise self._waiting.fail(
+            raise self._all_know(
                 f"ranks disagree: most are at {self._at(common)}, {does}. "
                 "Every rank must use the same units in the same order",
                 self._units[common[1]].name,
                 _OPS[common[2]],
                 odd,
             )
-        bad = tuple(rank for rank, one in enumerate(rows) if not one[4])
+        bad = {rank: one[4] for rank, one in enumerate(rows) if one[4] >= 0}
         if bad:
-            raise self._waiting.fail(
-                "gradient is not finite; no main gradient was touched. Look at that rank's batch",
+            names = [record.name for stream in unit.trained for record in stream.records]
+            where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
+            raise self._all_know(
+                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch",
                 unit.name,
                 "reduce",
-                bad,
+                tuple(bad),
             )
+
+    def _all_know(self, message: str, unit: str | None, op: str, ranks: Sequence[int]) -> FsdpError:
+        """The error that all ranks raise, once all have read why."""
+        error = self._waiting.fail(message, unit, op, ranks)
+        farewell(self._control, self._waiting.for_control(unit, op))
+        return error
 
     def _at(self, row: Sequence[int]) -> str:
         return f"{_OPS[row[2]]} of {self._units[row[1]].name or '(root)'}"

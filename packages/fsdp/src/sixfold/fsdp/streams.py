@@ -45,11 +45,14 @@ class NullStream:
 
 
 class CudaStream:
-    """A CUDA stream that always follows the compute stream at the moment of use."""
+    """A CUDA stream that always follows the compute stream at the moment of use.
+
+    Of high priority: what it runs is short and others wait for it, so its blocks go before those of compute kernels.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def enter(self) -> AbstractContextManager[Any]:
         """[Note: one code path] Order against compute by events, never by the host."""

@@ -22,15 +22,15 @@ class Waiting:
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
         self.step = 0
-        self.failed: FsdpError | None = None
+
+    @property
+    def failed(self) -> FsdpError | None:
+        """What ended this model."""
+        return self.faults.failed
 
     def __call__(self, work: Any, unit: str | None, op: str, *, on_host: bool = False) -> None:
         """Wait for a Work; ``on_host``: it is a control message."""
-        try:
-            self.faults.wait(work, unit, self.step, op, on_host=on_host)
-        except FsdpError as error:
-            self.failed = error
-            raise
+        self.faults.wait(work, unit, self.step, op, on_host=on_host)
 
     def for_control(self, unit: str | None, op: str) -> Callable[[Any], None]:
         """Waits for the control messages of one exchange."""
@@ -38,10 +38,8 @@ class Waiting:
 
     def alive(self) -> None:
         """Raise if an earlier failure ended this model."""
-        if self.failed is not None:
-            raise FsdpError(f"this model ended with an earlier fault: {self.failed}; make a new one", step=self.step)
+        self.faults.check()
 
     def fail(self, message: str, unit: str | None, op: str, ranks: Sequence[int]) -> FsdpError:
         """End this model; returns what to raise."""
-        self.failed = FsdpError(message, unit=unit, step=self.step, op=op, ranks=ranks)
-        return self.failed
+        return self.faults.fail(FsdpError(message, unit=unit, step=self.step, op=op, ranks=ranks))

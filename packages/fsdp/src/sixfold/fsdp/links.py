@@ -1,0 +1,196 @@
+"""The communicators that a model makes for itself: one for gathers, one for reductions, of each group.
+
+    groups, board --> Links (this file) --> comm.py
+
+They are made from a store by the ranks of the group alone (``torch.distributed.new_group`` is a collective of the
+world, or names groups by how many a process made), are not registered with ``torch.distributed``, and end with the
+model: a fault aborts them and leaves the given group as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from sixfold.fsdp.comm import Comm, GroupComm, LocalComm
+from sixfold.fsdp.config import BufferConfig
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.pulse import Launched
+
+_NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog, which ends the process, comes behind ours, which says more
+
+Result = TypeVar("Result")
+
+
+class Links:
+    """Makes the Comm of each group of a model once, and ends what it made.
+
+    Args:
+        board: the model's corner of a store; None: groups are used as they are given.
+        device: where the tensors are; its back end in the group is the one that is made anew.
+        timeout_s: for making one communicator, and behind it the back end's own deadline.
+    """
+
+    def __init__(self, board: Store | None, device: torch.device, buffers: BufferConfig, timeout_s: float) -> None:
+        self._board = board
+        self._device = device
+        self._buffers = buffers
+        self._timeout_s = timeout_s
+        self._comms: dict[dist.ProcessGroup, GroupComm] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._shared: list[dist.ProcessGroup] = []
+
+    def comm(self, group: dist.ProcessGroup | None) -> Comm:
+        """The Comm of ``group``; collective over its ranks at its first call.
+
+        Raises:
+            FsdpError: CTA limits off NCCL; a rank did not come.
+        """
+        if group is None or (group.size() == 1 and not self._buffers.always_communicate):
+            return LocalComm()
+        if group not in self._comms:
+            self._comms[group] = self._connect(group)
+        return self._comms[group]
+
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """What was made."""
+        return self._made
+
+    def launched(self) -> Launched:
+        """Of each communicator: how many collectives, and the last signatures."""
+        return [(one.count, list(one.recent)) for comm in self._comms.values() for one in comm.launches]
+
+    def report(self) -> str:
+        """One line."""
+        if not self._comms:
+            return "none: one process"
+        kinds = sorted({backend_of(group, self._device) for group in self._comms})
+        how = f"{len(self._made)} made from the given groups" if self._made else "the given groups, shared"
+        return f"{', '.join(kinds)}: {how}"
+
+    def _connect(self, group: dist.ProcessGroup) -> GroupComm:
+        backend = backend_of(group, self._device)
+        limits = self._buffers.nccl_min_ctas is not None or self._buffers.nccl_max_ctas is not None
+        if limits and (backend != "nccl" or self._buffers.share_communicator):
+            why = f"the group's back end for {self._device.type} is {backend}" if backend != "nccl" else (
+                "share_communicator=True makes no group to put them on"
+            )  # fmt: skip
+            raise FsdpError(
+                "nccl_min_ctas and nccl_max_ctas are options of the NCCL groups that fsdp makes, and "
+                f"{why}; leave them None"
+            )
+        if self._board is None or self._buffers.share_communicator or backend not in ("gloo", "nccl"):
+            self._shared.append(group)
+            return GroupComm(group, group)
+        members = dist.get_process_group_ranks(group)
+        key = "links/" + hashlib.sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
+        store = PrefixStore(key, self._board)
+        made = []
+        for name in ("gathers", "reductions"):
+            try:
+                one = within(self._timeout_s, partial(self._make, group, backend, name, store))
+            except (RuntimeError, TimeoutError) as error:
+                raise FsdpError(
+                    f"the communicator for {name} of ranks {members} could not be made: {error}. A rank did not come, "
+                    "or the network refuses; restart the job",
+                    op="check",
+                ) from error
+            made.append(one)
+        self._made += made
+        return GroupComm(*made)
+
+    def _make(self, group: dist.ProcessGroup, backend: str, name: str, store: Store) -> dist.ProcessGroup:
+        corner = PrefixStore(name, store)
+        made = dist.ProcessGroup(corner, group.rank(), group.size())
+        if backend == "gloo":
+            kind = dist.ProcessGroup.BackendType.GLOO
+            engine: Any = dist.ProcessGroupGloo(corner, group.rank(), group.size(), _gloo_options(group))
+        else:
+            kind = dist.ProcessGroup.BackendType.NCCL
+            options = nccl_options(self._buffers, self._timeout_s)
+            engine = dist.ProcessGroupNCCL(corner, group.rank(), group.size(), options)
+        made._set_default_backend(kind)
+        made._register_backend(self._device, kind, engine)
+        made._set_group_name(f"sixfold.fsdp {name}")  # type: ignore[arg-type]
+        if backend == "nccl":  # else it connects at its first collective, which no deadline of ours would end
+            with torch.cuda.device(self._device):
+                engine.eager_connect_single_device(self._device)
+        return made
+
+    def abort(self) -> None:
+        """End the communicators, whatever they do: those made here, or the given ones where they are shared."""
+        for group in (*self._made, *self._shared):
+            group.abort()
+
+    def close(self, *, failed: bool) -> None:
+        """The model is gone."""
+        for group in self._made:
+            end = group.abort if failed else group.shutdown
+            end()
+        self._made.clear()
+        self._comms.clear()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the group's back end for tensors of ``device``."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return "none"
+
+
+def nccl_options(buffers: BufferConfig, timeout_s: float) -> Any:
+    """Options of the NCCL communicators made here."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=timeout_s + _NCCL_MARGIN_S)
+    if buffers.nccl_min_ctas is not None:
+        options.config.min_ctas = buffers.nccl_min_ctas
+    if buffers.nccl_max_ctas is not None:
+        options.config.max_ctas = buffers.nccl_max_ctas
+    return options
+
+
+def _gloo_options(group: dist.ProcessGroup) -> Any:
+    """The given group's, and its device: one thread moves the bytes of all."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    given = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    if isinstance(given, dist.ProcessGroupGloo._Options):  # type: ignore[attr-defined]
+        options._devices, options._timeout = given._devices, given._timeout
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 2
+    return options
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """``call()`` on a thread of its own, which is left behind when it has not ended after ``seconds``.
+
+    Raises:
+        TimeoutError: it has not ended; and whatever ``call`` raises.
+    """
+    ended = threading.Event()
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised in the thread that asked
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="sixfold-fsdp-connect", daemon=True).start()
+    if not ended.wait(seconds):
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]

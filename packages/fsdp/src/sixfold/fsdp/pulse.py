@@ -1,0 +1,161 @@
+"""A thread that tells the other ranks that this one lives and where it is, and looks at one of them while it waits.
+
+    faults.py --> Pulse (this file) --> a board in the store --> the pulses of other ranks
+
+Nothing is written while nobody waits: a rank that waits asks, every pulse that sees a new question answers with a
+*beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
+read per beat, whatever the number of ranks, and what one finds it tells all by a key.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sixfold.fsdp.board import NoAnswer, PatientStore
+
+Launched = list[tuple[int, list[int]]]  # of each communicator: how many collectives, the last signatures
+
+
+class Place(NamedTuple):
+    """What a rank waits for, or waited for last."""
+
+    step: int | None
+    unit: str | None
+    op: str
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else f" of {self.unit or '(root)'}"
+        return f"{self.op}{unit}" + ("" if self.step is None else f" in step {self.step}")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life."""
+
+    count: int
+    place: Place | None
+    blocked: bool  # its host waits there
+    launched: Launched
+
+    def text(self) -> str:
+        """For the store."""
+        return json.dumps([self.count, self.place, self.blocked, self.launched])
+
+    @staticmethod
+    def read(text: bytes | str) -> Beat:
+        """What ``text`` made."""
+        count, place, blocked, launched = json.loads(text)
+        return Beat(count, None if place is None else Place(*place), blocked, [(n, sigs) for n, sigs in launched])
+
+
+def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
+    """Whether two ranks cannot both be right.
+
+    Collectives of one communicator have one order on all ranks: two different ones at one place are a fault. And
+    where both hosts wait, each for something that the other has not launched, neither will ever launch it.
+    """
+    for (count, recent), (their_count, their_recent) in zip(mine, theirs, strict=False):
+        first, their_first = count - len(recent), their_count - len(their_recent)
+        for at in range(max(first, their_first), min(count, their_count)):
+            if recent[at - first] != their_recent[at - their_first]:
+                return True
+    counts = [(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=False)]
+    return both_blocked and any(a > b for a, b in counts) and any(a < b for a, b in counts)
+
+
+class Pulse:
+    """See above.
+
+    Args:
+        store: the model's board.
+        rank, size: position in the main mesh.
+        interval: seconds between two beats, asked each time.
+        here: where this rank is: place, whether its host waits there, for how many seconds, what it launched.
+        silent_s: after how many seconds without a beat the next rank counts as lost, asked each time.
+        found: called on the thread with a cause and the ranks at fault (empty: another rank knows them); True ends it.
+        late: called at each beat: a chance to look at Works; True ends the thread.
+    """
+
+    def __init__(
+        self,
+        store: PatientStore | None,
+        rank: int,
+        size: int,
+        *,
+        interval: Callable[[], float],
+        here: Callable[[], tuple[Place | None, bool, float, Launched]],
+        silent_s: Callable[[], float],
+        found: Callable[[str, Sequence[int]], bool],
+        late: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._rank, self._next = rank, (rank + 1) % size
+        self._interval, self._here, self._silent_s = interval, here, silent_s
+        self._found, self._late = found, late
+        self._stop = threading.Event()
+        self._count = 0
+        self._answered: bytes = b""
+        self._seen: tuple[bytes, float] | None = None  # the neighbour's beat, and when it was new
+        self._thread = threading.Thread(target=self._run, name="sixfold-fsdp-pulse", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval()):
+            if self._late():
+                return
+            try:
+                if self._store is not None and self._beat(self._store):
+                    return
+            except NoAnswer:  # a store that is stopped: deadlines hold without it
+                self._store = None
+            except RuntimeError:  # it ended, and with it the rank that serves it
+                waits = self._here()[2] > self._interval()
+                if self._stop.is_set() or (waits and self._found("the store has ended", ())):
+                    return
+
+    def _beat(self, store: PatientStore) -> bool:
+        """Ask if this rank waits, answer if any does; True if a fault ended the model."""
+        place, blocked, waited_s, launched = self._here()
+        waits = waited_s > self._interval()
+        self._count += 1
+        if waits:
+            store.set("ask", f"{self._rank} {self._count}")
+        if store.check(["ask"]):
+            asked = store.get("ask")
+            if asked != self._answered:
+                self._answered = asked
+                store.set(f"beat/{self._rank}", Beat(self._count, place, blocked and waits, launched).text())
+        if not waits:
+            self._seen = None
+            return False
+        return self._look(store, blocked, launched)
+
+    def _look(self, store: PatientStore, blocked: bool, launched: Launched) -> bool:
+        if store.check(["fault"]):
+            return self._found("another rank reported a fault", ())
+        key = f"beat/{self._next}"
+        text = store.get(key) if store.check([key]) else b""
+        if self._seen is None or text != self._seen[0]:
+            self._seen = text, time.monotonic()
+        silent_s = time.monotonic() - self._seen[1]
+        if silent_s > self._silent_s():
+            return self._found(f"no beat for {silent_s:.1f} s", (self._next,))
+        if text:
+            beat = Beat.read(text)
+            if contradict(launched, beat.launched, both_blocked=blocked and beat.blocked):
+                return self._found("ranks wait for different collectives", ())
+        return False
+
+
+def beats(store: PatientStore, ranks: Sequence[int]) -> dict[int, Beat]:
+    """The last beats of ``ranks``, of those that ever gave one."""
+    return {rank: Beat.read(store.get(f"beat/{rank}")) for rank in ranks if store.check([f"beat/{rank}"])}

@@ -159,7 +159,7 @@ class GlooSumWork:
             raise self._error
 
 
-_GATHER, _SCATTER, _SUM, _EXCHANGE, _BROADCAST = range(1, 6)
+_GATHER, _SCATTER, _SUM, _EXCHANGE, _BROADCAST, _MAXIMUM = range(1, 7)
 
 
 class Launches:
@@ -197,9 +197,10 @@ class GroupComm:
         self._waiter = _Waiter() if _sums_by_gloo(reductions) else None
         self._gather_options, self._scatter_options = AllgatherOptions(), ReduceScatterOptions()
         self._sum_options, self._exchange_options = AllreduceOptions(), AllToAllOptions()
-        self._broadcast_options = BroadcastOptions()
+        self._broadcast_options, self._maximum_options = BroadcastOptions(), AllreduceOptions()
+        self._maximum_options.reduceOp = dist.ReduceOp.MAX
         self._gather_options.asyncOp = self._scatter_options.asyncOp = self._broadcast_options.asyncOp = True
-        self._sum_options.asyncOp = self._exchange_options.asyncOp = True
+        self._sum_options.asyncOp = self._exchange_options.asyncOp = self._maximum_options.asyncOp = True
 
     def all_gather(self, full: Tensor, part: Tensor) -> Any:
         """One all-gather."""
@@ -219,7 +220,8 @@ class GroupComm:
 
     def maximum(self, full: Tensor) -> Any:
         """One all-reduce."""
-        return dist.all_reduce(full, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.launches[1].add(_MAXIMUM, full)
+        return self.reductions.allreduce([full], self._maximum_options)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """One all-to-all of equal shards."""

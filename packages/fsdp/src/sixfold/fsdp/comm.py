@@ -198,7 +198,7 @@ class GroupComm:
         self._gather_options, self._scatter_options = AllgatherOptions(), ReduceScatterOptions()
         self._sum_options, self._exchange_options = AllreduceOptions(), AllToAllOptions()
         self._broadcast_options, self._maximum_options = BroadcastOptions(), AllreduceOptions()
-        self._maximum_options.reduceOp = dist.ReduceOp.MAX
+        self._maximum_options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._gather_options.asyncOp = self._scatter_options.asyncOp = self._broadcast_options.asyncOp = True
         self._sum_options.asyncOp = self._exchange_options.asyncOp = self._maximum_options.asyncOp = True
 

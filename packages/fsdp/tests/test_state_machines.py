@@ -1,4 +1,4 @@
-"""AllGatherPipeline, GradReducePipeline, UseOrder and the allocator, without any module."""
+"""AllGatherPipeline, GradReducePipeline, UseOrder and the pool, without any module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sixfold.fsdp import AllGatherPipeline, FsdpError, GradReducePipeline, TemporaryBucketAllocator
-from sixfold.fsdp.gather import UseOrder
+from sixfold.fsdp.order import UseOrder
 
 
 def gathers() -> tuple[AllGatherPipeline, list[str]]:
@@ -90,18 +90,6 @@ def test_unknown_units_and_negative_limits_are_refused():
         pipeline.drain(-1)
     with pytest.raises(FsdpError, match="no such unit"):
         gathers()[0].gather("z")
-
-
-def test_a_coloured_owner_gets_the_same_memory_every_time():
-    slots = TemporaryBucketAllocator([64, 32], torch.device("cpu"), colours={"a": 0, "b": 1, "c": 0})
-    addresses = []
-    for _ in range(3):
-        slot = slots.allocate("a", 64)
-        addresses.append(slots.memory(slot).data_ptr())
-        assert slots.holder("c") == "a"
-        assert slots.allocate("c", 8) is None, "a's slot must not be given away"
-        slots.free("a")
-    assert len(set(addresses)) == 1
 
 
 def test_a_pool_gives_any_free_slot_and_says_when_there_is_none():

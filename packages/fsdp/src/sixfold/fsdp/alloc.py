@@ -1,8 +1,9 @@
-"""Slots of temporary memory that units hold for a while.
+"""Temporary memory that units take turns in: slots for whoever comes, and an arena with a range for each unit.
 
-    sizes --> TemporaryBucketAllocator (this file) --> gather.py, reduce.py
+    sizes --> TemporaryBucketAllocator (this file) --> reduce.py
+    ranges --> Arena (this file) --> gather.py
 
-Every slot is made once; steady state allocates nothing, whatever the sizes.
+All memory is made once; steady state allocates nothing and resizes nothing, whatever the sizes.
 """
 
 from __future__ import annotations
@@ -16,24 +17,15 @@ from sixfold.fsdp.errors import FsdpError
 
 
 class TemporaryBucketAllocator:
-    """Byte slots with one holder each.
+    """Byte slots with one holder each; any free one serves.
 
     Args:
         slot_bytes: size of each slot.
-        colours: owner -> its slot, for ever [Note: one slot per unit for a whole step]; else any free slot serves.
-
-    [Note: one slot per unit for a whole step] F.linear saves the view ``weight.t()`` for its backward, so a unit
-    gathered again must come back to the same storage as long as a graph may point at it. Coloured owners have one
-    slot for the life of the model: two micro-batches in flight share it, and no other is taken silently.
-    (Megatron-FSDP takes another one, with an INFO log.)
     """
 
-    def __init__(
-        self, slot_bytes: Sequence[int], device: torch.device, *, colours: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, slot_bytes: Sequence[int], device: torch.device) -> None:
         self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slot_bytes]
         self._holders: list[str | None] = [None] * len(self._slots)
-        self._colours = colours
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -44,32 +36,19 @@ class TemporaryBucketAllocator:
         """The slot that ``owner`` holds."""
         return self._holders.index(owner) if owner in self._holders else None
 
-    def holder(self, owner: str) -> str | None:
-        """Who holds the slot that is ``owner``'s by colour."""
-        return self._holders[self._colour(owner)]
-
     def memory(self, slot: int) -> Tensor:
         """The slot's bytes, at an address that never changes."""
         return self._slots[slot]
 
-    def _colour(self, owner: str) -> int:
-        if self._colours is None or owner not in self._colours:
-            raise FsdpError(f"{owner!r} has no colour; coloured owners are {sorted(self._colours or ())}", unit=owner)
-        return self._colours[owner]
-
     def allocate(self, owner: str, nbytes: int) -> int | None:
-        """Give ``owner`` a slot; returns its number, or None if all that could serve are held.
+        """Give ``owner`` a slot; returns its number, or None if all are held.
 
         Raises:
             FsdpError: it holds one already, or needs more than the slot has.
         """
         if owner in self._holders:
             raise FsdpError(f"{owner!r} holds slot {self.slot_of(owner)} already; free it first", unit=owner)
-        if self._colours is not None:
-            choices = [self._colour(owner)]
-        else:
-            choices = list(range(len(self._slots)))
-        free = [slot for slot in choices if self._holders[slot] is None]
+        free = [slot for slot, holder in enumerate(self._holders) if holder is None]
         if not free:
             return None
         if nbytes > self._slots[free[0]].numel():
@@ -85,3 +64,108 @@ class TemporaryBucketAllocator:
         if slot is None:
             raise FsdpError(f"{owner!r} holds no slot; it cannot be freed", unit=owner)
         self._holders[slot] = None
+
+
+class Arena:
+    """One piece of memory in which each owner has a fixed range; ranges may overlap, holders never do.
+
+    Args:
+        nbytes: size of the memory.
+        ranges: owner -> (first byte, bytes).
+
+    [Note: one range per unit] F.linear saves the view ``weight.t()`` for its backward, so a unit gathered again must
+    come back to the same address as long as a graph may point at it: two micro-batches in flight share it, and no
+    other place is taken silently. (Megatron-FSDP takes another one, with an INFO log.) Ranges change between steps
+    only, when graphs are refused anyway, and in "double" never.
+    """
+
+    def __init__(self, nbytes: int, ranges: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self._overlapping: dict[str, tuple[str, ...]] = {}
+        self._holders: set[str] = set()
+        self.held_bytes = 0
+        self.peak_bytes = 0  # most that was held at once
+        self.move(ranges)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._memory.numel()
+
+    @property
+    def used_bytes(self) -> int:
+        """Where the last range ends."""
+        return max((start + size for start, size in self._ranges.values()), default=0)
+
+    def move(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """Give all owners their ranges anew; nobody holds any.
+
+        Raises:
+            FsdpError: a range is not inside the memory.
+        """
+        assert not self._holders, f"ranges move while {sorted(self._holders)} hold theirs"
+        for owner, (start, size) in ranges.items():
+            if start < 0 or size < 0 or start + size > self.nbytes:
+                raise FsdpError(
+                    f"{owner!r} has bytes [{start}, {start + size}) of an arena of {self.nbytes}", unit=owner
+                )
+        self._ranges = dict(ranges)
+        self._overlapping = {
+            owner: tuple(
+                other
+                for other, (begin, length) in self._ranges.items()
+                if other != owner and max(begin, start) < min(begin + length, start + size)
+            )
+            for owner, (start, size) in self._ranges.items()
+        }
+
+    def __contains__(self, owner: str) -> bool:
+        return owner in self._ranges
+
+    def range_of(self, owner: str) -> tuple[int, int]:
+        """(first byte, bytes) of ``owner``."""
+        if owner not in self._ranges:
+            raise FsdpError(f"{owner!r} has no range; owners are {sorted(self._ranges)}", unit=owner)
+        return self._ranges[owner]
+
+    def memory(self, owner: str) -> Tensor:
+        """The bytes of ``owner``'s range."""
+        start, size = self.range_of(owner)
+        return self._memory[start : start + size]
+
+    def shares(self, owner: str) -> bool:
+        """Another range overlaps ``owner``'s."""
+        return bool(self._overlapping[owner])
+
+    def holds(self, owner: str) -> bool:
+        """``owner`` holds its range."""
+        return owner in self._holders
+
+    def in_the_way(self, owner: str) -> list[str]:
+        """Holders whose ranges overlap ``owner``'s."""
+        self.range_of(owner)
+        return [other for other in self._overlapping[owner] if other in self._holders]
+
+    def allocate(self, owner: str) -> None:
+        """``owner`` holds its range.
+
+        Raises:
+            FsdpError: it does already, or an overlapping one does.
+        """
+        if owner in self._holders:
+            raise FsdpError(f"{owner!r} holds its range already; free it first", unit=owner)
+        others = self.in_the_way(owner)
+        if others:
+            raise FsdpError(f"{owner!r} overlaps {others}, which hold theirs; free them first", unit=owner)
+        self._holders.add(owner)
+        self.held_bytes += self._ranges[owner][1]
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        assert self.held_bytes <= self.nbytes, f"{self.held_bytes} bytes are held of {self.nbytes}"
+
+    def free(self, owner: str) -> None:
+        """``owner`` gives its range back."""
+        if owner not in self._holders:
+            raise FsdpError(f"{owner!r} does not hold its range; it cannot be freed", unit=owner)
+        self._holders.remove(owner)
+        self.held_bytes -= self._ranges[owner][1]

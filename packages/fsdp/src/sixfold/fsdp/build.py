@@ -31,6 +31,7 @@ from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.initial import agree, set_start_values
 from sixfold.fsdp.links import Links
 from sixfold.fsdp.options import Options
+from sixfold.fsdp.placement import placement_of
 from sixfold.fsdp.quantized import Fp8Scales
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.scaled import Fp8Matmul, Transposes, fault_of
@@ -53,7 +54,6 @@ class Built:
     """What ``build`` makes."""
 
     engine: Engine
-    slots: TemporaryBucketAllocator
     pool: TemporaryBucketAllocator
     fp8: Fp8
 
@@ -92,15 +92,19 @@ def build(module: nn.Module, options: Options) -> Built:
         raise problem
     ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
     units = _units(specs, ranks, options, device)
-    slots, pool = _gather_slots(units, options, device), _reduce_pool(units, options, device)
+    buffers = options.buffers
+    placement = placement_of(
+        units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
+    )
+    pool = _reduce_pool(units, options, device)
     fp8 = _fp8_of(units, options, device)
     waiting = Waiting(faults)
     gathering = Gathering(
         units,
-        slots=slots,
+        placement=placement,
         stream=make_stream(device),
         wait=waiting,
-        prefetch_bytes=options.buffers.prefetch_bytes,
+        prefetch_bytes=buffers.prefetch_bytes,
         transposes=fp8.transposes,
     )
     reduction = Reduction(
@@ -130,7 +134,7 @@ def build(module: nn.Module, options: Options) -> Built:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.draw_curtains()
-    return Built(engine, slots, pool, fp8)
+    return Built(engine, pool, fp8)
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:
@@ -279,33 +283,6 @@ def _streams(spec: UnitSpec, ranks: Ranks, options: Options, device: torch.devic
         )
         for (mesh, _), parameters in chosen.items()
     )
-
-
-def _gather_slots(units: Sequence[Unit], options: Options, device: torch.device) -> TemporaryBucketAllocator:
-    """Two slots for each depth of units inside units; the root, and everything where it is kept, has its own memory."""
-    colours: dict[str, int] = {}
-    sizes: list[int] = []
-    if options.sharding.shards_params and options.buffers.gathered_bytes == "double":
-        counts: dict[int, int] = {}
-        for unit in units[1:]:
-            if not unit.streams:
-                continue
-            depth = len(unit.around)
-            unit.slot = 2 * depth + counts.get(depth, 0) % 2
-            counts[depth] = counts.get(depth, 0) + 1
-            sizes += [0] * (unit.slot + 1 - len(sizes))
-            sizes[unit.slot] = max(sizes[unit.slot], unit.gathered_bytes)
-            colours[unit.name] = unit.slot
-    slots = TemporaryBucketAllocator(sizes, device, colours=colours)
-    for unit in units:
-        at = 0
-        for stream in unit.streams:
-            if unit.slot is None:
-                stream.weights.bind(None)
-            else:
-                stream.weights.bind(slots.memory(unit.slot)[at : at + stream.weights.gathered_bytes])
-                at += stream.weights.slot_bytes
-    return slots
 
 
 def _reduce_pool(units: Sequence[Unit], options: Options, device: torch.device) -> TemporaryBucketAllocator:

@@ -101,8 +101,12 @@ class BufferConfig:
     """Where gathered weights and local gradients lie.
 
     Args:
-        gathered_bytes: ``"double"`` (the root and two slots) or ``"all"`` (a buffer per unit, gathered once a step).
-        prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit.
+        gathered_bytes: ``"double"`` (the root and two slots, or the largest unit where that is more), ``"all"`` (a
+            buffer per unit, gathered once a step), or the bytes of gathered weights at most, prefetched ones and the
+            root's included: from the second step on units lie where the recorded order gathers the fewest bytes.
+        prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit, 0 none. Under a byte
+            budget a number > 0 also places units so that neighbours in the order do not hinder each other, at the
+            price of more gathers; None takes what the fewest gathers leave.
         reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
         user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not supported, ``report()`` says so.
@@ -162,8 +166,3 @@ class BufferConfig:
             one_of("gathered_bytes", value, ("double", "all"))
         elif value <= 0:
             raise FsdpError(f"gathered_bytes is {value}; it is 'double', 'all' or a number of bytes > 0")
-        else:
-            raise FsdpError(
-                f"gathered_bytes is {value}: a byte budget is not supported; use 'double' (least memory) or 'all' "
-                "(least traffic)"
-            )

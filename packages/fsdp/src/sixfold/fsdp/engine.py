@@ -160,6 +160,8 @@ class Engine:
         if training and in_backward() == -1 and not self._calls:
             if self._stepped:
                 self._next_step()
+            elif self.gathering.begin_step(stepped=False):
+                self.weights += 1
             self._driven = stage is not None
             self._callback = False  # also after a backward that raised
             self._open.clear()
@@ -190,7 +192,8 @@ class Engine:
     def _next_step(self) -> None:
         self._stepped = False
         self._outstanding = [0] * len(self.units)
-        self.gathering.order.next_step()
+        if self.gathering.begin_step(stepped=True):
+            self.weights += 1
         self._signatures.next_step()
         self.wait.step += 1
 
@@ -228,7 +231,7 @@ class Engine:
         busy = self._running or unit.around
         if not unit.index:
             # A stage's output carries the hooks of its last unit and of the root: when the root's comes second, that
-            # unit's backward is about to run, and a prefetch must not take its slot.
+            # unit's backward is about to run, and a prefetch must not take its place.
             busy = [*busy, *(opened for opened, _ in self._open)]
         self.gathering.use(unit, busy, record=record)
 
@@ -241,8 +244,8 @@ class Engine:
                 return True
             if not self.gathering.ready(unit):
                 return False
-            # In a slot they stay for the unit's call, and in a backward for the nodes that follow its gather.
-            return unit.slot is None or unit in self._running or in_backward() != -1
+            # In shared memory they stay for the unit's call, and in a backward for the nodes that follow its gather.
+            return not unit.shares or unit in self._running or in_backward() != -1
 
         return readable
 
@@ -302,10 +305,10 @@ class Engine:
                 step=self.step,
                 op="gather",
             )
-        if torch.is_grad_enabled() and any(one.slot is not None for one in self.units):
+        if torch.is_grad_enabled() and any(one.shares for one in self.units):
             raise FsdpError(
-                "create_graph=True: a second backward walks weights of several units at once, and two slots hold two "
-                'of them; use BufferConfig(gathered_bytes="all")',
+                "create_graph=True: a second backward walks weights of several units at once, and memory that units "
+                'share holds some of them; use BufferConfig(gathered_bytes="all")',
                 unit=unit.name,
                 step=self.step,
                 op="gather",
@@ -333,7 +336,7 @@ class Engine:
         if not self.gathering.ready(unit):
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not here: another unit took its "
-                "slot, or the unit's output is no tensor, list, tuple or dict of tensors. Return such a value, or use "
+                "place, or the unit's output is no tensor, list, tuple or dict of tensors. Return such a value, or use "
                 'BufferConfig(gathered_bytes="all")',
                 unit=unit.name,
                 step=self.step,

@@ -1,29 +1,29 @@
-"""Gathering compute weights: the state machine, the order of uses, and the fixed rule of two slots.
+"""Gathering compute weights: the state machine, and when a unit is gathered and freed.
 
     hooks.py --> engine.py --> Gathering --> AllGatherPipeline (this file) --> comm.py
 
-AllGatherPipeline is driven by events and knows no module. Gathering decides when: a unit is gathered at
-its use and, along the recorded order, one unit before it. It stays until its slot is needed (lazily freed), so
-a unit whose backward follows its forward is not gathered twice. [Note: one slot per unit for a whole step]
+AllGatherPipeline is driven by events and knows no module. Gathering decides when: a unit is gathered at its use and,
+along the order that is expected (order.py), ahead of it. It stays until a unit is gathered whose range overlaps, so
+a unit whose backward follows its forward is not gathered twice. Where units lie is placement.py's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.order import GivenPlan, Successors, UseOrder
+from sixfold.fsdp.placement import Placement
+from sixfold.fsdp.residency import Action
 from sixfold.fsdp.scaled import Transposes
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.weights import Weights
-
-_MAX_RECORDED = 100_000  # uses in a step; a loop that never steps must not grow without bound
 
 
 class GatherState(Enum):
@@ -90,34 +90,6 @@ class AllGatherPipeline:
         self._histories[unit].append(move)
 
 
-class UseOrder:
-    """The order of uses in the last step, and where this step is in it.
-
-    A step that leaves the recorded order gets no more predictions; its own order is recorded for the next.
-    """
-
-    def __init__(self) -> None:
-        self._last: list[int] = []
-        self._now: list[int] = []
-        self._at = 0
-
-    def use(self, unit: int) -> None:
-        """Unit number ``unit`` is used."""
-        if len(self._now) < _MAX_RECORDED:
-            self._now.append(unit)
-        if self._at < len(self._last):
-            self._at = self._at + 1 if self._last[self._at] == unit else len(self._last)
-
-    def coming(self) -> Sequence[int]:
-        """Uses that are expected, the next one first; empty when unknown."""
-        return self._last[self._at : self._at + 64]
-
-    def next_step(self) -> None:
-        """What was recorded is followed from now on."""
-        if self._now:
-            self._last, self._now, self._at = self._now, [], 0
-
-
 class Gathering:
     """Brings units' weights to where the layers read them."""
 
@@ -125,7 +97,7 @@ class Gathering:
         self,
         units: Sequence[Unit],
         *,
-        slots: TemporaryBucketAllocator,
+        placement: Placement,
         stream: SideStream,
         wait: Wait,
         prefetch_bytes: int | None,
@@ -133,97 +105,190 @@ class Gathering:
     ) -> None:
         self._units = units
         self._by_name = {unit.name: unit for unit in units}
-        self._slots = slots
+        self.placement = placement
+        self._arena = placement.arena
         self._stream = stream
         self._wait = wait
         self._prefetch_bytes = prefetch_bytes
         self._transposes = transposes
         self.order = UseOrder()
+        self._evaluation = Successors(self.order)
+        self.given: GivenPlan | None = None
+        self._next_given: GivenPlan | None = None
         self.pipeline = AllGatherPipeline(self._by_name, self._start, None if transposes is None else transposes.drop)
         self.gathers = 0
+        self.step_gathers = 0  # of units in the arena, in this step
+        self.last_gathers: int | None = None  # the same of the step before
 
     def ready(self, unit: Unit) -> bool:
         """Its weights are there."""
         return self.pipeline.state(unit.name) is GatherState.READY
 
     def use(self, unit: Unit, busy: Collection[Unit], *, record: bool = True) -> None:
-        """Weights of ``unit`` are needed now; ``busy`` units (their forward runs) keep their slots."""
+        """Weights of ``unit`` are needed now; ``busy`` units (their forward runs) keep their ranges.
+
+        ``record``: a use of a step; else of an evaluation, which leaves the recorded order and a given plan alone.
+        """
+        beside: list[Action] = []
         if record:
             self.order.use(unit.index)
+            if self.given is not None and unit.name in self._arena:
+                before, beside = self.given.use(unit.name)
+                self._move(before, busy)
+        else:
+            self._evaluation.use(unit.index)
         state = self.pipeline.state(unit.name)
         if state is GatherState.EMPTY:
             self._claim(unit, busy)
             self.pipeline.gather(unit.name)
             state = GatherState.GATHERING
-        if record:
-            self._prefetch(unit, busy)
+        if not record:
+            self._prefetch(unit, busy, self._evaluation.coming())
+        elif self.given is None:
+            self._prefetch(unit, busy, self.order.coming())
+        else:
+            self._move(beside, [unit, *busy])
         if state is GatherState.GATHERING:
             self.pipeline.wait(unit.name)
         if self._transposes is not None:
             self._transposes.use(unit.name, in_backward=in_backward() != -1)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        """Start gathers of units that have memory of their own."""
+        """Start gathers of units whose memory no other takes."""
         for unit in units:
-            if unit.slot is None and self.pipeline.state(unit.name) is GatherState.EMPTY:
+            if not unit.shares and self.pipeline.state(unit.name) is GatherState.EMPTY:
+                self._claim(unit, ())
                 self.pipeline.gather(unit.name)
 
     def _claim(self, unit: Unit, busy: Collection[Unit]) -> None:
-        """Make ``unit`` the holder of its slot; who held it is empty now."""
-        if unit.slot is None:
+        """Make ``unit`` hold its range; those in the way are empty now."""
+        if unit.name not in self._arena or self._arena.holds(unit.name):
             return
-        holder = self._slots.holder(unit.name)
-        if holder == unit.name:
-            return
-        if holder is not None:
+        for holder in self._arena.in_the_way(unit.name):
             if self._by_name[holder] in busy:
                 raise FsdpError(
                     f"unit {unit.name!r} runs inside unit {holder!r}, which is not around it in the module tree, and "
-                    f'both have slot {unit.slot}; use BufferConfig(gathered_bytes="all")',
+                    f'their memory overlaps; use BufferConfig(gathered_bytes="all")',
                     unit=unit.name,
                     op="gather",
                 )
             self._release(holder)
-        self._slots.allocate(unit.name, unit.gathered_bytes)
+        self._arena.allocate(unit.name)
 
     def _release(self, holder: str) -> None:
         if self.pipeline.state(holder) is GatherState.GATHERING:  # a prefetch that was not used
             self.pipeline.wait(holder)
         if self.pipeline.state(holder) is GatherState.READY:
             self.pipeline.free(holder)
-        self._slots.free(holder)
+        self._arena.free(holder)
 
-    def _prefetch(self, current: Unit, busy: Collection[Unit]) -> None:
-        """Start the next gathers of the recorded order, as far as slots and ``prefetch_bytes`` allow."""
+    def _prefetch(self, current: Unit, busy: Collection[Unit], coming: Iterable[int]) -> None:
+        """Start the next gathers of ``coming``, as far as ranges and ``prefetch_bytes`` allow.
+
+        None is gathered in the place of a unit that runs, or that is used before it.
+        """
         spent = 0
-        kept = {current.slot, *(unit.slot for unit in busy)}
-        seen = {current.index}
-        for index in self.order.coming():
-            if index in seen:
-                continue
-            seen.add(index)
+        needed = {current.name, *(unit.name for unit in busy)}
+        for index in coming:
             unit = self._units[index]
-            spent += unit.gathered_bytes
-            if self._prefetch_bytes is not None and spent > self._prefetch_bytes:
-                return
-            if unit.slot is not None:
-                if unit.slot in kept:
-                    return
-                kept.add(unit.slot)
+            if unit.name in needed or (not index and self.ready(unit)):
+                continue
             if self.pipeline.state(unit.name) is GatherState.EMPTY:
+                spent += unit.gathered_bytes
+                if self._prefetch_bytes is not None and spent > self._prefetch_bytes:
+                    return
+                if unit.name in self._arena and not needed.isdisjoint(self._arena.in_the_way(unit.name)):
+                    return
                 self._claim(unit, busy)
                 self.pipeline.gather(unit.name)
             if self._prefetch_bytes is None:
                 return
+            needed.add(unit.name)
+
+    # ---- a plan that was given
+
+    def use_plan(self, actions: Sequence[Action]) -> None:
+        """Follow ``actions`` from the next step on (from this one, if nothing of it ran yet).
+
+        Raises:
+            FsdpError: there is no byte budget; the actions are illegal or exceed it.
+        """
+        budget = self.placement.budget_bytes
+        if budget is None:
+            raise FsdpError(
+                f"use_plan with {len(actions)} actions: a plan is for a byte budget; give BufferConfig(gathered_bytes="
+                "bytes). 'double' and 'all' gather by their own fixed rule",
+                op="gather",
+            )
+        if self.given is not None and tuple(actions) == self.given.actions:
+            self._next_given = None
+            return
+        sizes = {unit.name: unit.gathered_bytes for unit in self._units}
+        always = [unit.name for unit in self._units if unit.name not in self._arena]
+        self._next_given = GivenPlan(actions, sizes, budget_bytes=budget, always=always)
+
+    def _free(self, name: str) -> None:
+        if self._arena.holds(name):
+            self._release(name)
+
+    def _move(self, actions: Sequence[Action], busy: Collection[Unit]) -> None:
+        """Make a given plan's frees and gathers. Where ranges clash, a unit is gathered at its use instead."""
+        for action in actions:
+            unit = self._by_name[action.unit]
+            if action.kind == "free":
+                if unit not in busy:
+                    self._free(unit.name)
+            elif self.pipeline.state(unit.name) is GatherState.EMPTY and not self._arena.in_the_way(unit.name):
+                self._claim(unit, busy)
+                self.pipeline.gather(unit.name)
+
+    # ---- between steps
+
+    def begin_step(self, *, stepped: bool) -> bool:
+        """A step begins; ``stepped``: after an optimizer's step. Returns whether units moved to other ranges.
+
+        [Note: one range per unit] Only here: graphs from before an optimizer's step are refused, and before the first
+        use there are none.
+        """
+        if stepped:
+            self.order.next_step()
+            self.last_gathers, self.step_gathers = self.step_gathers, 0
+            if self.given is not None:
+                self.given.next_step()
+        elif self.order.begun or self._next_given is None:
+            return False
+        if self._next_given is not None:
+            self.given, self._next_given = self._next_given, None
+        if self.placement.budget_bytes is None or not self.placement.sizes:
+            return False
+        return self._follow()
+
+    def _follow(self) -> bool:
+        stays = None if self.given is None else self.given.stays
+        colouring = self.placement.colour(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
+        if colouring is self.placement.colouring:
+            return False
+        self.settle()
+        for name in self.placement.sizes:
+            self._free(name)
+        return self.placement.follow(colouring)
+
+    def followed_uses(self) -> list[str]:
+        """Uses of the given plan or of the last step, of units in the arena."""
+        if self.given is not None:
+            return self.given.uses
+        names = [self._units[index].name for index in self.order.recorded]
+        return [name for name in names if name in self._arena]
 
     def _start(self, name: str) -> Callable[[], None]:
         unit = self._by_name[name]
         self.gathers += 1
+        self.step_gathers += name in self._arena
         works = []
         with self._stream.enter():
             for stream in unit.streams:
                 weights = stream.weights
-                if not stream.trainable and weights.gathered_once and unit.slot is None:
+                if not stream.trainable and weights.gathered_once and not unit.shares:
                     continue  # frozen weights that stay do not change
                 weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
@@ -259,5 +324,7 @@ class Gathering:
             for stream in unit.streams:
                 if stream.trainable or frozen:
                     stream.weights.main_changed()
-            if self.pipeline.state(unit.name) is GatherState.READY:
+            if self._arena.holds(unit.name):
+                self._release(unit.name)
+            elif self.ready(unit):
                 self.pipeline.free(unit.name)

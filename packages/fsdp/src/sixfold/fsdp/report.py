@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from sixfold.fsdp import residency
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
 from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.units import tied_in_root
 
 
-def report(
-    engine: Engine, options: Options, slots: TemporaryBucketAllocator, pool: TemporaryBucketAllocator, fp8: Fp8
-) -> dict[str, Any]:
+def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8: Fp8) -> dict[str, Any]:
     """Bytes on this rank, and choices."""
     streams = [stream for unit in engine.units for stream in unit.streams]
     weights = [stream.weights for stream in streams]
+    placement = engine.gathering.placement
+    arena = placement.arena
     return {
         "strategy": options.sharding.value,
         "ranks": {"shard": engine.ranks.shard.size, "replicate": engine.ranks.outer.size},
@@ -29,7 +31,7 @@ def report(
                 "gathered_bytes": unit.gathered_bytes,
                 "wire_bytes": sum(stream.weights.wire_bytes for stream in unit.streams),
                 "padding_bytes": sum(stream.cut.layout.padding_bytes for stream in unit.streams),
-                "slot": unit.slot,
+                "range": arena.range_of(unit.name) if unit.name in arena else None,
                 "layout": [str(stream.cut.layout) for stream in unit.streams],
             }
             for unit in engine.units
@@ -38,8 +40,8 @@ def report(
         "bytes": {
             "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
-            "kept_gathered": sum(unit.gathered_bytes for unit in engine.units if unit.slot is None),
-            "gather_slots": sum(slots.slot_bytes),
+            "kept_gathered": placement.kept_bytes,
+            "gather_arena": arena.nbytes,
             "reduce_buffers": sum(pool.slot_bytes),
             "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
             "main_gradients": sum(stream.gradients.home_bytes for stream in streams),
@@ -55,6 +57,7 @@ def report(
         },
         "gathers": engine.gathering.gathers,
         "reductions": engine.reduction.reductions,
+        "plan": _plan(engine.gathering),
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.mixed_precision.grad_sum,
         "user_buffers": "off: registration with NCCL is not supported",
@@ -80,3 +83,33 @@ def _root(engine: Engine) -> dict[str, Any]:
             if record.name in tied
         },
     }
+
+
+def _plan(gathering: Gathering) -> dict[str, Any]:
+    """Ranges of the arena and, under a byte budget, what a step gathers: as planned, as done, as bytes alone allow.
+
+    Gathers are those of units in the arena: the root and units that are kept are gathered once besides.
+    """
+    placement, given = gathering.placement, gathering.given
+    arena, colouring = placement.arena, placement.colouring
+    found: dict[str, Any] = {
+        "arena_bytes": arena.nbytes,
+        "arena_used_bytes": arena.used_bytes,
+        "peak_bytes": placement.kept_bytes + arena.peak_bytes,
+        "budget_bytes": placement.budget_bytes,
+        "gathers_done": gathering.last_gathers,
+        "order": "fixed" if placement.budget_bytes is None else "given" if given is not None else "recorded",
+    }
+    if colouring is None:
+        return found
+    least = residency.solve(gathering.followed_uses(), placement.sizes, budget_bytes=arena.nbytes)
+    found |= {
+        "gathers": colouring.gathers,
+        "gathered_bytes": colouring.gathered_bytes,
+        "gathers_not_ahead": colouring.exposed,
+        "least_gathers": least.gathers if given is None else given.gathers,
+        "least_gathered_bytes": least.gathered_bytes,
+        "least_is_proven": least.exact,
+        "steps_off_plan": 0 if given is None else given.steps_left,
+    }
+    return found

@@ -23,6 +23,7 @@ from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.options import Options
+from sixfold.fsdp.residency import Action
 from sixfold.fsdp.stage import StageHandle
 from sixfold.fsdp.state import StateRecord
 from sixfold.fsdp.units import Selector
@@ -123,7 +124,6 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self._options = options
         self._engine = engine = made.engine
-        self._slots = made.slots
         self._pool = made.pool
         self._fp8 = made.fp8
         self._materializing: set[int] = set()
@@ -187,12 +187,20 @@ class FullyShardedDataParallel(nn.Module):
                 return str(name)
         raise FsdpError(f"{type(child).__name__} is not inside the wrapped {type(self.module).__name__}")
 
-    def use_plan(self, actions: Sequence[object]) -> None:
-        """Refused: gathers follow the recorded order of uses, under a pipeline program too."""
-        raise FsdpError(
-            f"use_plan with {len(actions)} actions: plans of gathers are not supported; gathered_bytes='double' and "
-            "'all' follow the recorded order of uses by themselves"
-        )
+    def use_plan(self, actions: Sequence[Action]) -> None:
+        """Follow ``residency.plan``'s actions, from the next step on: gathers and frees where they stand.
+
+        For an integer ``gathered_bytes``, and the same on all ranks. The root unit always stays; actions of it say
+        nothing. A step whose uses are others than the plan's gathers each unit at its use from there on, and the next
+        step begins with the plan again. Where fixed ranges clash, a unit is gathered once more; ``report()["plan"]``
+        counts both.
+
+        Raises:
+            FsdpError: ``gathered_bytes`` is ``"double"`` or ``"all"``; an action is illegal where it stands, names no
+                unit, or passes the budget.
+        """
+        self._engine.alive()
+        self._engine.gathering.use_plan(actions)
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -350,8 +358,8 @@ class FullyShardedDataParallel(nn.Module):
         return super().__getattr__(name)
 
     def report(self) -> dict[str, Any]:
-        """What lies in memory and what moved: bytes by kind, padding, slots, user buffers or why not."""
-        return report.report(self._engine, self._options, self._slots, self._pool, self._fp8)
+        """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
+        return report.report(self._engine, self._options, self._pool, self._fp8)
 
     # ---- for fully_shard_optimizer
 

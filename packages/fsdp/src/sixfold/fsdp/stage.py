@@ -29,15 +29,15 @@ class StageHandle:
         return self._run(args, kwargs, self._stage)
 
     def unshard(self) -> None:
-        """Start the gathers of all units of the stage that have memory of their own.
+        """Start the gathers of all units of the stage that share memory with no other.
 
-        A hint: with two slots units are gathered at their use, and this does nothing.
+        A hint: units that share memory are gathered at their use, and this does nothing for them.
         """
         self._engine.alive()
         self._engine.gathering.prefetch(self._stage.units)
 
     def reshard(self) -> None:
-        """The program needs the stage no more for now. A hint: slots are freed when they are needed."""
+        """The program needs the stage no more for now. A hint: a unit is freed when its memory is needed."""
         self._engine.alive()
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -44,7 +44,7 @@ class UnitSpec:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit at work: its streams, its slot (None: memory of its own) and the stage that drives it (None: none).
+    """A unit at work: its streams, whether it ``shares`` gathered memory, and the stage that drives it (None: none).
 
     ``streams`` are keyed by (mesh, trainable), trainable ones first.
     """
@@ -55,7 +55,7 @@ class Unit:
     around: tuple[Unit, ...]  # units that hold this one, the root left out
     streams: tuple[ParamAndGradBuffer, ...]
     device: torch.device
-    slot: int | None = None
+    shares: bool = False
     stage: object | None = None
     large: bool = False  # large_modules made it
 

@@ -143,7 +143,7 @@ class Weights:
         return None if wanted == self._travel[record.name] else wanted
 
     def bind(self, memory: Tensor | None) -> None:
-        """Take ``memory`` (bytes, at an address for ever) for gathered weights; None: this stream's own."""
+        """Take ``memory`` (bytes) for gathered weights, again only when their unit moves; None: this stream's own."""
         if memory is None:
             if self._kept is None:
                 self._kept = torch.zeros(self.gathered_bytes, dtype=torch.uint8, device=self._device)

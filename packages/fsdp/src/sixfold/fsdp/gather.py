@@ -41,6 +41,9 @@ class AllGatherPipeline:
         units: names.
         start: starts a unit's gather and returns what waits for it.
         freed: is told of each unit that is freed.
+
+    Attributes:
+        watch: told each move and its unit, or None.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class AllGatherPipeline:
         start: Callable[[str], Callable[[], None]],
         freed: Callable[[str], None] | None = None,
     ) -> None:
+        self.watch: Callable[[str, str], None] | None = None
         self._start = start
         self._freed = freed
         self._states = dict.fromkeys(units, GatherState.EMPTY)
@@ -88,6 +92,8 @@ class AllGatherPipeline:
             )
         self._states[unit] = then
         self._histories[unit].append(move)
+        if self.watch is not None:
+            self.watch(move, unit)
 
 
 class Gathering:

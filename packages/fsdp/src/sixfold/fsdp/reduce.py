@@ -35,9 +35,13 @@ class GradReducePipeline:
     Args:
         units: names.
         start: starts a unit's reduction and returns what finishes it.
+
+    Attributes:
+        watch: told each move and its unit, or None: "put" before, "reduce" after it was sent, "drain" when it is done.
     """
 
     def __init__(self, units: Collection[str], start: Callable[[str], Callable[[], None]]) -> None:
+        self.watch: Callable[[str, str], None] | None = None
         self._start = start
         self._units = frozenset(units)
         self._flying: deque[tuple[str, Callable[[], None]]] = deque()
@@ -62,7 +66,9 @@ class GradReducePipeline:
                 op="reduce",
             )
         self._histories[unit].append("put")
+        self._tell("put", unit)
         self._flying.append((unit, self._start(unit)))
+        self._tell("reduce", unit)
 
     def drain(self, limit: int) -> None:
         """Finish the oldest until at most ``limit`` (>= 0) are in flight."""
@@ -72,10 +78,15 @@ class GradReducePipeline:
             unit, finish = self._flying.popleft()
             self._histories[unit].append("drain")
             finish()
+            self._tell("drain", unit)
 
     def finish(self) -> None:
         """Finish all."""
         self.drain(0)
+
+    def _tell(self, move: str, unit: str) -> None:
+        if self.watch is not None:
+            self.watch(move, unit)
 
 
 class Reduction:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, inner, norms, optim, report, state, streamed
+from sixfold.fsdp import build, hooks, inner, memory, norms, optim, report, state, streamed
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
@@ -360,6 +360,17 @@ class FullyShardedDataParallel(nn.Module):
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
         return report.report(self._engine, self._options, self._pool, self._fp8)
+
+    @contextmanager
+    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[memory.Recording]:
+        """Record what this rank holds while the block runs, usually a step; then ``print(it)`` or ``it.svg()``.
+
+        Every byte of ours by purpose, and at each gather, reduction and free what is on the way and what is there.
+        The optimizer's state counts if it is given. Activations, autograd's gradients before they are added,
+        temporaries of layers and optimizers and the back end's buffers are not ours and not in it. No communication.
+        """
+        with memory.recording(self._engine, lambda: self.report()["bytes"], optimizer) as recorded:
+            yield recorded
 
     # ---- for fully_shard_optimizer
 

@@ -26,7 +26,10 @@ from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
 
-STATE = "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication)"
+STATE = (
+    "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication); "
+    "sixfold.fsdp.torch_state has DTensors for torch's tools"
+)
 LOAD = "use the wrapper's load_full_state_dict(), or copy into its state_records() and call its refresh()"
 
 

@@ -206,9 +206,9 @@ def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mappin
 
 
 _DCP_INSTEAD = (
-    "torch.distributed.checkpoint.state_dict asks for the optimizer's state, and knows FSDP2's layout only; save "
-    "model.state_records(optimizer) (live aliases with their place in the whole tensor) and, for loading, call "
-    "model.materialize_state(optimizer) first"
+    "torch.distributed.checkpoint.state_dict asks for the optimizer's state, and looks for the module's own parameters "
+    "in it; sixfold.fsdp.torch_state has functions of the same names and results, and model.state_records(optimizer) "
+    "has live aliases"
 )
 
 

@@ -64,7 +64,7 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
         FsdpError: an entry that is no tensor of the module's own (extra state, a hook's product).
     """
     names: dict[Any, list[str]] = {}
-    for name, value in _entries(module, engine).items():
+    for name, value in entries(module, engine).items():
         names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
     own = set(module.buffers())
     found = []
@@ -182,6 +182,8 @@ def _offers(
     source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     targets: Sequence[Target],
     expected: Mapping[str, tuple[int, Target]],
+    *,
+    alone: bool,
 ) -> Iterator[tuple[int, Tensor]]:
     """Checked values, each with its target's number; of a mapping in the order of units.
 
@@ -206,6 +208,10 @@ def _offers(
         if misfit is not None:
             raise FsdpError(f"unfit: {misfit}")
         came.add(name)
+        if hasattr(value, "full_tensor"):  # a DTensor
+            if alone:
+                raise FsdpError(f"{name} is a DTensor, of which one rank has a part; give the state on all ranks")
+            value = value.full_tensor()
         if len(target.names) > 1:
             digest = _digest(value, target.dtype)
             if digests.setdefault(at, digest) != digest:
@@ -229,7 +235,7 @@ def _from_one(
     wait: Callable[[Any], None],
 ) -> None:
     """One rank reads, all get each tensor and keep their part of it. [Note: told on all ranks]"""
-    offers = None if source is None else _offers(source, targets, expected)
+    offers = None if source is None else _offers(source, targets, expected, alone=True)
     room: dict[torch.device, Tensor] = {}  # where others receive: one tensor's memory for all
     while True:
         row, value, error = [_END, 0, 0], None, None
@@ -290,7 +296,7 @@ def _from_own(
     digests = [0] * len(targets)
     several = engine.ranks.size > 1
     try:
-        for at, value in _offers(source, targets, expected):
+        for at, value in _offers(source, targets, expected, alone=False):
             target = targets[at]
             target.store(value)
             loaded.add(at)
@@ -352,11 +358,11 @@ def _raise_alike(problem: str | None, engine: Engine, wait: Callable[[Any], None
 def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) -> None:
     """Collective: ``visit(record, whole main weight)`` for all; a view that the next unit overwrites."""
     streams = [stream for unit in engine.units for stream in unit.streams]
-    cut = [_whole_bytes(stream) for stream in streams if stream.cut.parts > 1]
+    cut = [_whole_bytes(one) for one in streams if one.cut.parts > 1]
     room = torch.empty(max(cut, default=0), dtype=torch.uint8, device=engine.units[0].device)
-    for stream in streams:
-        whole = stream.cut.view_of(_whole(stream, room, engine))
-        for record in stream.records:
+    for one in streams:
+        whole = one.cut.view_of(whole_of(one, one.weights.main.flat.detach(), engine, room))
+        for record in one.records:
             visit(record, whole.full(record.name))
 
 
@@ -364,11 +370,14 @@ def _whole_bytes(of: ParamAndGradBuffer) -> int:
     return of.cut.parts * of.cut.shard_numel * of.weights.main_dtype.itemsize
 
 
-def _whole(of: ParamAndGradBuffer, room: Tensor, engine: Engine) -> Tensor:
-    flat = of.weights.main.flat.detach()
+def whole_of(of: ParamAndGradBuffer, flat: Tensor, engine: Engine, room: Tensor | None = None) -> Tensor:
+    """Collective: the shards ``flat`` of all ranks one after the other, in ``room`` (bytes) or in new memory."""
     if of.cut.parts == 1:
         return flat
-    full = room[: _whole_bytes(of)].view(flat.dtype)
+    numel = of.cut.parts * of.cut.shard_numel
+    if room is None:
+        room = torch.empty(numel * flat.dtype.itemsize, dtype=torch.uint8, device=of.device)
+    full = room[: numel * flat.dtype.itemsize].view(flat.dtype)
     engine.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
     return full
 
@@ -384,7 +393,7 @@ def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     engine.alive()
     names: dict[Any, list[str]] = {}
     rest: list[tuple[str, Any]] = []
-    for name, value in _entries(module, engine).items():
+    for name, value in entries(module, engine).items():
         if isinstance(value, nn.Parameter) and value in engine.records:
             names.setdefault(value, []).append(name)
         else:
@@ -444,7 +453,7 @@ def full_state_dict(
     visit_whole(engine, keep)
     return {
         name: copies[value] if isinstance(value, nn.Parameter) and value in copies else _plain(value, copy)
-        for name, value in (_entries(module, engine).items() if kept else ())
+        for name, value in (entries(module, engine).items() if kept else ())
     }
 
 
@@ -452,7 +461,7 @@ def _plain(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
     return copy(value) if isinstance(value, Tensor) else value
 
 
-def _entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
+def entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """The module's own state dict: its Parameter objects and buffers, of which nothing is read."""
     before, engine.state_dict_asked = engine.state_dict_asked, "names"
     try:

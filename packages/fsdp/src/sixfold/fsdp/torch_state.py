@@ -1,0 +1,256 @@
+"""State in the form of ``torch.distributed.checkpoint.state_dict``: DTensors under the module's own names.
+
+    main weights, optimizer state --> get_... (this file) --> torch.distributed.checkpoint, FSDP2, DTensor tools
+    what FSDP2 or get_... gave --> set_... --> main weights, optimizer state
+
+The four functions have the names and the return values of torch's, so a program that saves FSDP2 models changes an
+import. A DTensor is cut along dim 0 in even chunks and a main weight between any two elements, so these are copies made
+by one gather per unit and key (state_records() are aliases, and cost nothing). Collective, all four.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from sixfold.fsdp import streamed
+from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.control import exchange_text
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.shard import FullyShardedDataParallel
+
+Described = dict[str, dict[str, Any]]  # name -> {"group": number, "state": {key: what}}
+
+
+def get_model_state_dict(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """Main weights as DTensors (plain tensors where every rank holds all) and buffers, as of an FSDP2 model.
+
+    Memory: a shard of the model, and one unit. Write to them and nothing happens: ``set_model_state_dict`` loads.
+
+    Raises:
+        FsdpError: a parameter is on a mesh of its own.
+    """
+    place = _Place(model)
+    cut: dict[Any, Any] = {}
+    streamed.visit_whole(model._engine, lambda record, whole: cut.__setitem__(record.parameter, place(record, whole)))
+    return {
+        name: cut[value] if value in cut else value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in streamed.entries(model.module, model._engine).items()
+    }
+
+
+def set_model_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Any]) -> None:
+    """Main weights and buffers become those of ``state``, which is the same on all ranks; then they are gathered anew.
+
+    Raises:
+        FsdpError: as ``load_full_state_dict``.
+    """
+    model.load_full_state_dict(dict(state))
+
+
+def get_optimizer_state_dict(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``{"state": {name: {key: value}}, "param_groups": [...]}`` with parameters named, as of an FSDP2 model.
+
+    Raises:
+        FsdpError: a parameter is on a mesh of its own; state that is neither a number nor of its parameter's shape.
+    """
+    model._engine.alive()
+    place = _Place(model)
+    described = _describe(model, optimizer)
+    state: dict[str, dict[str, Any]] = {name: {} for name, one in described.items() if one["state"]}
+    for name, one in described.items():
+        for key, what in one["state"].items():
+            if "cut" not in what:
+                state[name][key] = _number(what)
+    for unit in model._engine.units:
+        for stream in unit.streams:
+            for key, dtype in _cut_keys(stream, described):
+                whole = _gather_state(model, optimizer, stream, key, dtype)
+                for record in stream.records:
+                    if "cut" in described.get(record.name, {"state": {}})["state"].get(key, {}):
+                        state[record.name][key] = place(record, whole.full(record.name))
+    order = {name: {key: state[name][key] for key in described[name]["state"]} for name in state}
+    return {"state": order, "param_groups": _groups(optimizer, described)}
+
+
+def set_optimizer_state_dict(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Every state tensor, number and option becomes that of ``state``, in place; what is not there yet is made.
+
+    Raises:
+        FsdpError: names, shapes or groups that are not the optimizer's; nothing is loaded then.
+    """
+    model.materialize_state(optimizer)
+    described = _describe(model, optimizer)
+    records = {record.name: record for record in model._engine.records.values()}
+    _refuse_other(described, records, state)
+    wanted = _groups(optimizer, described)
+    given = [next(one for one in state["param_groups"] if set(one["params"]) == set(g["params"])) for g in wanted]
+    for group, source in zip(optimizer.param_groups, given, strict=True):
+        group.update({key: value for key, value in source.items() if key != "params"})
+    with torch.no_grad():
+        for name in described:  # the same order on all ranks: full_tensor() is collective
+            record = records[name]
+            mine = {} if record.main is None else optimizer.state.get(record.main, {})
+            part = record.buffer.weights.main.slice(name)
+            for key, value in state["state"].get(name, {}).items():
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                if key not in mine or part is None:
+                    continue
+                if isinstance(mine[key], Tensor) and "cut" in described[name]["state"][key]:
+                    mine[key].view(-1).copy_(full.reshape(-1)[part.start : part.stop])
+                elif isinstance(mine[key], Tensor):
+                    mine[key].copy_(torch.as_tensor(full))
+                else:
+                    mine[key] = full.item() if isinstance(full, Tensor) else full
+
+
+class _Place:
+    """A whole tensor as this rank's even chunk of a DTensor; a plain copy where main weights are not cut."""
+
+    def __init__(self, model: FullyShardedDataParallel) -> None:
+        options, engine = model._options, model._engine
+        for record in engine.records.values():
+            if record.buffer.ranks is not engine.ranks:
+                raise FsdpError(
+                    f"{record.name} is on a mesh of its own, whose ranks may hold other values under that name; use "
+                    "state_records()",
+                    unit=record.buffer.unit,
+                )
+        self._mesh = options.mesh
+        if self._mesh is None and options.process_group is not None:
+            self._mesh = DeviceMesh.from_group(options.process_group, engine.units[0].device.type)
+
+    def __call__(self, record: ParamRecord, whole: Tensor) -> Tensor:
+        ranks = record.buffer.ranks.shard
+        if record.buffer.cut.parts == 1 or self._mesh is None:
+            return whole.clone()
+        local, along = whole, Shard(0)
+        if whole.dim():
+            chunks = torch.chunk(whole, ranks.size, dim=0)
+            local = chunks[ranks.rank] if ranks.rank < len(chunks) else whole[:0]
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [along if whole.dim() else Replicate()]
+        made: Tensor = DTensor.from_local(
+            local.clone(), self._mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return made
+
+
+def _describe(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> Described:
+    """What the optimizer holds of every parameter, told by the first rank that holds a part of it."""
+    engine = model._engine
+    group_of = {id(main): at for at, group in enumerate(optimizer.param_groups) for main in group["params"]}
+    own: Described = {}
+    problem = ""
+    for record in engine.records.values():
+        part = record.buffer.weights.main.slice(record.name)
+        ranks = record.buffer.ranks
+        first = ranks.outer.rank == 0 if record.buffer.cut.parts > 1 else ranks.rank == 0
+        if not first or record.main is None or part is None or part.start or id(record.main) not in group_of:
+            continue
+        mine = optimizer.state.get(record.main, {})
+        try:
+            what = {key: _what(record, key, value) for key, value in mine.items()}
+        except FsdpError as error:
+            what, problem = {}, str(error)
+        own[record.name] = {"group": group_of[id(record.main)], "state": what}
+    wait = engine.wait.for_control(None, "check")
+    texts = [json.loads(text) for text in exchange_text(engine.control, json.dumps([problem, own]), wait)]
+    for rank, (said, _) in enumerate(texts):
+        if said:
+            raise FsdpError(said, ranks=(rank,))
+    found: Described = {name: one for _, told in reversed(texts) for name, one in told.items()}
+    return {record.name: found[record.name] for record in engine.records.values() if record.name in found}
+
+
+def _what(record: ParamRecord, key: str, value: Any) -> dict[str, Any]:
+    assert record.main is not None, f"{record.name} is not held here"
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == record.main.shape:
+            return {"cut": dtype}
+        if value.numel() == 1:
+            return {"value": value.item(), "dtype": dtype, "shape": list(value.shape)}
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise FsdpError(
+        f"optimizer state {key!r} of {record.name} is neither a number nor of its parameter's shape, and has no "
+        "DTensor form; save model.state_records(optimizer)",
+        unit=record.buffer.unit,
+    )
+
+
+def _number(what: Mapping[str, Any]) -> Any:
+    if "dtype" not in what:
+        return what["value"]
+    return torch.full(what["shape"], what["value"], dtype=getattr(torch, what["dtype"]))
+
+
+def _cut_keys(stream: ParamAndGradBuffer, described: Described) -> list[tuple[str, torch.dtype]]:
+    """Keys of state that is cut like the parameters of ``stream``, in the same order on all ranks."""
+    found = {
+        (key, what["cut"])
+        for record in stream.records
+        for key, what in described.get(record.name, {"state": {}})["state"].items()
+        if "cut" in what
+    }
+    return [(key, getattr(torch, dtype)) for key, dtype in sorted(found)]
+
+
+def _gather_state(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    stream: ParamAndGradBuffer,
+    key: str,
+    dtype: torch.dtype,
+) -> Any:
+    flat = torch.zeros(stream.cut.main_numel, dtype=dtype, device=stream.device)
+    parts = stream.cut.view_of(flat)
+    for record in stream.records:
+        value = None if record.main is None else optimizer.state.get(record.main, {}).get(key)
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            parts.local(record.name).copy_(value)
+    return stream.cut.view_of(streamed.whole_of(stream, flat, model._engine))
+
+
+def _groups(optimizer: torch.optim.Optimizer, described: Described) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [name for name, one in described.items() if one["group"] == at],
+        }
+        for at, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _refuse_other(described: Described, records: Mapping[str, ParamRecord], state: Mapping[str, Any]) -> None:
+    own = {name for name, one in described.items() if one["state"]}
+    theirs = {name for name, one in state["state"].items() if one}
+    wrong = [f"missing: {name}" for name in own - theirs] + [f"unexpected: {name}" for name in theirs - own]
+    for name in own & theirs:
+        for key, what in described[name]["state"].items():
+            value = state["state"][name].get(key, ...)
+            if value is ...:
+                wrong.append(f"missing: {key} of {name}")
+            elif "cut" in what and tuple(getattr(value, "shape", ())) != tuple(records[name].spec.shape):
+                given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                wrong.append(f"{key} of {name} has {given}, {records[name].spec.shape} is kept")
+    for at in {one["group"] for one in described.values()}:
+        names = {name for name, one in described.items() if one["group"] == at}
+        if not any(set(group["params"]) == names for group in state["param_groups"]):
+            wrong.append(f"no group of the given state holds just the parameters of group {at}")
+    if wrong:
+        raise FsdpError(f"set_optimizer_state_dict: {_first(sorted(wrong))}; nothing was loaded", op="load")
+
+
+def _first(texts: Iterable[str], most: int = 5) -> str:
+    found = list(texts)
+    return "; ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -21,6 +21,7 @@ from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, Mixe
         ({"grad_divisor": 0.0}, "grad_divisor is 0.0"),
         ({"grad_divisor": float("inf")}, "grad_divisor is inf"),
         ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"first_step_timeout_s": -1.0}, "first_step_timeout_s is -1.0"),
         ({"fsdp_unit_modules": "Block"}, "fsdp_unit_modules is 'Block'; it is a list"),
         ({"granularity": lambda name, parameter: None}, "granularity is None"),
         (
@@ -47,7 +48,7 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
         (lambda: BufferConfig(gathered_bytes="treble"), "'treble'; it is one of double, all"),
         (lambda: BufferConfig(gathered_bytes=-5), "gathered_bytes is -5"),
         (lambda: BufferConfig(gathered_bytes=True), "gathered_bytes is True; it is one of double, all"),
-        (lambda: BufferConfig(user_buffers="require"), "user_buffers is 'require'"),
+        (lambda: BufferConfig(user_buffers="perhaps"), "user_buffers is 'perhaps'; it is one of off, auto, require"),
         (lambda: BufferConfig(bucket_bytes=1), "bucket_bytes is 1"),
         (lambda: BufferConfig(offload=True), "offload is True"),
         (lambda: BufferConfig(reduce_buffers=0), "reduce_buffers is 0"),

@@ -22,7 +22,7 @@ from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Ranks
-from sixfold.fsdp.control import Control, StoreControl, control_of
+from sixfold.fsdp.control import Control, StoreControl, control_of, exchange
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults
@@ -56,6 +56,7 @@ class Built:
     engine: Engine
     pool: TemporaryBucketAllocator
     fp8: Fp8
+    links: Links
 
 
 def build(module: nn.Module, options: Options) -> Built:
@@ -91,12 +92,14 @@ def build(module: nn.Module, options: Options) -> Built:
     if problem is not None:
         raise problem
     ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
-    units = _units(specs, ranks, options, device)
-    buffers = options.buffers
-    placement = placement_of(
-        units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
-    )
-    pool = _reduce_pool(units, options, device)
+    buffers, memory = options.buffers, links.user_buffers()
+    with memory.memory():
+        units = _units(specs, ranks, options, device)
+        placement = placement_of(
+            units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
+        )
+        pool = _reduce_pool(units, options, device)
+    memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
     fp8 = _fp8_of(units, options, device)
     waiting = Waiting(faults)
     gathering = Gathering(
@@ -134,7 +137,7 @@ def build(module: nn.Module, options: Options) -> Built:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.draw_curtains()
-    return Built(engine, pool, fp8)
+    return Built(engine, pool, fp8, links)
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:

@@ -109,7 +109,8 @@ class BufferConfig:
             price of more gathers; None takes what the fewest gathers leave.
         reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
-        user_buffers: ``"off"`` or ``"auto"``; registration with NCCL is not supported, ``report()`` says so.
+        user_buffers: gathered weights, gather sources and local sums in memory that NCCL uses without a copy:
+            ``"off"``, ``"auto"`` (where it can be had; ``report()`` says which path, or why none) or ``"require"``.
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
@@ -139,8 +140,6 @@ class BufferConfig:
         if self.align_bytes < 16 or self.align_bytes & (self.align_bytes - 1):
             raise FsdpError(f"align_bytes is {self.align_bytes}; it is a power of two >= 16")
         one_of("user_buffers", self.user_buffers, ("off", "auto", "require"))
-        if self.user_buffers == "require":
-            raise FsdpError("user_buffers is 'require': registration with NCCL is not supported; use 'auto' or 'off'")
         instead = {
             "bucket_bytes": "choose smaller or larger units by fsdp_unit_modules",
         }

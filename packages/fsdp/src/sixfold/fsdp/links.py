@@ -24,6 +24,7 @@ from sixfold.fsdp.comm import Comm, GroupComm, LocalComm
 from sixfold.fsdp.config import BufferConfig
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.pulse import Launched
+from sixfold.fsdp.user_buffers import UserBuffers
 
 _NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog, which ends the process, comes behind ours, which says more
 
@@ -47,6 +48,7 @@ class Links:
         self._comms: dict[dist.ProcessGroup, GroupComm] = {}
         self._made: list[dist.ProcessGroup] = []
         self._shared: list[dist.ProcessGroup] = []
+        self.buffers: UserBuffers | None = None
 
     def comm(self, group: dist.ProcessGroup | None) -> Comm:
         """The Comm of ``group``; collective over its ranks at its first call.
@@ -76,6 +78,30 @@ class Links:
         kinds = sorted({backend_of(group, self._device) for group in self._comms})
         how = f"{len(self._made)} made from the given groups" if self._made else "the given groups, shared"
         return f"{', '.join(kinds)}: {how}"
+
+    def user_buffers(self) -> UserBuffers:
+        """For the communicators made so far; made once, ends with them."""
+        unable = None
+        if not self._comms:
+            unable = "nothing is sent: one process"
+        elif self._shared:
+            kinds = {backend_of(group, self._device) for group in self._shared}
+            shared = self._buffers.share_communicator and kinds == {"nccl"}
+            unable = (
+                "share_communicator=True leaves the given group as it is"
+                if shared
+                else f"the group's back end for {self._device.type} is {', '.join(sorted(kinds))}"
+            )
+        elif any(backend_of(group, self._device) != "nccl" for group in self._made):
+            unable = f"the group's back end for {self._device.type} is {backend_of(self._made[0], self._device)}"
+        self.buffers = UserBuffers(
+            self._buffers.user_buffers,
+            self._device,
+            [] if unable else [group._get_backend(self._device) for group in self._made],
+            max((comm.size for comm in self._comms.values()), default=1),
+            unable,
+        )
+        return self.buffers
 
     def _connect(self, group: dist.ProcessGroup) -> GroupComm:
         backend = backend_of(group, self._device)
@@ -133,6 +159,8 @@ class Links:
 
     def close(self, *, failed: bool) -> None:
         """The model is gone."""
+        if self.buffers is not None and not failed:
+            self.buffers.close()
         for group in self._made:
             end = group.abort if failed else group.shutdown
             end()

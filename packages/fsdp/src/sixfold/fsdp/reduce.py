@@ -206,7 +206,9 @@ class Reduction:
         result = gradients.result_place(local)
         sent = local if self._reduce_dtype == local.dtype else local.to(self._reduce_dtype)
         shard_sum, outer_sum = self._sums[ranks.shard], self._sums[ranks.outer]
-        start = shard_sum.everywhere if stream.cut.parts == 1 else shard_sum.scatter
+        # A group of one scatters too where weights are sharded, so that it tries what more ranks do.
+        whole = stream.cut.parts == 1 and not stream.weights.shards_params
+        start = shard_sum.everywhere if whole else shard_sum.scatter
         finish_sum = start(ranks.shard, sent, result)
 
         def wait(work: Any) -> None:

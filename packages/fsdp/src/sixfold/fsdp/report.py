@@ -12,11 +12,12 @@ from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.gather import Gathering
+from sixfold.fsdp.links import Links
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.units import tied_in_root
 
 
-def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8: Fp8) -> dict[str, Any]:
+def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8: Fp8, links: Links) -> dict[str, Any]:
     """Bytes on this rank, and choices."""
     streams = [stream for unit in engine.units for stream in unit.streams]
     weights = [stream.weights for stream in streams]
@@ -60,7 +61,8 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
         "plan": _plan(engine.gathering),
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.mixed_precision.grad_sum,
-        "user_buffers": "off: registration with NCCL is not supported",
+        "communicators": links.report(),
+        "user_buffers": "off" if links.buffers is None else links.buffers.report(),
     }
 
 

@@ -126,6 +126,7 @@ class FullyShardedDataParallel(nn.Module):
         self._engine = engine = made.engine
         self._pool = made.pool
         self._fp8 = made.fp8
+        self._links = made.links
         self._materializing: set[int] = set()
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
         own, everywhere = inner.install(engine, module, self._cast_to)
@@ -359,7 +360,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
-        return report.report(self._engine, self._options, self._pool, self._fp8)
+        return report.report(self._engine, self._options, self._pool, self._fp8, self._links)
 
     @contextmanager
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[memory.Recording]:

@@ -35,7 +35,8 @@ class Cell:
     strategy: str = "optim_grads_params"
     accumulate: int = 3
     kind: str = "plain"  # of model, see KINDS
-    gathered: str | int = "double"  # an int counts percent between root + largest unit, and all
+    gathered: str | int = "double"  # an int: percent of the way from root + two largest units to all
+    prefetch: int | None = None  # bytes
     precision: str = "fp32"  # see PRECISIONS
     way: str = "microbatch"  # see WAYS
     granularity: str | int = "element"
@@ -421,6 +422,8 @@ def legal(cell: Cell) -> bool:
     """What the specification combines, and what this oracle can tell."""
     if cell.gathered != "double" and cell.strategy == "no_shard":
         return False  # nothing is gathered
+    if isinstance(cell.gathered, int) and cell.strategy != "optim_grads_params":
+        return False  # the other strategies keep all weights
     if cell.way.startswith("split") and cell.kind in ("inside", "around", "reentrant"):
         return cell.kind != "reentrant"  # its backward inside a backward has no split form
     if cell.kind == "partial" and cell.way.startswith("split"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "strategy": STRATEGIES,
     "accumulate": (1, 3),
     "kind": tuple(KINDS),
-    "gathered": ("double", "all"),
+    "gathered": ("double", "all", 0, 40),
+    "prefetch": (None, 0, 100_000),
     "precision": tuple(PRECISIONS),
     "way": WAYS,
     "granularity": ("element", "row", "tensor", 4),
@@ -57,7 +59,17 @@ def mesh_of(ranks: int, replicas: int) -> DeviceMesh | None:
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def wrap(cell: Cell, net: Net) -> FullyShardedDataParallel:
+def gathered_bytes(cell: Cell, rank: int) -> str | int:
+    """What BufferConfig takes: an int cell's percent between what is needed in any case, and all weights."""
+    if isinstance(cell.gathered, str):
+        return cell.gathered
+    probe = wrap(replace(cell, gathered="double"), make_net(cell, rank))
+    root, *sizes = (unit["gathered_bytes"] for unit in probe.report()["units"].values())
+    least = root + 2 * max(sizes, default=0)
+    return int(least + cell.gathered / 100 * max(0, root + sum(sizes) - least))
+
+
+def wrap(cell: Cell, net: Net, rank: int = 0) -> FullyShardedDataParallel:
     units = [*KINDS[cell.kind].get("units", ()), Block, nn.Embedding] if cell.kind != "no units" else []
     mesh = mesh_of(cell.ranks, cell.replicas)
     return FullyShardedDataParallel(
@@ -67,7 +79,7 @@ def wrap(cell: Cell, net: Net) -> FullyShardedDataParallel:
         strategy=cell.strategy,
         fsdp_unit_modules=units,
         mixed_precision=MixedPrecision(**PRECISIONS[cell.precision], grad_sum=cell.grad_sum),
-        buffers=BufferConfig(gathered_bytes=cell.gathered),
+        buffers=BufferConfig(gathered_bytes=gathered_bytes(cell, rank), prefetch_bytes=cell.prefetch),
         granularity=lambda name, parameter: cell.granularity,
         timeout_s=20.0,
     )
@@ -75,11 +87,12 @@ def wrap(cell: Cell, net: Net) -> FullyShardedDataParallel:
 
 def train(cell: Cell, rank: int) -> dict[str, Tensor]:
     net = make_net(cell, rank)
-    model = wrap(cell, net)
+    model = wrap(cell, net, rank)
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     handles = []
     if cell.way.startswith(("fused", "split")):
-        handles = [model.stage_handle(stage) for stage in net.stages.values()]
+        fused = cell.way.startswith("fused")
+        handles = [model.stage_handle(stage, fused=fused) for stage in net.stages.values()]
     driven = Driven(model, handles, lambda last: model.microbatch(last=last), model.no_sync)
     for step in range(cell.steps):
         drive(cell, net, driven, step, rank)

@@ -140,8 +140,9 @@ def count_case(case: Case, group: Any) -> Result:
                     else:
                         model(tokens).backward()
         with step:
-            optimizer.step()
-            optimizer.zero_grad()
+            if case.way != "evaluate":
+                optimizer.step()
+                optimizer.zero_grad()
     return Result(whole.sent, step.sent, sizes)
 
 

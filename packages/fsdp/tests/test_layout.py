@@ -38,10 +38,10 @@ def bytes_by_element(layout: Layout) -> dict[tuple[str, int], int]:
     return places
 
 
-@given(spec_lists(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
-def test_every_element_lies_in_one_shard_and_tensors_are_contiguous_and_disjoint(specs, world_size):
-    layout = plan_layout(specs, world_size)
+@given(spec_lists(), st.integers(1, 9), st.none() | st.lists(st.integers(0, 3), min_size=9, max_size=9))
+@settings(max_examples=80, deadline=None)
+def test_every_element_lies_in_one_shard_and_tensors_are_contiguous_and_disjoint(specs, world_size, held):
+    layout = plan_layout(specs, world_size, held=held and held[:world_size])
     places = bytes_by_element(layout)
     used: set[int] = set()
     for spec in specs:
@@ -55,10 +55,10 @@ def test_every_element_lies_in_one_shard_and_tensors_are_contiguous_and_disjoint
     assert layout.shard_bytes % layout.align_bytes == 0
 
 
-@given(spec_lists(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
-def test_cuts_fall_on_blocks_only(specs, world_size):
-    layout = plan_layout(specs, world_size)
+@given(spec_lists(), st.integers(1, 9), st.none() | st.lists(st.integers(0, 3), min_size=9, max_size=9))
+@settings(max_examples=80, deadline=None)
+def test_cuts_fall_on_blocks_only(specs, world_size, held):
+    layout = plan_layout(specs, world_size, held=held and held[:world_size])
     for rank in range(world_size):
         names = [part.name for part in layout.slices(rank)]
         assert len(names) == len(set(names))
@@ -89,6 +89,59 @@ def test_rows_of_a_transformer_block_waste_at_most_one_percent(ranks):
 def test_whole_tensors_on_more_ranks_than_tensors_leave_ranks_empty():
     layout = plan_layout([TensorSpec(f"w{i}", (8, 8), granularity="tensor") for i in range(4)], 8)
     assert sorted(len(layout.slices(rank)) for rank in range(8)) == [0] * 4 + [1] * 4
+
+
+def owned_bytes(layouts: list[Layout]) -> list[int]:
+    """By rank, element by element of the slices: bytes of tensors that are not to be cut."""
+    total = [0] * layouts[0].world_size
+    for layout in layouts:
+        whole = {spec.name: spec.dtype.itemsize for spec in layout.specs if spec.granularity == "tensor"}
+        for rank in range(layout.world_size):
+            total[rank] += sum((s.stop - s.start) * whole[s.name] for s in layout.slices(rank) if s.name in whole)
+    return total
+
+
+def llama_blocks(ranks: int, layers: int, small: str) -> list[Layout]:
+    """Llama-3-8B's block by block, each knowing what the ones before left with whom."""
+    h, kv, wide = 4096, 1024, 14336
+    shapes = [(h, h), (kv, h), (kv, h), (h, h), (wide, h), (wide, h), (h, wide)]
+    specs = [TensorSpec(f"w{i}", shape, torch.bfloat16, "tensor") for i, shape in enumerate(shapes)]
+    specs += [TensorSpec(f"n{i}", (h,), torch.bfloat16, small) for i in range(2)]
+    layouts, held = [], [0] * ranks
+    for _ in range(layers):
+        layouts.append(plan_layout(specs, ranks, held=held))
+        held = [a + b for a, b in zip(held, layouts[-1].whole_bytes(), strict=True)]
+        assert held == owned_bytes(layouts)
+    return layouts
+
+
+@pytest.mark.parametrize("small", ["tensor", "element"])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+def test_owners_of_whole_matrices_are_even_over_all_units(ranks, small):
+    owned = owned_bytes(llama_blocks(ranks, 32, small))
+    assert max(owned) <= 1.1 * sum(owned) / ranks
+    alone = [plan_layout(one.specs, ranks) for one in llama_blocks(ranks, 1, small) * 32]
+    assert max(owned) < max(owned_bytes(alone)) or ranks == 2
+    assert min(owned) > 0
+
+
+def test_shards_that_share_a_tensor_keep_their_places():
+    specs = [
+        TensorSpec("a", (96,)),
+        TensorSpec("w", (32,), granularity="tensor"),
+        TensorSpec("v", (16,), granularity="tensor"),
+    ]
+    layout = plan_layout(specs, 4, held=[5, 5, 5, 0])
+    plain = plan_layout(specs, 4)
+    assert layout.shard_bytes == plain.shard_bytes
+    assert layout.parts("a") == plain.parts("a") and len(layout.parts("a")) > 1
+    assert (plain.parts("v")[0][0], layout.parts("v")[0][0]) == (2, 3)
+
+
+def test_the_heaviest_shard_goes_to_the_rank_that_owns_least():
+    specs = [TensorSpec(name, (n,), granularity="tensor") for name, n in (("big", 64), ("small", 32))]
+    assert [plan_layout(specs, 3, held=[9, 0, 4]).parts(name)[0][0] for name in ("big", "small")] == [1, 2]
+    assert [plan_layout(specs, 3, held=[0, 0, 0]).parts(name)[0][0] for name in ("big", "small")] == [0, 1]
 
 
 def test_a_thousand_tensors_over_4096_ranks_are_planned_in_under_a_second():

@@ -91,7 +91,7 @@ def train(rank, ranks, options, granularity=None, strategy="optim_grads_params",
         model.zero_grad()
     records = [r for r in model.state_records(used[0]) if r.key == "momentum_buffer"]
     momenta = [(r.name, r.global_shape, r.start, r.stop, r.replica, r.tensor.clone()) for r in records]
-    return model.full_state_dict(), momenta, (count.calls, count.nbytes, count.others)
+    return model.full_state_dict(), momenta, (count.calls, count.nbytes, count.others), model.report()
 
 
 def train_all(rank, ranks):
@@ -117,9 +117,11 @@ def test_a_step_sends_each_element_twice_as_bfloat16_and_twice_per_shape():
     results = run_ranks(train, 2, {})
     shapes = {tuple(momentum.shape) for momentum in emulate(2)[1].values()}
     elements = sum(momentum.numel() for momentum in emulate(2)[1].values())
-    for _, _, (calls, _, others) in results:
+    for _, _, (calls, nbytes, others), report in results:
         assert calls == 2 * len(shapes) and others == 0
-    out_and_back = sum(nbytes for _, _, (_, nbytes, _) in results)
+        (stated,) = report["muon"]
+        assert (stated["exchanges"], stated["sent_bytes"]) == (calls, nbytes)
+    out_and_back = sum(nbytes for _, _, (_, nbytes, _), _ in results)
     assert out_and_back == 2 * elements * 2
 
 
@@ -135,13 +137,17 @@ def train_grains(rank, ranks):
     element = train(rank, ranks, {})[0]
     results = [train(rank, ranks, {}, grain) for grain in (whole, mixed)]
     results.append(train(rank, ranks, {}, None, "no_shard"))
-    return [same(element, one[0]) for one in results], [one[2] for one in results]
+    return [same(element, one[0]) for one in results], [one[2] for one in results], [one[3] for one in results]
 
 
 def test_whole_and_mixed_matrices_and_unsharded_ones_give_the_same_bits():
-    for differing, ((whole_calls, _, others), (mixed_calls, _, _), (unsharded, _, _)) in run_ranks(train_grains, 2):
+    for differing, counts, reports in run_ranks(train_grains, 2):
+        ((whole_calls, _, others), (mixed_calls, _, _), (unsharded, _, _)) = counts
         assert differing == [[], [], []]
         assert whole_calls == others == 0 and mixed_calls > 0 and unsharded == 0
+        assert [len(report["muon"]) for report in reports] == [0, 1, 1]
+        (owners,) = reports[0]["whole_tensors"]
+        assert owners["ranks"] == 2 and 1.0 <= owners["imbalance"] < 1.3 and reports[2]["whole_tensors"] == []
 
 
 def train_replicas(rank, ranks):
@@ -152,8 +158,8 @@ def train_replicas(rank, ranks):
 def test_replicas_step_alike():
     results = run_ranks(train_replicas, 4)
     first = results[0][0]
-    assert all(same(first, weights) == [] for weights, _, _ in results)
-    assert [{r[4] for r in momenta} for _, momenta, _ in results] == [{0}, {0}, {1}, {1}]
+    assert all(same(first, weights) == [] for weights, *_ in results)
+    assert [{r[4] for r in momenta} for _, momenta, *_ in results] == [{0}, {0}, {1}, {1}]
 
 
 def resume(rank, ranks):

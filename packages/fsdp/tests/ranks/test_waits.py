@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
 
@@ -67,6 +68,11 @@ def step(model, optimizer, net):
     optimizer.step()
 
 
+def muon(model, optimizer, net):
+    matrices = [p for p in net.blocks.parameters() if p.ndim == 2]
+    fully_shard_optimizer(torch.optim.Muon(matrices), model).step()
+
+
 def whole_state(model, optimizer, net):
     model.full_state_dict()
 
@@ -81,6 +87,7 @@ WAITS = {
     ),
     "sum of the norm": (norm, {}, "op reduce"),
     "reduction inside step()": (step, {"strategy": "optim"}, "op reduce"),
+    "pieces of Muon's matrices": (muon, {}, "op step"),
     "gather of a whole state": (whole_state, {}, "op gather"),
     "control exchange": (stale_forward, {"checks": "unit"}, "op gather"),
 }

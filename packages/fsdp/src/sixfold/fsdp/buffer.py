@@ -31,6 +31,8 @@ Granularity = Callable[[str, nn.Parameter], str | int]
 class ParamAndGradBuffer:
     """The memory of one stream.
 
+    Args:
+        held: bytes of whole tensors that each rank owns in other streams of this mesh; see ``plan_layout``.
     Attributes:
         unit: its unit's name.
         ranks: the mesh it is sharded over.
@@ -49,6 +51,7 @@ class ParamAndGradBuffer:
         align_bytes: int,
         device: torch.device,
         granularity: Granularity | None = None,
+        held: Sequence[int] | None = None,
     ) -> None:
         self.unit = unit
         self.ranks = ranks
@@ -68,6 +71,7 @@ class ParamAndGradBuffer:
             ranks.shard.size if strategy.shards_optimizer else 1,
             main_itemsize=precision.main_dtype.itemsize,
             align_bytes=align_bytes,
+            held=held,
         )
         self.cut = _cut(packing, ranks)
         self.records = [

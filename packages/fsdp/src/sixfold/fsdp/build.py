@@ -40,6 +40,8 @@ from sixfold.fsdp.streams import make_stream
 from sixfold.fsdp.units import Unit, UnitSpec, find_units
 from sixfold.fsdp.waiting import Waiting
 
+Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
+
 
 @dataclass(frozen=True)
 class Fp8:
@@ -257,24 +259,29 @@ def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
 def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: torch.device) -> list[Unit]:
     units: list[Unit] = []
     by_name: dict[str, Unit] = {}
+    held: Owned = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
-        streams = _streams(spec, ranks, options, device)
+        streams = _streams(spec, ranks, options, device, held)
         unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
         by_name[spec.name] = unit
         units.append(unit)
     return units
 
 
-def _streams(spec: UnitSpec, ranks: Ranks, options: Options, device: torch.device) -> tuple[ParamAndGradBuffer, ...]:
-    """A stream for each mesh of the unit's parameters and for trainable and frozen ones."""
+def _streams(
+    spec: UnitSpec, ranks: Ranks, options: Options, device: torch.device, held: Owned
+) -> tuple[ParamAndGradBuffer, ...]:
+    """A stream for each mesh of the unit's parameters and for trainable and frozen ones; ``held`` grows."""
     chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for trainable in (True, False):
         for name, parameter in spec.parameters:
             if parameter.requires_grad is trainable:
                 chosen.setdefault((ranks, trainable), []).append((name, parameter))
-    return tuple(
-        ParamAndGradBuffer(
+    streams = []
+    for (mesh, trainable), parameters in chosen.items():
+        owned = held.setdefault((mesh, trainable), [0] * mesh.shard.size)
+        stream = ParamAndGradBuffer(
             spec.name,
             parameters,
             ranks=mesh,
@@ -283,9 +290,12 @@ def _streams(spec: UnitSpec, ranks: Ranks, options: Options, device: torch.devic
             align_bytes=options.buffers.align_bytes,
             device=device,
             granularity=options.granularity,
+            held=owned,
         )
-        for (mesh, _), parameters in chosen.items()
-    )
+        if stream.cut.parts > 1:
+            held[mesh, trainable] = [a + b for a, b in zip(owned, stream.cut.layout.whole_bytes(), strict=True)]
+        streams.append(stream)
+    return tuple(streams)
 
 
 def _reduce_pool(units: Sequence[Unit], options: Options, device: torch.device) -> TemporaryBucketAllocator:

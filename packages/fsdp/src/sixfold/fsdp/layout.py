@@ -138,6 +138,14 @@ class Layout:
                 found.append((rank, (first - low) // size, (last - low) // size))
         return tuple(found)
 
+    def whole_bytes(self) -> list[int]:
+        """Bytes of whole tensors (granularity ``"tensor"``) in each shard."""
+        owned = [0] * self.world_size
+        for spec, offset in zip(self.specs, self.offsets_bytes, strict=True):
+            if spec.nbytes and spec.granularity == "tensor":
+                owned[offset // self.shard_bytes] += spec.nbytes
+        return owned
+
     def is_cut(self, name: str) -> bool:
         """``name`` lies in more than one shard."""
         at = self._by_name[name]
@@ -150,7 +158,9 @@ class Layout:
         return f"{self.world_size} x {self.shard_bytes} pad {self.padding_bytes}: " + ", ".join(parts)
 
 
-def plan_layout(specs: Sequence[TensorSpec], world_size: int, *, align_bytes: int = 128) -> Layout:
+def plan_layout(
+    specs: Sequence[TensorSpec], world_size: int, *, align_bytes: int = 128, held: Sequence[int] | None = None
+) -> Layout:
     """Place tensors in ``world_size`` equal shards, as small as the search finds.
 
     Each tensor starts on a multiple of ``align_bytes``; a cut falls on a block border that is also such
@@ -158,6 +168,9 @@ def plan_layout(specs: Sequence[TensorSpec], world_size: int, *, align_bytes: in
     ``align_bytes * (world_size + len(specs))`` bytes. The given order is kept unless placing the large
     indivisible tensors first makes the shard smaller.
 
+    Args:
+        held: bytes of whole tensors (granularity ``"tensor"``) that each rank owns in other layouts. Shards that share
+            no tensor with a neighbour change places, so that the heaviest goes to the rank that owns least.
     Raises:
         FsdpError: a name twice, ``world_size`` < 1, or ``align_bytes`` no multiple of an element.
     Cost: O(T log bytes) for T tensors, whatever ``world_size`` is.
@@ -180,7 +193,30 @@ def plan_layout(specs: Sequence[TensorSpec], world_size: int, *, align_bytes: in
             for place, i in enumerate(order):
                 offsets[i] = other[1][place]
             best = other[0], offsets
+    if held is not None:
+        best = best[0], _spread(specs, best[1], best[0], held)
     return Layout(tuple(specs), tuple(best[1]), world_size, best[0], align_bytes)
+
+
+def _spread(specs: Sequence[TensorSpec], offsets: Sequence[int], shard: int, held: Sequence[int]) -> list[int]:
+    """Offsets after shards that stand alone have changed places. [Note: cuts fall on blocks] Others keep theirs."""
+    load = [0] * len(held)
+    alone = [True] * len(held)
+    for spec, offset in zip(specs, offsets, strict=True):
+        first, last = offset // shard, (offset + max(spec.nbytes, 1) - 1) // shard
+        if spec.nbytes and last > first:
+            alone[first : last + 1] = [False] * (last + 1 - first)
+        elif spec.nbytes and spec.granularity == "tensor":
+            load[first] += spec.nbytes
+    singles = [at for at in range(len(held)) if alone[at]]
+    # Each of the two orders is stable: every rank computes this alone and all must break ties alike.
+    heaviest = sorted(singles, key=lambda at: -load[at])
+    emptiest = sorted(singles, key=lambda rank: held[rank])
+    moved = dict(zip(heaviest, emptiest, strict=True)) if any(load) else {}
+    return [
+        offset + (moved.get(offset // shard, offset // shard) - offset // shard) * shard if spec.nbytes else offset
+        for spec, offset in zip(specs, offsets, strict=True)
+    ]
 
 
 def _step(spec: TensorSpec, align: int) -> int:

@@ -153,12 +153,18 @@ class PieceMuon:
         parts = [record.buffer.cut.layout.parts(record.name) for _, record in matrices]
         self.groups = plan_groups(shapes, parts, self.owners, comm.rank, comm.size)
 
-    def imbalance(self) -> float:
-        """Work of the busiest rank over the even share."""
+    def report(self) -> dict[str, Any]:
+        """What a step moves, and the work of the busiest rank over the even share."""
         loads = [0] * self._comm.size
         for (_, record), owner in zip(self._matrices, self.owners, strict=True):
             loads[owner] += orthogonal_work((record.spec.shape[0], record.spec.shape[1]))
-        return max(loads) * len(loads) / max(sum(loads), 1)
+        return {
+            "matrices": len(self._matrices),
+            "ranks": len(loads),
+            "exchanges": 2 * len(self.groups),
+            "sent_bytes": 2 * sum(sum(group.sent) + sum(group.received) for group in self.groups),
+            "imbalance": max(loads) * len(loads) / max(sum(loads), 1),
+        }
 
     def step(self) -> None:
         """One step, collective. A matrix without a gradient takes part with zeros and is left as it is.

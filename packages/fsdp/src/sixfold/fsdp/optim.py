@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableSet, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,15 @@ _DCP = "torch.distributed.checkpoint.state_dict"
 
 
 def shard_optimizer(
-    optimizer: torch.optim.Optimizer, engine: Engine, records: Mapping[nn.Parameter, ParamRecord], marked: set[int]
+    optimizer: torch.optim.Optimizer,
+    engine: Engine,
+    records: Mapping[nn.Parameter, ParamRecord],
+    marked: set[int],
+    exchanging: MutableSet[PieceMuon],
 ) -> torch.optim.Optimizer:
     """Put main parameters in ``optimizer``'s groups and tell the engine of its steps; ``marked`` holds ids of such.
+
+    ``exchanging`` gets what moves pieces of matrices for it.
 
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model, or needs more of a tensor than
@@ -71,7 +77,8 @@ def shard_optimizer(
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
     if pieces:
-        _exchange_pieces(optimizer, engine, pieces, marked)
+        for one in _exchange_pieces(optimizer, engine, pieces, marked):
+            exchanging.add(one)
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     _stamp_state_dicts(optimizer, engine, records)
@@ -125,7 +132,7 @@ def _pieces_for_muon(
 
 def _exchange_pieces(
     optimizer: torch.optim.Optimizer, engine: Engine, pieces: Sequence[tuple[int, ParamRecord]], marked: set[int]
-) -> None:
+) -> list[PieceMuon]:
     """Muon steps on matrices in pieces too: before torch's own step looks at its first group.
 
     That is inside ``step()`` after a closure and before anything is changed; torch's own code then finds the matrices
@@ -157,6 +164,7 @@ def _exchange_pieces(
             group["params"] = everything
 
     optimizer._init_group = _init_group  # type: ignore[attr-defined]
+    return steps
 
 
 def _refuse_unfit(

@@ -55,21 +55,36 @@ class Packing:
         return self.positions * (2 * self.pitch + 4)
 
 
-def pack(specs: Sequence[TensorSpec], parts: int, *, main_itemsize: int, align_bytes: int) -> Packing:
+def pack(
+    specs: Sequence[TensorSpec],
+    parts: int,
+    *,
+    main_itemsize: int,
+    align_bytes: int,
+    held: Sequence[int] | None = None,
+) -> Packing:
     """Place tensors whose ``dtype`` is what they travel in.
 
     Args:
         specs: granularities are those of main weights; a tensor that is not cut keeps the shape they give.
         parts: shards.
         main_itemsize: bytes of an element of main weights; less than the pitch, the layout is planned in it.
+        held: see ``plan_layout``.
     Cost: one ``plan_layout`` for each width.
     """
     widths = sorted({spec.dtype.itemsize for spec in specs})
-    found = [_with_pitch(specs, pitch, parts, main_itemsize, align_bytes) for pitch in widths]
+    found = [_with_pitch(specs, pitch, parts, main_itemsize, align_bytes, held) for pitch in widths]
     return min(found, key=lambda one: (one.moved_bytes, -one.pitch))
 
 
-def _with_pitch(specs: Sequence[TensorSpec], pitch: int, parts: int, main_itemsize: int, align_bytes: int) -> Packing:
+def _with_pitch(
+    specs: Sequence[TensorSpec],
+    pitch: int,
+    parts: int,
+    main_itemsize: int,
+    align_bytes: int,
+    held: Sequence[int] | None,
+) -> Packing:
     itemsize = min(pitch, main_itemsize)
     placed = []
     for spec in specs:
@@ -78,7 +93,8 @@ def _with_pitch(specs: Sequence[TensorSpec], pitch: int, parts: int, main_itemsi
             placed.append(replace(spec, dtype=_OF_SIZE[times * itemsize], granularity=_whole(spec)))
         else:
             placed.append(spec if spec.dtype.itemsize == itemsize else replace(spec, dtype=_OF_SIZE[itemsize]))
-    return Packing(layout=plan_layout(placed, parts, align_bytes=align_bytes), itemsize=itemsize, pitch=pitch)
+    layout = plan_layout(placed, parts, align_bytes=align_bytes, held=held if parts > 1 else None)
+    return Packing(layout=layout, itemsize=itemsize, pitch=pitch)
 
 
 def _whole(spec: TensorSpec) -> str | int:

@@ -29,12 +29,13 @@ _CHUNK = 1 << 20  # elements in fp32 at a time: what is between main weights and
 
 
 class Scratch:
-    """Memory for what is between main weights and bytes; all tensors of a model take turns in it."""
+    """Memory for what is between main weights and bytes; all tensors of a model take turns in it. None for 0 elements."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.wide = torch.empty(max(min(numel, _CHUNK), 1), dtype=torch.float32, device=device)
+        self.wide = torch.empty(min(numel, _CHUNK), dtype=torch.float32, device=device)
         self.bytes = torch.empty(self.wide.numel(), dtype=torch.uint8, device=device)
-        self.numbers = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).to(torch.float32)  # by byte
+        values = torch.arange(256 if numel else 0, dtype=torch.uint8, device=device)
+        self.numbers = values.view(FP8).to(torch.float32)  # by byte
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +163,7 @@ class Fp8Scales:
         self._groups = [_Together(comm, tensors, device) for comm, tensors in together.values()]
         self._of = {id(one): group for group in self._groups for one in group.tensors}
         largest = max((_numel(one.shape) for group in self._groups for one in group.tensors), default=0)
-        self.scratch = Scratch(largest, device)
+        self.scratch = Scratch(max(largest, 1) if self._of else 0, device)
         self.reductions = 0
         for group in self._groups:
             for at, one in enumerate(group.tensors):

@@ -10,6 +10,7 @@ from typing import Any
 from sixfold.fsdp import residency
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
+from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.links import Links
@@ -38,6 +39,7 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
             for unit in engine.units
         },
         "root": _root(engine),
+        "whole_tensors": _owners(engine),
         "bytes": {
             "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
@@ -115,3 +117,23 @@ def _plan(gathering: Gathering) -> dict[str, Any]:
         "steps_off_plan": 0 if given is None else given.steps_left,
     }
     return found
+
+
+def _owners(engine: Engine) -> list[dict[str, Any]]:
+    """For each mesh with whole tensors to train (granularity ``"tensor"``): how unevenly ranks own them.
+
+    ``imbalance``: bytes of the rank that owns most over the even share; in an optimizer step the others wait for it.
+    """
+    owned: dict[Ranks, list[int]] = {}
+    for stream in (stream for unit in engine.units for stream in unit.trained if stream.cut.parts > 1):
+        before = owned.get(stream.ranks, [0] * stream.cut.parts)
+        owned[stream.ranks] = [a + b for a, b in zip(before, stream.cut.layout.whole_bytes(), strict=True)]
+    return [
+        {"ranks": len(one), "most_bytes": max(one), "even_bytes": sum(one) / len(one), "imbalance": _over_even(one)}
+        for one in owned.values()
+        if any(one)
+    ]
+
+
+def _over_even(loads: list[int]) -> float:
+    return max(loads) * len(loads) / sum(loads)

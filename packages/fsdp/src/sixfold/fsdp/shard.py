@@ -22,6 +22,7 @@ from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.meta import InitFn
+from sixfold.fsdp.muon import PieceMuon
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.residency import Action
 from sixfold.fsdp.stage import StageHandle
@@ -128,6 +129,7 @@ class FullyShardedDataParallel(nn.Module):
         self._fp8 = made.fp8
         self._links = made.links
         self._materializing: set[int] = set()
+        self._muons: weakref.WeakSet[PieceMuon] = weakref.WeakSet()  # alive as long as their optimizers
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
         own, everywhere = inner.install(engine, module, self._cast_to)
         own += hooks.install(engine)
@@ -360,7 +362,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
-        return report.report(self._engine, self._options, self._pool, self._fp8, self._links)
+        stated = report.report(self._engine, self._options, self._pool, self._fp8, self._links)
+        return {**stated, "muon": [one.report() for one in self._muons]}
 
     @contextmanager
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[memory.Recording]:
@@ -376,7 +379,8 @@ class FullyShardedDataParallel(nn.Module):
     # ---- for fully_shard_optimizer
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optim.shard_optimizer(optimizer, self._engine, self._engine.records, self._materializing)
+        records = self._engine.records
+        return optim.shard_optimizer(optimizer, self._engine, records, self._materializing, self._muons)
 
 
 def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
@@ -397,7 +401,9 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedD
 
     The same object is returned: its groups, with their options, now hold what this rank owns. ``step()`` first
     finishes gradient sync and afterwards marks compute weights stale; ``zero_grad()`` also forgets gradients that
-    were not reduced yet, so call it on all ranks. Several optimizers may share a model.
+    were not reduced yet, so call it on all ranks. Several optimizers may share a model. ``torch.optim.Muon`` over
+    matrices that lie in pieces has each whole at one rank for the length of its iteration: two all-to-alls for each
+    shape in a step, which all ranks must take.
 
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model.

@@ -29,7 +29,7 @@ _CHUNK = 1 << 20  # elements in fp32 at a time: what is between main weights and
 
 
 class Scratch:
-    """Memory for what is between main weights and bytes; all tensors of a model take turns in it. None for 0 elements."""
+    """Memory for what is between main weights and bytes; all tensors of a model share it; 0 elements: none."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.wide = torch.empty(min(numel, _CHUNK), dtype=torch.float32, device=device)

@@ -126,7 +126,7 @@ def test_persistent_bytes_are_the_formula_and_the_stated_padding(found, strategy
         root = units[""]["gathered_bytes"]  # its sum is its own: it comes all through a backward
         beside = stated["reduce_buffers"] + 2 * root
         if strategy == "optim_grads_params":
-            beside += stated["gather_slots"] + root
+            beside += stated["gather_arena"] + root
     # Padding is in the buffers, which are equal on all ranks; an optimizer makes state for what a rank holds.
     assert one["held"] == elements * BYTES[strategy](RANKS) + STATE * one["here"] + beside
     share = one["parameters"] / (1 if strategy == "no_shard" else RANKS)

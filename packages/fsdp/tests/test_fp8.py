@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+
 import pytest
 import torch
 from fp8_oracle import is_fp8, quantized, seen
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import quantized as quantized_module
+from sixfold.fsdp.scaled import Transposes
+from sixfold.fsdp.weights import Weights
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 NAN = float("nan")
@@ -189,3 +195,78 @@ def test_a_vector_may_be_emulated():
     net = make_net()
     model = wrap(net, fp8=Predicate())
     assert torch.equal(seen_by_layers(model, net, "blocks.0.norm.weight"), torch.ones(13, dtype=torch.bfloat16))
+
+
+class RecordedStream:
+    """The gather stream, which writes down what happens inside it."""
+
+    def __init__(self, log):
+        self.log = log
+        self.inside = False
+
+    @contextmanager
+    def enter(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+    def mark(self):
+        assert self.inside
+        self.log.append("mark")
+        return len(self.log)
+
+    def join(self, event):
+        assert not self.inside
+        self.log.append(f"join {event}")
+
+
+def test_bytes_are_made_and_read_on_the_gather_stream_and_transposed_after_compute_has_joined(monkeypatch):
+    net = make_net(layers=1)
+    model = wrap(net, fp8_matmul="scaled")
+    log = []
+    stream = model._engine.gathering._stream = RecordedStream(log)
+
+    def record(owner, name, text, on_stream):
+        plain = getattr(owner, name)
+
+        def recorded(*args, **kwargs):
+            assert stream.inside is on_stream, text
+            log.append(text)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    record(quantized_module._Together, "refresh", "scales", True)
+    record(quantized_module, "quantize", "bytes", True)
+    record(Weights, "spread_copies", "arrive", True)
+    record(Transposes, "make", "transpose", False)
+    record(torch, "_scaled_mm", "multiply", False)
+    model(batch(0, 0, 0)).sum().backward()
+    assert log == [
+        "arrive", "mark", "join 2",  # the root unit
+        "scales", "bytes", "bytes", "arrive", "mark", "join 8",  # up and down
+        "multiply", "multiply",  # forward
+        "transpose", "transpose", "multiply", "multiply",  # backward: the root has none, the block two
+    ]  # fmt: skip
+
+
+class MaximumWithoutNan:
+    """Two ranks on a back end whose maximum of floats takes the number where one is NaN, as CUDA's ``fmax`` does."""
+
+    def __init__(self, other):
+        self.other = torch.tensor(other)
+
+    def maximum(self, full):
+        other = self.other if full.is_floating_point() else self.other.view(full.dtype)
+        full.copy_(torch.fmax(full, other))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_nan_of_one_rank_wins_on_every_back_end(sign):
+    tensors = [quantized_module.QuantizedTensor(name, (3,)) for name in "abc"]
+    mains = [torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, math.copysign(NAN, sign), 3.0]), torch.zeros(3)]
+    for tensor, main in zip(tensors, mains, strict=True):
+        tensor.main = main
+    scales = quantized_module.Fp8Scales([(MaximumWithoutNan([448.0, 896.0, NAN]), True, tensors)], torch.device("cpu"))
+    scales.refresh(tensors, lambda work: None)
+    assert tensors[0].scale == 1.0 and tensors[1].scale.isnan() and tensors[2].scale.isnan()

@@ -234,3 +234,15 @@ def test_a_parameter_of_another_class_is_refused():
     net.linear.weight = Own(net.linear.weight.detach())
     with pytest.raises(FsdpError, match=r"linear\.weight is a Own.*emulate"):
         wrap(net, units=(), fp8=lambda name: True)
+
+
+def test_compiled_layers_read_what_bytes_stand_for_or_are_refused():
+    def trained(compiled, matmul):
+        net = make_net(layers=1)
+        if compiled:
+            net.blocks[0].forward = torch.compile(net.blocks[0].forward, backend="eager", fullgraph=True)
+        return run(net, wrap(net, matmul), steps=1)
+
+    assert same(trained(False, "emulate"), trained(True, "emulate")) == []
+    with pytest.raises(Exception, match=r"blocks\.0\.up\.weight is an fp8 parameter.*torch\.compile.*emulate"):
+        trained(True, "scaled")

@@ -176,3 +176,54 @@ def test_ranks_that_choose_other_fp8_parameters_are_told():
     results = run_ranks(refused, 2)
     assert {name for name, _ in results} == {"FsdpError"}
     assert all("fp8" in text and "blocks.0.up.weight" in text for _, text in results)
+
+
+def load_and_look(rank, ranks):
+    net = make_net()
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        fsdp_unit_modules=[Block],
+        checks="unit",
+        mixed_precision=MixedPrecision(fp8=is_fp8),
+    )
+    model(batch(0, 0, rank))
+    whole = {name: value * -1.5 for name, value in make_net().state_dict().items()} if rank == 0 else None
+    model.load_full_state_dict(whole)
+    found = {}
+    for i, block in enumerate(net.blocks):
+        block.up.register_forward_hook(lambda module, *_, i=i: found.update({i: module.weight.detach().clone()}))
+    with torch.no_grad():
+        model(batch(0, 0, rank))
+    return found
+
+
+def test_a_whole_state_that_is_loaded_is_quantised_anew_also_with_checks_and_in_evaluation():
+    results = run_ranks(load_and_look, 2)
+    for i, block in enumerate(make_net().blocks):
+        wanted = seen(f"blocks.{i}.up.weight", block.up.weight.detach() * -1.5)
+        assert all(torch.equal(found[i], wanted) for found in results)
+
+
+def same_batch(rank, ranks, matmul):
+    """Every rank has the same batch, so that the sum over two ranks divided by two is exact."""
+    net = make_net()
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        fsdp_unit_modules=[Block],
+        mixed_precision=MixedPrecision(fp8=is_fp8, fp8_matmul=matmul, param_dtype=torch.bfloat16),
+    )
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    for step in range(2):
+        for k in range(2):
+            loss_of(model(batch(step, k, 0)), batch(step, k, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+def test_products_of_bytes_do_not_depend_on_the_number_of_ranks(matmul):
+    one = run_ranks(same_batch, 1, matmul)[0]
+    assert [same(one, result) for result in run_ranks(same_batch, 2, matmul)] == [[], []]

@@ -89,6 +89,12 @@ WAITS = {
     "reduction inside step()": (step, {"strategy": "optim"}, "op reduce"),
     "pieces of Muon's matrices": (muon, {}, "op step"),
     "gather of a whole state": (whole_state, {}, "op gather"),
+    # The root unit has fp8 parameters too: the first thing sent is the scales of all.
+    "scales of fp8 parameters": (
+        stale_forward,
+        {"mixed_precision": MixedPrecision(fp8=lambda name: True)},
+        "op gather",
+    ),
     "control exchange": (stale_forward, {"checks": "unit"}, "op gather"),
 }
 

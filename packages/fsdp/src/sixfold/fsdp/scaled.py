@@ -70,9 +70,11 @@ class ScaledWeight(nn.Parameter):
         leaves = pytree.tree_leaves((args, kwargs)) if forbidden else ()
         hidden: _Hidden | None = next((one.__dict__[_HIDDEN] for one in leaves if isinstance(one, ScaledWeight)), None)
         if hidden is not None and not hidden.replaced():
+            compiled = torch._guards.CompileContext.current_compile_id() is not None
             raise FsdpError(
-                f"{hidden.tensor.name} is an fp8 parameter, its values are not here, and {name} reads them: with "
-                f"fp8_matmul={hidden.matmul.value!r} only F.linear can. Leave it out of MixedPrecision.fp8, or use "
+                f"{hidden.tensor.name} is an fp8 parameter, its values are not here, and "
+                f"{'torch.compile looks at them' if compiled else f'{name} reads them'}: with fp8_matmul="
+                f"{hidden.matmul.value!r} only F.linear can, uncompiled. Leave it out of MixedPrecision.fp8, or use "
                 "fp8_matmul='emulate'",
                 op="read",
             )

@@ -270,3 +270,15 @@ def test_a_nan_of_one_rank_wins_on_every_back_end(sign):
     scales = quantized_module.Fp8Scales([(MaximumWithoutNan([448.0, 896.0, NAN]), True, tensors)], torch.device("cpu"))
     scales.refresh(tensors, lambda work: None)
     assert tensors[0].scale == 1.0 and tensors[1].scale.isnan() and tensors[2].scale.isnan()
+
+
+def test_a_scale_shrinks_with_its_tensor_also_where_nothing_of_it_lies_here():
+    tensor = quantized_module.QuantizedTensor("a", (3,))
+    elsewhere = MaximumWithoutNan([896.0])
+    scales = quantized_module.Fp8Scales([(elsewhere, True, [tensor])], torch.device("cpu"))
+    scales.refresh([tensor], lambda work: None)
+    assert tensor.scale == 2.0
+    elsewhere.other = torch.tensor([448.0])
+    scales.main_changed([tensor])
+    scales.refresh([tensor], lambda work: None)
+    assert tensor.scale == 1.0

@@ -102,3 +102,24 @@ def test_a_bf16_matrix_beside_an_fp32_norm_is_gathered_as_bf16_and_needs_no_copy
     unit = model.report()["units"]["0"]
     exact = 2 * 256 * 256 + 4 * 2 * 256
     assert exact <= unit["wire_bytes"] == unit["gathered_bytes"] <= exact + 4 * 128
+
+
+def test_a_small_bf16_matrix_beside_large_fp32_ones_travels_widened_and_is_copied_out():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+            self.gate = nn.Linear(8, 8).to(torch.bfloat16)
+
+        def forward(self, x):
+            return self.up(x) + self.gate(x[:, :8].to(torch.bfloat16)).repeat(1, 8)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Wide(), Wide())
+    x = torch.randn(3, 64)
+    expected = net(x).detach()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Wide])
+    assert torch.equal(model(x), expected)
+    unit = model.report()["units"]["0"]
+    assert unit["wire_bytes"] <= 4 * (64 * 64 + 64 + 8 * 8 + 8) + 5 * 128
+    assert unit["gathered_bytes"] > unit["wire_bytes"]

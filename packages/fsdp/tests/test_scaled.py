@@ -67,6 +67,30 @@ def test_forward_and_backward_multiply_bytes(matmul, bias, shape):
         torch.testing.assert_close(gradients["linear.bias"], g_MN.sum(0))
 
 
+@pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+def test_operands_lie_as_the_kernel_of_cuda_takes_them(matmul, monkeypatch):
+    plain, calls = torch._scaled_mm, []
+
+    def checked(a, b, *, scale_a, scale_b, out_dtype):
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        assert a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
+        assert scale_a.dtype == scale_b.dtype == torch.float32 and scale_a.is_contiguous() and scale_b.is_contiguous()
+        assert torch.float8_e4m3fn in (a.dtype, b.dtype)
+        if matmul == "scaled_rows":
+            assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]) and a.dtype == b.dtype
+        else:
+            assert scale_a.numel() == scale_b.numel() == 1
+        calls.append((a.shape, b.shape))
+        return plain(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
+    net = nn.Sequential(nn.Linear(16, 32))
+    model = wrap(net, matmul, units=(nn.Linear,), fp8=lambda name: name == "0.weight")
+    x = torch.randn(16, 5, requires_grad=True)
+    model(x.t()).backward(torch.randn(32, 5).t())  # both transposed
+    assert calls == [((5, 16), (16, 32)), ((5, 32), (32, 16))]
+
+
 def test_no_rows_and_rows_of_zeros_are_fine():
     model = wrap(Whole(True), units=(nn.Linear,), fp8=lambda name: name == "linear.weight")
     assert model(torch.zeros(0, 13)).shape == (0, 19)

@@ -132,7 +132,7 @@ class _ScaledLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             q_KN = tensor.transposed if tensor.transposed is not None else tensor.q.t().contiguous()
             narrow = FP8 if rows else torch.float8_e5m2
-            to_input = _multiply(gradient_MN.contiguous(), q_KN.view(FP8).t(), tensor.scale, narrow, rows=rows)
+            to_input = _multiply(gradient_MN, q_KN.view(FP8).t(), tensor.scale, narrow, rows=rows)
         if ctx.needs_input_grad[1]:
             to_weight = gradient_MN.t().mm(input_MK)
         return to_input, to_weight, None, None
@@ -142,6 +142,7 @@ def _multiply(left_MK: Tensor, q_KN: Tensor, scale: Tensor, narrow: torch.dtype,
     """``left @ (q * scale)`` in the dtype of ``left``; ``q_KN`` lies in columns."""
     if not left_MK.numel():
         return left_MK.new_zeros(left_MK.shape[0], q_KN.shape[1])
+    left_MK = left_MK.contiguous()
     amax = torch.linalg.vector_norm(left_MK, math.inf, dim=1 if rows else None, keepdim=rows).to(torch.float32)
     largest = torch.finfo(narrow).max
     left_scale = scales_of(amax, largest)

@@ -1,8 +1,8 @@
 """What the engine knows of a call, of a stage, and of the backward that runs now.
 
-    CallContext, StageState, accumulates (this file) --> engine.py, hooks.py, stage.py
+    CallContext, StageState, accumulates, asked_for (this file) --> engine.py, hooks.py, stage.py
 
-Values and one question to autograd; no event is handled here.
+Values and two questions about the backward; no event is handled here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import graph
 
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
@@ -34,6 +35,24 @@ def accumulates(records: Sequence[ParamRecord]) -> bool:
             except RuntimeError:  # it is what autograd.grad was asked for
                 return False
     return False
+
+
+def asked_for() -> frozenset[int] | None:
+    """``id`` of each of the ``inputs`` that the backward that runs now was given; None: it was given none.
+
+    Autograd does not tell a parameter that was left out from one that is not in the graph, so its caller is asked:
+    torch's function that enters it, on this thread or, where a device's thread runs the backward, on another.
+    """
+    enters = graph._engine_run_backward.__code__
+    here = sys._getframe(1)
+    for start in (here, *(one for one in sys._current_frames().values() if one is not here)):
+        frame: FrameType | None = start
+        while frame is not None and frame.f_code is not enters:
+            frame = frame.f_back
+        if frame is not None:
+            inputs = frame.f_locals["args"][3:4] or (frame.f_locals["kwargs"].get("inputs", ()),)
+            return frozenset(map(id, inputs[0])) if inputs[0] else None
+    return None
 
 
 class CallContext:

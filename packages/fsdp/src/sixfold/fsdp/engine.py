@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.calls import CallContext, StageState, accumulates, calling_frame, in_backward
+from sixfold.fsdp.calls import CallContext, StageState, accumulates, asked_for, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.control import Control
@@ -78,6 +78,7 @@ class Engine:
         self._callback = False
         self._task = -1  # the backward that was last asked whether it accumulates
         self._accumulates = True
+        self._asked: frozenset[int] | None = None  # what backward(inputs=) was given
         self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
         self._joint = True  # [Note: several calls, one backward]
         self.weights = 0  # how often main weights changed
@@ -276,6 +277,7 @@ class Engine:
         if task != self._task:
             # A split backward may leave all gradients to W.
             self._task, self._accumulates = task, self._driven or accumulates(self._trainable)
+            self._asked = None if self._driven else asked_for()
         self._await_end()
         self._use(unit, True)
         if not self._accumulates:
@@ -287,8 +289,17 @@ class Engine:
             self._close_done(unit)
         if all(opened is not unit for opened, _ in self._open):
             self._open.append((unit, context))
+            self._leave_out(unit)
             self._touched.add(unit.index)
         return True
+
+    def _leave_out(self, unit: Unit) -> None:
+        """``backward(inputs=some parameters)`` makes no gradients of the others, and zeros are gradients."""
+        if self._asked is None and unit.index not in self._touched:
+            return  # as nearly always; nothing is left out of a unit that no sum is held for
+        for record in unit.records:
+            asked = self._asked is None or id(record.parameter) in self._asked
+            record.left_out = not asked and (record.left_out or unit.index not in self._touched)
 
     def _await_end(self) -> None:
         if not self._callback:

@@ -121,12 +121,13 @@ class ParamRecord:
     """One parameter in its stream's buffers.
 
     ``main`` is what the optimizer updates (None where nothing of it lies here); ``filled`` says that ``local_grad``
-    holds a local sum; ``wanted`` is ``requires_grad`` as it was last set; ``parameter.data`` is ``compute`` for ever.
+    holds a local sum; ``wanted`` is ``requires_grad`` as it was last set; ``left_out``: every backward since the last
+    reduction was asked for others (``inputs=``); ``parameter.data`` is ``compute`` for ever.
     [Note: views made once]
     """
 
     __slots__ = (
-        "buffer", "compute", "dtype", "filled", "local_grad", "main", "main_grad", "name", "parameter",
+        "buffer", "compute", "dtype", "filled", "left_out", "local_grad", "main", "main_grad", "name", "parameter",
         "spec", "wanted",
     )  # fmt: skip
 
@@ -143,6 +144,7 @@ class ParamRecord:
         self.main_grad: Tensor | None = None
         self.local_grad: Tensor | None = None
         self.filled = False
+        self.left_out = False
         self.wanted = parameter.requires_grad
 
     @property

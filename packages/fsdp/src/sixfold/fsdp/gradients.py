@@ -118,15 +118,15 @@ class Gradients:
         """Hand the local sums to a reduction: (full_numel,) and which parameters had any.
 
         ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank; only those frozen
-        after wrapping (on all ranks alike) have none, as in plain training.
+        after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
         """
         local = self.local
         assert local is not None, f"unit {self._unit!r} has no local gradients to reduce"
-        had = [record.filled or (fill_zeros and record.wanted) for record in self._records]
+        had = [record.filled or (fill_zeros and record.wanted and not record.left_out) for record in self._records]
         for record in self._records:
             if not record.filled and fill_zeros and record.local_grad is not None:
                 record.local_grad.zero_()
-            record.filled = False
+            record.filled = record.left_out = False
         self.local = None
         return local, had
 

@@ -209,6 +209,54 @@ def test_recompute_gathers_nothing_more_whatever_the_budget():
             assert train(budget, recompute=kind).report()["gathers"] == plain, (budget, kind)
 
 
+class Outer(nn.Module):
+    """A unit with units inside it, as a block with experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleList(Block(WIDTH, hidden=5 + 3 * i) for i in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.before(x))
+        for inner in self.inner:
+            x = inner(x)
+        return torch.tanh(self.after(x))
+
+
+def test_units_inside_units_stay_beside_those_around_them_under_every_budget():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Outer(), Outer(), Outer())
+
+    def run(model, module):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if model is not module:
+            fully_shard_optimizer(optimizer, model)
+        for step in range(3):
+            for k in range(2):
+                x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + k))
+                model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    twin = make()
+    run(twin, twin)
+    for budget in ("double", "all", 0, 900, 2500, 6000):
+        net = make()
+        if isinstance(budget, int):
+            with pytest.raises(FsdpError, match="those around it included, need") as caught:
+                FullyShardedDataParallel(net, fsdp_unit_modules=[Outer, Block], buffers=BufferConfig(gathered_bytes=1))
+            budget += int(str(caught.value).split("need ")[1].split()[0])
+        model = FullyShardedDataParallel(
+            net, fsdp_unit_modules=[Outer, Block], buffers=BufferConfig(gathered_bytes=budget)
+        )
+        run(model, net)
+        assert same(twin.state_dict(), model.full_state_dict()) == [], budget
+        plan = model.report()["plan"]
+        assert plan.get("gathers") == (plan["gathers_done"] if isinstance(budget, int) else None)
+
+
 def test_a_budget_too_small_for_what_must_be_here_at_once_is_refused():
     with pytest.raises(
         FsdpError, match=r"gathered_bytes is 100; the root unit \(\d+ bytes\) and the largest unit"

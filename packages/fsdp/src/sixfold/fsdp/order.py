@@ -8,6 +8,7 @@ Numbers of units and names only; knows no memory and starts nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.residency import Action
@@ -75,18 +76,26 @@ class Successors:
         self._before = unit
 
     def coming(self) -> Iterator[int]:
-        """Uses that are expected, the next one first."""
+        """Uses that are expected in this call, the next one first: whether another one follows is not known."""
         if self._seed_of is not self._training.recorded:
-            self._seed_of, self._seed = self._training.recorded, {}
-            for one, other in zip(self._seed_of, self._seed_of[1:], strict=False):
-                if one != other:
-                    self._seed.setdefault(one, other)  # a step begins with a forward
+            self._seed_of = self._training.recorded
+            self._seed = self._forwards(self._seed_of)
         unit = self._before
         for _ in range(_AHEAD):
-            unit = self._after.get(unit, self._seed.get(unit, -1))
-            if unit < 0:
+            unit = self._after.get(unit, self._seed.get(unit, 0))
+            if unit == 0:  # the root unit: a call begins
                 return
             yield unit
+
+    def _forwards(self, order: Sequence[int]) -> dict[int, int]:
+        """Successors in a step until a unit is used again: its forward."""
+        found: dict[int, int] = {}
+        for one, other in pairwise(order):
+            if one in found and one:
+                break
+            if one != other:
+                found.setdefault(one, other)
+        return found
 
 
 class GivenPlan:

@@ -5,6 +5,7 @@ engine.py, options.py --> report (this file) --> model.report()
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sixfold.fsdp import residency
@@ -15,7 +16,7 @@ from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.links import Links
 from sixfold.fsdp.options import Options
-from sixfold.fsdp.units import tied_in_root
+from sixfold.fsdp.units import Unit, tied_in_root
 
 
 def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8: Fp8, links: Links) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
         },
         "gathers": engine.gathering.gathers,
         "reductions": engine.reduction.reductions,
-        "plan": _plan(engine.gathering),
+        "plan": _plan(engine.gathering, engine.units),
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "grad_sum": options.mixed_precision.grad_sum,
         "communicators": links.report(),
@@ -89,16 +90,18 @@ def _root(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _plan(gathering: Gathering) -> dict[str, Any]:
+def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     """Ranges of the arena and, under a byte budget, what a step gathers: as planned, as done, as bytes alone allow.
 
-    Gathers are those of units in the arena: the root and units that are kept are gathered once besides.
+    Gathers are those of units in the arena: the root and units that are kept are gathered once besides. Padding is
+    that of all units' layouts.
     """
     placement, given = gathering.placement, gathering.given
     arena, colouring = placement.arena, placement.colouring
     found: dict[str, Any] = {
         "arena_bytes": arena.nbytes,
         "arena_used_bytes": arena.used_bytes,
+        "padding_bytes": sum(stream.cut.layout.padding_bytes for unit in units for stream in unit.streams),
         "peak_bytes": placement.kept_bytes + arena.peak_bytes,
         "budget_bytes": placement.budget_bytes,
         "gathers_done": gathering.last_gathers,

@@ -141,7 +141,7 @@ def test_a_tensor_larger_than_the_scratch_is_quantised_in_pieces(monkeypatch):
         main = main_of(model, name)
         q, scale = quantized(main)
         assert torch.equal(seen_by_layers(model, net, name).view(-1), (q.float() * scale).bfloat16())
-    assert model.report()["bytes"]["fp8_scratch"] == 100 * 5 + 256 * 4 + 6 * 8
+    assert model.report()["bytes"]["fp8_scratch"] == 100 * 5 + 256 * 4 + 6 * 16
 
 
 def test_a_byte_for_each_fp8_weight_travels_and_norms_lie_beside_them_as_they_are():

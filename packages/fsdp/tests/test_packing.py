@@ -39,6 +39,9 @@ def test_bytes_of_all_ranks_put_together_hold_every_tensor_in_one_piece(seed):
             size = travels_as(specs[at].dtype, packing.pitch, fp8=specs[at].dtype is FP8).itemsize
             start = rank * shard_bytes + part.offset_bytes // packing.itemsize * packing.pitch
             stop = start + (part.stop - part.start) * size
+            position = (rank * packing.layout.shard_bytes + part.offset_bytes) // packing.itemsize
+            first = packing.layout.offsets_bytes[at] // packing.itemsize
+            assert position == first + part.start, "elements of main weights and gradients lie in one piece too"
             assert stop <= (rank + 1) * shard_bytes, "the bytes of a part lie in its rank's shard"
             assert taken.isdisjoint(range(start, stop)), "no two tensors share a byte"
             taken.update(range(start, stop))

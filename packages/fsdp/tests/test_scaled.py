@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fp8_oracle import is_fp8, quantized
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
+from fsdp_world import only_new_garbage
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import quantized as quantized_module
+from sixfold.fsdp.scaled import Transposes
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -168,6 +173,50 @@ def test_transposed_copies_live_in_backward_alone(gathered_bytes, strategy):
     for unit, hidden in ((f"blocks.{i}", 19 + 4 * i) for i in range(3)):
         assert report["units"][unit]["gathered_bytes"] == report["units"][unit]["wire_bytes"]
         assert report["units"][unit]["wire_bytes"] <= 2 * 13 * hidden + 4 * (2 * 13 + hidden) + 6 * 128
+
+
+def test_units_of_one_depth_take_turns_and_those_around_them_keep_theirs():
+    tensors = {name: quantized_module.QuantizedTensor(name, (2, 3)) for name in ("root", "a", "b")}
+    for at, tensor in enumerate(tensors.values()):
+        tensor.q = torch.arange(6, dtype=torch.uint8).view(2, 3) + 10 * at
+    units = {"root": (-1, [tensors["root"]]), "a": (0, [tensors["a"]]), "b": (0, [tensors["b"]]), "c": (0, [])}
+    copies = Transposes(units, torch.device("cpu"))
+    assert copies.nbytes == 2 * 128
+    for unit in ("root", "a", "c", "a", "b"):
+        copies.use(unit, in_backward=True)
+    assert copies.alive == ("root", "b") and copies.made == 3 and copies.dropped == 1
+    assert tensors["a"].transposed is None
+    assert torch.equal(tensors["root"].transposed, tensors["root"].q.t())
+    assert torch.equal(tensors["b"].transposed, tensors["b"].q.t())
+    copies.drop("a")
+    copies.drop("c")
+    assert copies.alive == ("root", "b")
+    copies.use("c", in_backward=False)
+    assert copies.alive == () and copies.dropped == 3
+
+
+def storages():
+    gc.collect()
+    found = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor):
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return found
+
+
+@pytest.mark.parametrize("matmul", ["emulate", "scaled"])
+@pytest.mark.parametrize("gathered_bytes", ["double", "all"])
+def test_the_report_counts_every_byte(matmul, gathered_bytes):
+    with only_new_garbage():
+        net = make_net(width=16)
+        model = wrap(net, matmul, buffers=BufferConfig(gathered_bytes=gathered_bytes), param_dtype=torch.bfloat16)
+        reported = sum(model.report()["bytes"].values())
+        del net
+        before = storages()
+        del model
+        after = storages()
+    assert sum(nbytes for place, nbytes in before.items() if place not in after) == reported
 
 
 def test_a_copy_that_was_dropped_too_early_costs_no_bit(monkeypatch):

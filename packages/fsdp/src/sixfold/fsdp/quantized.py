@@ -131,6 +131,11 @@ class _Together:
         self._mains = [main for _, main in held]
         self._places = torch.tensor([i for i, _ in held], dtype=torch.int64, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.amax_T.nbytes + self.scale_T.nbytes + self._places.nbytes
+
     def refresh(self, wait: Callable[[Any], None]) -> None:
         """[Note: scales before the first gather] One all-reduce of the bits of ``amax``."""
         self.amax_T.zero_()
@@ -177,7 +182,7 @@ class Fp8Scales:
     @property
     def nbytes(self) -> int:
         """Bytes of scales and of what is between main weights and bytes."""
-        return self.scratch.nbytes + sum(group.amax_T.nbytes + group.scale_T.nbytes for group in self._groups)
+        return self.scratch.nbytes + sum(group.nbytes for group in self._groups)
 
     def refresh(self, tensors: Sequence[QuantizedTensor], wait: Callable[[Any], None]) -> None:
         """A gather of ``tensors`` begins: their scales, and those of all that change with them, are those of today."""

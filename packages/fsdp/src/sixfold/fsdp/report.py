@@ -49,7 +49,7 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
             "reduce_buffers": sum(pool.slot_bytes),
             "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
             "main_gradients": sum(stream.gradients.home_bytes for stream in streams),
-            "fp8_scratch": fp8.scales.nbytes,
+            "fp8_scratch": fp8.scales.nbytes + sum(one.nan_bytes for one in weights),
             "fp8_transposed": 0 if fp8.transposes is None else fp8.transposes.nbytes,
         },
         "fp8": {

@@ -72,7 +72,7 @@ class Weights:
         if shards_params:
             self.source = torch.zeros(cut.main_numel * pitch, dtype=torch.uint8, device=device).view(self.dtype)
         else:
-            self._kept = torch.zeros(self.gathered_bytes, dtype=torch.uint8, device=device)
+            self._kept = torch.zeros(self.slot_bytes, dtype=torch.uint8, device=device)
             start = 0 if cut.parts == 1 else cut.part * cut.shard_numel * pitch
             self.source = self._kept[start : start + cut.main_numel * pitch].view(self.dtype)
         main = self.source if self.aliased else torch.zeros(cut.main_numel, dtype=main_dtype, device=device)
@@ -129,6 +129,11 @@ class Weights:
         return total
 
     @property
+    def nan_bytes(self) -> int:
+        """Bytes of the NaNs that stand for values of weights whose layers multiply bytes."""
+        return sum(one.dtype.itemsize for one in self._records if one.name in self._of and self._matmul.on_bytes)
+
+    @property
     def slot_bytes(self) -> int:
         """``gathered_bytes`` rounded up, so that the next stream in a slot starts aligned."""
         return self._aligned(self.gathered_bytes)
@@ -146,7 +151,7 @@ class Weights:
         """Take ``memory`` (bytes) for gathered weights, again only when their unit moves; None: this stream's own."""
         if memory is None:
             if self._kept is None:
-                self._kept = torch.zeros(self.gathered_bytes, dtype=torch.uint8, device=self._device)
+                self._kept = torch.zeros(self.slot_bytes, dtype=torch.uint8, device=self._device)
             memory = self._kept
         self.gathered = memory[: self.wire_bytes].view(self.dtype)
         self._copies = [], []

@@ -282,3 +282,39 @@ def test_a_scale_shrinks_with_its_tensor_also_where_nothing_of_it_lies_here():
     scales.main_changed([tensor])
     scales.refresh([tensor], lambda work: None)
     assert tensor.scale == 1.0
+
+
+def test_tensors_without_elements_and_scalars_are_fine():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.none = torch.nn.Parameter(torch.zeros(0, 5))
+            self.one = torch.nn.Parameter(torch.tensor(-3.3))
+
+        def forward(self, x):
+            return x * self.one + self.none.sum()
+
+    for chosen in (("none",), ("none", "one")):
+        net = Odd()
+        model = FullyShardedDataParallel(
+            net, mixed_precision=MixedPrecision(fp8=lambda name, chosen=chosen: name in chosen)
+        )
+        output = model(torch.ones(2))
+        assert torch.equal(output, torch.full((2,), -3.3)), "the largest element of a tensor is 448 times its scale"
+        output.sum().backward()
+        assert dict(model.main_parameters())["one"].grad.item() == 2.0
+
+
+@pytest.mark.parametrize("budget", [30_000, 60_000])
+def test_a_byte_budget_changes_no_bit(budget):
+    results = []
+    for gathered_bytes in ("double", budget):
+        net = make_net()
+        model = wrap(net, buffers=BufferConfig(gathered_bytes=gathered_bytes))
+        optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+        for step in range(3):
+            loss_of(model(batch(step, 0, 0)), batch(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.full_state_dict())
+    assert same(*results) == []

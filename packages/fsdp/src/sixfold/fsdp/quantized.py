@@ -51,7 +51,7 @@ def scales_of(amax_T: Tensor, largest: float = LARGEST) -> Tensor:
 
 def quantize(main: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
     """``out`` (n,) becomes the bytes of ``main`` (n,) fp32; in an integer dtype of any width."""
-    step = scratch.wide.numel()
+    step = scratch.wide.numel() or 1
     for start in range(0, main.numel(), step):
         part = main[start : start + step]
         wide, narrow = scratch.wide[: part.numel()], scratch.bytes[: part.numel()]
@@ -69,7 +69,7 @@ def dequantize(q: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
 
     There are 256 of them, and looking them up is five times as fast on a CPU as converting each byte.
     """
-    step = scratch.wide.numel()
+    step = scratch.wide.numel() or 1
     weights = (scratch.numbers * scale).to(out.dtype)
     for start in range(0, q.numel(), step):
         part = q[start : start + step]

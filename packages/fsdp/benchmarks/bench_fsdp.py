@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from fsdp_bench_helpers import overheads, ratio, step_times
 
 from ranktest import run_ranks
 from sixfold.fsdp.layout import TensorSpec, plan_layout
+from sixfold.fsdp.quantized import Scratch, dequantize, quantize
 
 LAYERS = 32
 
@@ -39,3 +41,19 @@ def test_plan_a_thousand_tensors_over_4096_ranks(benchmark: Any) -> None:
     specs = [TensorSpec(f"t{i}", (1000 + i, 64 * (1 + i % 3)), granularity="row") for i in range(1000)]
     benchmark.extra_info.update(tensors=1000, ranks=4096)
     benchmark(plan_layout, specs, 4096)
+
+
+@pytest.mark.parametrize("direction", ["main to bytes", "bytes to bf16", "floor: fp32 to bf16"])
+def test_fp8_conversions(benchmark: Any, direction: str) -> None:
+    """4 M elements, one thread; the floor is the cast that a bf16 parameter needs."""
+    numel = 4 << 20
+    main, scale = torch.randn(numel), torch.tensor(0.01)
+    q, weights = torch.empty(numel, dtype=torch.uint8), torch.empty(numel, dtype=torch.bfloat16)
+    scratch = Scratch(numel, torch.device("cpu"))
+    runs = {
+        "main to bytes": lambda: quantize(main, scale, q, scratch),
+        "bytes to bf16": lambda: dequantize(q, scale, weights, scratch),
+        "floor: fp32 to bf16": lambda: weights.copy_(main),
+    }
+    benchmark.extra_info.update(elements=numel)
+    benchmark(runs[direction])

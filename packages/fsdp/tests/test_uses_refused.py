@@ -235,6 +235,49 @@ def writes_in_its_own_call(world):
     world.optimizer.step()
 
 
+def in_its_own_call(action):
+    """What a module does to its own weight in its forward; told at the step."""
+
+    def use(world):
+        def special(net, x):
+            action(net.head.weight)
+            return net.head(x)
+
+        world.net.special = special
+        world.loss(0).backward()
+        yield
+        world.optimizer.step()
+
+    use.__name__ = f"{action.__name__}_in_its_own_call"
+    return use
+
+
+def assigns_its_data(weight):
+    weight.data = torch.ones_like(weight)
+
+
+def freezes(weight):
+    weight.requires_grad_(False)
+
+
+def takes_a_plain_alias(net):
+    net.head.weight.as_subclass(torch.Tensor).sum()
+
+
+def calls_the_forward_of_a_unit(world):
+    block = world.net.blocks[0]
+    world.net.special = lambda net, x: net.head(block.forward(x))
+    yield
+    world.call(batch(0, 0, 0))
+
+
+def generates_with_another_models_hand_tied_weight(world):
+    other = nn.Linear(WIDTH, 17, bias=False)
+    other.weight = world.net.embedding.weight
+    yield
+    other(torch.zeros(1, WIDTH))
+
+
 def a_graph_from_before_the_step(world):
     loss = world.loss(0)
     loss.backward(retain_graph=True)
@@ -342,6 +385,11 @@ REFUSED = [
     (calls_from_two_threads(lambda world: world.call, lambda world: world.net), "two threads call the model at once"),
     (calls_from_two_threads(lambda world: world.net, lambda world: world.call), "two threads call the model at once"),
     (writes_in_its_own_call, "head.weight: it was written to in place"),
+    (in_its_own_call(assigns_its_data), "head.weight: its .data was assigned in a call of its unit"),
+    (in_its_own_call(freezes), "head.weight: requires_grad was set to False in a call.*between calls"),
+    (doing(takes_a_plain_alias), r"head.weight: as_subclass\(\) reads"),
+    (calls_the_forward_of_a_unit, r"blocks.0.norm.weight: layer_norm\(\) reads .*outside a call of its unit"),
+    (generates_with_another_models_hand_tied_weight, r"embedding.weight: linear\(\) reads"),
     (a_graph_from_before_the_step, "graph from before an optimizer step"),
     (second_order_in_two_slots, 'create_graph=True.*gathered_bytes="all"'),
     (a_plain_optimizer_state, "of an optimizer that was not sharded"),

@@ -147,6 +147,11 @@ class GuardedParameter(nn.Parameter):
                 guard.ask(name, sets, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # its own class's
 
+    def as_subclass(self, cls: type) -> Any:  # torch asks no class for it
+        self.__dict__[_MARK].ask("as_subclass", False, (self,), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().as_subclass(cls)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = self.__dict__[_MARK].record
         return f"Parameter {record.name} {tuple(self.shape)} {self.dtype} of unit {record.buffer.unit or '(root)'}"

@@ -30,6 +30,7 @@ STATE = (
     "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication); "
     "sixfold.fsdp.torch_state has DTensors for torch's tools"
 )
+BETWEEN = "set it between calls, on all ranks alike"
 LOAD = "use the wrapper's load_full_state_dict(), or copy into its state_records() and call its refresh()"
 
 
@@ -175,7 +176,8 @@ def refuse_changed_parameters(engine: Engine) -> None:
     """Once per step: every parameter is the one that was wrapped, and nothing wrote to it beneath its guard.
 
     Raises:
-        FsdpError: a parameter was replaced, written to in place, or unfrozen inside a call of its unit.
+        FsdpError: a parameter was replaced or, inside a call of its unit, written to in place, given another ``.data``,
+            frozen or unfrozen.
     """
     with torch._C.DisableTorchFunctionSubclass():  # a plain attribute costs 80 ns, a guarded one a microsecond
         for place, name, parameter, version in engine.registered:
@@ -188,3 +190,7 @@ def refuse_changed_parameters(engine: Engine) -> None:
                 )
             if parameter._version != version:
                 raise guard.error("it was written to in place", f"the next gather undoes that. {LOAD}")
+            if parameter.data_ptr() != guard.record.compute.data_ptr():
+                raise guard.error("its .data was assigned in a call of its unit", f"gathers do not reach that. {LOAD}")
+            if parameter.requires_grad != guard.record.wanted:
+                raise guard.error(f"requires_grad was set to {parameter.requires_grad} in a call of its unit", BETWEEN)

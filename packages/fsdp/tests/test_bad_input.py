@@ -26,7 +26,7 @@ from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, Mixe
         ({"granularity": lambda name, parameter: None}, "granularity is None"),
         (
             {"mesh_for": lambda name: object()},
-            "embedding.weight a mesh of its own, which is not supported",
+            "mesh_for gives embedding.weight object; it gives a 1-D DeviceMesh, or None",
         ),
     ],
 )

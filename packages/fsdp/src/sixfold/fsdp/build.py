@@ -8,36 +8,34 @@ Made in the order of need: groups, what is waited with, units, what moves them, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sixfold.fsdp.accept import fp8_names_of, look_at
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, StoreControl, control_of, exchange
 from sixfold.fsdp.engine import Engine
-from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
-from sixfold.fsdp.guard import guard_of
-from sixfold.fsdp.initial import agree, set_start_values
+from sixfold.fsdp.initial import agree, agree_on_meshes, set_start_values
 from sixfold.fsdp.links import Links
+from sixfold.fsdp.meshes import Meshes
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.placement import placement_of
 from sixfold.fsdp.quantized import Fp8Scales
 from sixfold.fsdp.reduce import Reduction
-from sixfold.fsdp.scaled import Fp8Matmul, Transposes, fault_of
+from sixfold.fsdp.scaled import Fp8Matmul, Transposes
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
-from sixfold.fsdp.units import Unit, UnitSpec, find_units
+from sixfold.fsdp.units import Unit, UnitSpec
 from sixfold.fsdp.waiting import Waiting
 
 Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
@@ -87,16 +85,21 @@ def build(module: nn.Module, options: Options) -> Built:
     def wait(work: Any) -> None:  # of no step and no unit
         faults.wait(work, None, None, "check", on_host=True)
 
-    problem, specs = _look_at(module, options, device)
+    problem, specs, meshes = look_at(module, options, device)
     # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
-    names = {"units": [spec.name for spec in specs], "fp8": _fp8_names(module, options)}
-    agree(module, {**options.settings(), **names}, problem, control, wait)
+    names = {
+        "units": [_name_on_all_ranks(spec, meshes) for spec in specs],
+        "fp8": [name for name in fp8_names_of(module, options) if name not in meshes.own],
+    }
+    agree(module, {**options.settings(), **names}, problem, meshes, control, wait)
     if problem is not None:
         raise problem
+    elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
     ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
+    own = meshes.connect(links.comm)
     buffers, memory = options.buffers, links.user_buffers()
     with memory.memory():
-        units = _units(specs, ranks, options, device)
+        units = _units(specs, lambda name: own.get(name, ranks), options, device)
         placement = placement_of(
             units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
         )
@@ -129,11 +132,21 @@ def build(module: nn.Module, options: Options) -> Built:
         gathering=gathering,
         reduction=reduction,
         waiting=waiting,
-        signatures=Signatures(options.checks if ranks.size > 1 else "off", units, control, waiting),
+        signatures=Signatures(options.checks, units, ranks, control, waiting),
         control=control,
+        elsewhere=elsewhere,
     )
     set_start_values(
-        module, engine.records, ranks, control, wait, device=device, init_fn=options.init_fn, initial=options.initial
+        module,
+        engine.records,
+        ranks,
+        meshes,
+        control,
+        wait,
+        device=device,
+        init_fn=options.init_fn,
+        initial=options.initial,
+        elsewhere=elsewhere,
     )
     for unit in units:
         for stream in unit.streams:
@@ -175,11 +188,6 @@ def _end_with_faults(faults: Faults, control: Control, links: Links, boards: Boa
     faults.at_end(close, clear)
 
 
-def _fp8_names(module: nn.Module, options: Options) -> list[str]:
-    chosen = options.mixed_precision.fp8
-    return [] if chosen is None else [name for name, _ in module.named_parameters() if chosen(name)]
-
-
 def _fp8_of(units: Sequence[Unit], options: Options, device: torch.device) -> Fp8:
     """Scales of all fp8 parameters, and where their layers multiply bytes, transposed copies of them."""
     streams = [stream for unit in units for stream in unit.streams]
@@ -201,68 +209,21 @@ def _fp8_of(units: Sequence[Unit], options: Options, device: torch.device) -> Fp
     return Fp8(scales, Transposes(tensors, device))
 
 
-def _look_at(module: nn.Module, options: Options, device: torch.device) -> tuple[FsdpError | None, list[UnitSpec]]:
-    """The units, or what is wrong with the module."""
-    for name, part in module.named_modules():
-        if hasattr(part, "main_parameters"):
-            return FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once"), []
-    for name, parameter in module.named_parameters():
-        fault = _fault_of(parameter, options.mixed_precision.main_dtype)
-        if fault is not None:
-            return FsdpError(f"{name} {fault}"), []
-    fault = _fp8_fault(module, options, device)
-    if fault is not None:
-        return FsdpError(fault), []
-    try:
-        return None, find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
-    except FsdpError as error:
-        return error, []
+def _name_on_all_ranks(spec: UnitSpec, meshes: Meshes) -> str:
+    """A unit of experts may have another name on other ranks."""
+    alike = not spec.parameters or any(name not in meshes.own for name, _ in spec.parameters)
+    return spec.name if alike else "(a unit on a mesh of its own)"
 
 
-def _fp8_fault(module: nn.Module, options: Options, device: torch.device) -> str | None:
-    matmul = Fp8Matmul(options.mixed_precision.fp8_matmul)
-    names = _fp8_names(module, options) if matmul.on_bytes else []
-    for name in names:
-        fault = fault_of(module.get_parameter(name), device)
-        if fault is not None:
-            return (
-                f"{name} {fault}: fp8_matmul={matmul.value!r} cannot multiply it; leave it out of MixedPrecision.fp8, "
-                "or use fp8_matmul='emulate'"
-            )
-    return None
-
-
-def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
-    """What is wrong with a parameter, and what to do."""
-    if guard_of(parameter) is not None:
-        return (
-            "was wrapped before, and its weights lie in that wrapper's buffers; wrap the whole model once and name its "
-            "units in fsdp_unit_modules"
-        )
-    if is_lazy(parameter):
-        return "has no shape yet (a lazy module); run one forward before wrapping"
-    if is_traceable_wrapper_subclass(parameter):
-        return (
-            f"is a {type(parameter).__name__}; parameters are plain tensors. Give the local tensors of tensor-parallel "
-            "weights, and keep other axes outside the mesh given here"
-        )
-    if not parameter.is_floating_point():
-        return f"is {parameter.dtype}; parameters are floating, others are buffers"
-    if parameter.dtype.itemsize > main_dtype.itemsize:
-        return (
-            f"is {parameter.dtype} and main weights would be {main_dtype}, which rounds it; use "
-            f"MixedPrecision(main_dtype={parameter.dtype}) or convert the module before wrapping"
-        )
-    return None
-
-
-def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: torch.device) -> list[Unit]:
+def _units(
+    specs: Sequence[UnitSpec], ranks_of: Callable[[str], Ranks], options: Options, device: torch.device
+) -> list[Unit]:
     units: list[Unit] = []
     by_name: dict[str, Unit] = {}
     held: Owned = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
-        streams = _streams(spec, ranks, options, device, held)
+        streams = _streams(spec, ranks_of, options, device, held)
         unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
         by_name[spec.name] = unit
         units.append(unit)
@@ -270,14 +231,14 @@ def _units(specs: Sequence[UnitSpec], ranks: Ranks, options: Options, device: to
 
 
 def _streams(
-    spec: UnitSpec, ranks: Ranks, options: Options, device: torch.device, held: Owned
+    spec: UnitSpec, ranks_of: Callable[[str], Ranks], options: Options, device: torch.device, held: Owned
 ) -> tuple[ParamAndGradBuffer, ...]:
     """A stream for each mesh of the unit's parameters and for trainable and frozen ones; ``held`` grows."""
     chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for trainable in (True, False):
         for name, parameter in spec.parameters:
             if parameter.requires_grad is trainable:
-                chosen.setdefault((ranks, trainable), []).append((name, parameter))
+                chosen.setdefault((ranks_of(name), trainable), []).append((name, parameter))
     streams = []
     for (mesh, trainable), parameters in chosen.items():
         owned = held.setdefault((mesh, trainable), [0] * mesh.shard.size)

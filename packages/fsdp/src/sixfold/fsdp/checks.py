@@ -8,15 +8,18 @@ Pure: the exchange itself is control.py's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Entry = TypeVar("Entry", bound=Hashable)
+
 _MASK = (1 << 63) - 1
 
 
-def odd_ranks(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def odd_ranks(rows: Sequence[Sequence[Entry]]) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
     """The most common row (tie: that of the lowest rank) and the ranks whose row is another."""
     counts = Counter(tuple(row) for row in rows)
     most = max(counts.values())

@@ -48,9 +48,11 @@ class Engine:
         waiting: Waiting,
         signatures: Signatures,
         control: Control,
+        elsewhere: bool = False,
     ) -> None:
         self.units = units
         self.ranks = ranks
+        self.elsewhere = elsewhere  # some rank has parameters on a mesh of their own
         self.strategy = strategy
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering

@@ -8,7 +8,7 @@ One module at a time, so no rank ever holds more full parameters than one module
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +20,29 @@ from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, exchange, exchange_text, farewell
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.meshes import Meshes
 from sixfold.fsdp.meta import InitFn, Meta
 
 WaitWork = Callable[[Any], None]
 
 
 def agree(
-    module: nn.Module, settings: Mapping[str, object], problem: FsdpError | None, control: Control, wait: WaitWork
+    module: nn.Module,
+    settings: Mapping[str, object],
+    problem: FsdpError | None,
+    meshes: Meshes,
+    control: Control,
+    wait: WaitWork,
 ) -> None:
     """All ranks wrap the same model with the same settings, and have the same ``problem`` or none.
+
+    Parameters on a mesh of their own are those of its ranks: see ``agree_on_meshes``.
 
     Raises:
         FsdpError: on all ranks: the first difference, both values, the ranks that differ from most.
     """
     lines = [f"error|{problem or 'none'}"]
-    lines += [f"{name}|{_looks(p)}" for name, p in module.named_parameters()]
+    lines += [f"{name}|{_looks(p)}" for name, p in module.named_parameters() if name not in meshes.own]
     lines += [f"{name}|{value}" for name, value in settings.items()]
     text = "\n".join(lines)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
@@ -60,6 +68,51 @@ def agree(
     )
 
 
+def agree_on_meshes(module: nn.Module, meshes: Meshes, control: Control, wait: WaitWork) -> bool:
+    """The ranks of a mesh have the same parameters on it. Returns whether any rank has a mesh beside the main one.
+
+    Raises:
+        FsdpError: on all ranks: the first parameter that differs, the mesh, the ranks of it that differ from most.
+    """
+    own = meshes.own
+    mine = [(name, own[name].place, _looks(p)) for name, p in module.named_parameters() if name in own]
+    return _compare_on_meshes(
+        mine,
+        control,
+        wait,
+        "ranks {place} share a mesh and wrap different models on it: {name} {value} on most, {other} on rank {odd}; "
+        "build the same modules on all ranks of a mesh",
+    )
+
+
+def _compare_on_meshes(
+    mine: Sequence[tuple[str, Sequence[int], str]], control: Control, wait: WaitWork, message: str
+) -> bool:
+    """(name, positions of its mesh, value): every rank of a mesh says the same of it, in the same order."""
+    text = "\n".join(f"{','.join(map(str, place))}|{name}|{value}" for name, place, value in mine)
+    said = [_by_mesh(one) for one in exchange_text(control, text, wait)]
+    for place in dict.fromkeys(place for one in said for place in one):
+        lists = [said[rank].get(place, []) for rank in place]
+        for at in range(max(map(len, lists))):
+            lines = [one[at] if at < len(one) else ("nothing", "") for one in lists]
+            (name, value), odd = odd_ranks(lines)
+            if odd:
+                farewell(control, wait)
+                at_fault = tuple(place[one] for one in odd)
+                other, ranks = " ".join(lines[odd[0]]), ", ".join(map(str, at_fault))
+                text = message.format(name=name, value=value, other=other, place=list(place), odd=ranks)
+                raise FsdpError(text, op="check", ranks=at_fault)
+    return any(said)
+
+
+def _by_mesh(text: str) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for line in text.splitlines():
+        place, name, value = line.split("|", 2)
+        found.setdefault(tuple(map(int, place.split(","))), []).append((name, value))
+    return found
+
+
 def _looks(parameter: nn.Parameter) -> str:
     shape = "no shape" if is_lazy(parameter) else tuple(parameter.shape)
     return f"{shape} {parameter.dtype} requires_grad={parameter.requires_grad}"
@@ -69,14 +122,18 @@ def set_start_values(
     module: nn.Module,
     records: Mapping[nn.Parameter, ParamRecord],
     ranks: Ranks,
+    meshes: Meshes,
     control: Control,
     wait: WaitWork,
     *,
     device: torch.device,
     init_fn: InitFn | None,
     initial: str,
+    elsewhere: bool,
 ) -> None:
     """Materialise, compare or broadcast, keep the local part, and point ``parameter.data`` at gathered memory.
+
+    ``elsewhere``: some rank has parameters on a mesh of their own.
 
     Raises:
         FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
@@ -88,7 +145,7 @@ def set_start_values(
             if parameter in done:
                 continue
             record = records[parameter]
-            value = _broadcast(parameter.data, ranks, wait) if sent else parameter.data
+            value = _broadcast(parameter.data, record.buffer.ranks, wait) if sent else parameter.data
             done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
             record.buffer.weights.store_main(record, value)
             parameter.data = record.compute
@@ -96,7 +153,16 @@ def set_start_values(
         for buffer in (one for part in group for one in part.buffers(recurse=False)) if sent else ():
             buffer.copy_(_broadcast(buffer, ranks, wait))
     if initial == "check" and ranks.size > 1:
-        _compare([(records[parameter].name, digest) for parameter, digest in done.items()], control, wait)
+        found = {records[parameter].name: digest for parameter, digest in done.items()}
+        _compare([(name, digest) for name, digest in found.items() if name not in meshes.own], control, wait)
+        if elsewhere:
+            _compare_on_meshes(
+                [(name, meshes.own[name].place, f"{found[name]:x}") for name in found if name in meshes.own],
+                control,
+                wait,
+                "start values of {name} differ on rank {odd} from those of its mesh, ranks {place}; seed all ranks "
+                'of a mesh alike, or use initial="broadcast"',
+            )
 
 
 def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:

@@ -45,7 +45,7 @@ class Links:
         self._device = device
         self._buffers = buffers
         self._timeout_s = timeout_s
-        self._comms: dict[dist.ProcessGroup, GroupComm] = {}
+        self._comms: dict[tuple[int, ...], GroupComm] = {}  # by ranks: a parameter's own mesh may be the replicas'
         self._made: list[dist.ProcessGroup] = []
         self._shared: list[dist.ProcessGroup] = []
         self.buffers: UserBuffers | None = None
@@ -58,9 +58,10 @@ class Links:
         """
         if group is None or (group.size() == 1 and not self._buffers.always_communicate):
             return LocalComm()
-        if group not in self._comms:
-            self._comms[group] = self._connect(group)
-        return self._comms[group]
+        members = tuple(dist.get_process_group_ranks(group))
+        if members not in self._comms:
+            self._comms[members] = self._connect(group)
+        return self._comms[members]
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -75,7 +76,7 @@ class Links:
         """One line."""
         if not self._comms:
             return "none: one process"
-        kinds = sorted({backend_of(group, self._device) for group in self._comms})
+        kinds = sorted({backend_of(comm.gathers, self._device) for comm in self._comms.values()})
         how = f"{len(self._made)} made from the given groups" if self._made else "the given groups, shared"
         return f"{', '.join(kinds)}: {how}"
 

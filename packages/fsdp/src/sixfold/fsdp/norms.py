@@ -7,26 +7,44 @@ No host reads a device value here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.flat import ParamRecord
 
 
 def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
-    """Float64 scalar over the main mesh, each element once (no_shard: every rank has all; replicas are equal)."""
+    """Float64 scalar over the main mesh, each element once.
+
+    On the main mesh every rank has all (no_shard), or replicas are equal. What is on a mesh of its own is counted by
+    its shards, or by its first rank, and added over the whole main mesh: its expert-parallel peers are there.
+    """
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
-    gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
+    on_main = [record for record in records if record.buffer.ranks is engine.ranks]
+    elsewhere = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
     device = engine.units[0].device
-    if gradients:
-        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+    sums = torch.stack([_squares(on_main, device), _squares(elsewhere, device)])
     if engine.strategy.shards_optimizer:
-        engine.wait(engine.ranks.shard.all_reduce(total), None, "reduce")
-    return total
+        engine.wait(engine.ranks.shard.all_reduce(sums if engine.elsewhere else sums[:1]), None, "reduce")
+    elif engine.elsewhere:
+        engine.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
+    if engine.elsewhere:
+        engine.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
+    return sums.sum()
+
+
+def _counts(record: ParamRecord) -> bool:
+    return record.buffer.cut.parts > 1 or record.buffer.ranks.rank == 0
+
+
+def _squares(records: Sequence[ParamRecord], device: torch.device) -> Tensor:
+    gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
 def _gradients(engine: Engine) -> list[Tensor]:

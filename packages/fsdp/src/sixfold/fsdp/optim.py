@@ -72,7 +72,8 @@ def shard_optimizer(
                 held.append(record.main)
         groups.append(held)
     pieces = _pieces_for_muon(optimizer, numbered, given_mains)
-    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged={record for _, record in pieces})
+    exchanged = {record for _, record in pieces}
+    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, elsewhere=engine.elsewhere)
     _move_first_state(optimizer, records)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
@@ -168,7 +169,11 @@ def _exchange_pieces(
 
 
 def _refuse_unfit(
-    optimizer: torch.optim.Optimizer, records: Sequence[ParamRecord], *, exchanged: Collection[ParamRecord]
+    optimizer: torch.optim.Optimizer,
+    records: Sequence[ParamRecord],
+    *,
+    exchanged: Collection[ParamRecord],
+    elsewhere: bool,
 ) -> None:
     """Optimizers whose update of one element needs others must have these here. The same answer on all ranks."""
     names = {one.__name__ for one in type(optimizer).__mro__}
@@ -179,6 +184,11 @@ def _refuse_unfit(
         raise FsdpError(
             f"{what} takes products over all parameters at once, and this rank holds a shard of them; use "
             "strategy='no_shard', where every rank holds all"
+        )
+    if names & _ALL_AT_ONCE and elsewhere:
+        raise FsdpError(
+            f"{what} takes products over all parameters at once, and parameters on meshes of their own (mesh_for) "
+            "differ between ranks; use an elementwise optimizer"
         )
     if names & _WHOLE_TENSORS:
         for record in records:
@@ -193,7 +203,7 @@ def _refuse_unfit(
 
 def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
     """Refuse what would train wrongly, then let the engine finish gradient sync."""
-    sharded = engine.strategy.shards_optimizer and engine.ranks.size > 1
+    sharded = (engine.strategy.shards_optimizer or engine.elsewhere) and engine.ranks.size > 1
     if sharded and vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)
         raise FsdpError(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -80,19 +79,10 @@ class Options:
         """``strategy`` as the enum."""
         return ShardingStrategy(self.strategy)
 
-    def refuse_other_meshes(self, module: nn.Module) -> None:
-        """Parameters on a mesh of their own are not supported."""
-        for name, _ in module.named_parameters() if self.mesh_for is not None else ():
-            if self.mesh_for is not None and self.mesh_for(name) is not None:
-                raise FsdpError(
-                    f"mesh_for gives {name} a mesh of its own, which is not supported; return None for it, or wrap the "
-                    "modules of each mesh in a FullyShardedDataParallel of their own"
-                )
-
     def settings(self) -> dict[str, object]:
         """What all ranks must have alike, by name: else their collectives differ. Deadlines may differ."""
         values = {name: value for name, value in _plain_values(self) if not name.endswith("timeout_s")}
-        return {"strategy": self.sharding.value, **values}
+        return {"strategy": self.sharding.value, "mesh_for": "given" if self.mesh_for else "none", **values}
 
 
 def _plain_values(options: Any) -> list[tuple[str, object]]:

@@ -28,6 +28,7 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
     return {
         "strategy": options.sharding.value,
         "ranks": {"shard": engine.ranks.shard.size, "replicate": engine.ranks.outer.size},
+        "own_meshes": _own_meshes(engine),
         "units": {
             unit.name: {
                 "parameters": sum(record.spec.numel for record in unit.records),
@@ -140,3 +141,9 @@ def _owners(engine: Engine) -> list[dict[str, Any]]:
 
 def _over_even(loads: list[int]) -> float:
     return max(loads) * len(loads) / sum(loads)
+
+
+def _own_meshes(engine: Engine) -> dict[str, int]:
+    """Parameters that are not on the main mesh, and the ranks that share each."""
+    records = engine.records.values()
+    return {one.name: one.buffer.ranks.size for one in records if one.buffer.ranks is not engine.ranks}

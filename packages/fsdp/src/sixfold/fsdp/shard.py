@@ -83,7 +83,9 @@ class FullyShardedDataParallel(nn.Module):
             a unit too; ``report()`` lists these. Its weights are there in its own call only; False: the root unit
             keeps them for good.
         granularity: ``(name, parameter) -> "element" | "row" | "tensor" | int``: where a shard may cut it.
-        grad_divisor: None: the ranks of the mesh; 1.0 gives sums.
+        mesh_for: ``name -> DeviceMesh | None``: a 1-D mesh inside the main one for a parameter that fewer ranks share
+            (an expert); None: the main mesh.
+        grad_divisor: None: the ranks of the main mesh, for every parameter; 1.0 gives sums.
         grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
         init_fn: ``(module name, module)`` fills a module that was on the meta device.
         initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks.
@@ -120,7 +122,6 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         options = Options.of(locals())
         super().__init__()
-        options.refuse_other_meshes(module)
         made = build.build(module, options)
         self.module = module
         self._options = options

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sixfold.fsdp.checks import OrderDigest, odd_ranks
+from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, Rows, exchange, farewell
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.units import Unit
@@ -23,8 +24,10 @@ class Signatures:
     """What ``checks`` asks for: ``"off"`` nothing, ``"order"`` one digest per step, ``"unit"`` an exchange before each
     collective. [Note: two channels]"""
 
-    def __init__(self, checks: str, units: Sequence[Unit], control: Control, waiting: Waiting) -> None:
-        self._checks = checks
+    def __init__(self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting) -> None:
+        self._checks = checks if ranks.size > 1 else "off"
+        # Of the main mesh: what lies on others may differ between them.
+        self._bytes = [sum(one.weights.slot_bytes for one in unit.streams if one.ranks is ranks) for unit in units]
         self._units = units
         self._control = control
         self._waiting = waiting
@@ -75,7 +78,7 @@ class Signatures:
 
     def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
         """Are all ranks about to do the same?"""
-        row = [self._waiting.step, unit.index, op, unit.gathered_bytes, not_finite]
+        row = [self._waiting.step, unit.index, op, self._bytes[unit.index], not_finite]
         rows = exchange(self._control, row, self._waiting.for_control(unit.name, _OPS[op]))
         common, odd = odd_ranks([one[:4] for one in rows])
         if odd:
@@ -90,6 +93,7 @@ class Signatures:
         bad = {rank: one[4] for rank, one in enumerate(rows) if one[4] >= 0}
         if bad:
             names = [record.name for stream in unit.trained for record in stream.records]
+            names += [f"parameter {at}" for at in range(len(names), max(bad.values()) + 1)]  # of a peer's mesh
             where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
             raise self._all_know(
                 f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch",

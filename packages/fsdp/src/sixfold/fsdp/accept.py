@@ -1,0 +1,84 @@
+"""What can be wrapped: the module, its units and its meshes looked at before anything is made.
+
+    module, options.py --> look_at (this file) --> build.py, which raises on all ranks what one finds wrong
+
+Reads the module; sends nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.guard import guard_of
+from sixfold.fsdp.meshes import Meshes, own_meshes
+from sixfold.fsdp.options import Options
+from sixfold.fsdp.scaled import Fp8Matmul, fault_of
+from sixfold.fsdp.units import UnitSpec, find_units
+
+
+def look_at(
+    module: nn.Module, options: Options, device: torch.device
+) -> tuple[FsdpError | None, list[UnitSpec], Meshes]:
+    """The units and the meshes of parameters, or what is wrong with the module."""
+    try:
+        for name, part in module.named_modules():
+            if hasattr(part, "main_parameters"):
+                raise FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once")
+        for name, parameter in module.named_parameters():
+            fault = _fault_of(parameter, options.mixed_precision.main_dtype)
+            if fault is not None:
+                raise FsdpError(f"{name} {fault}")
+        fault = _fp8_fault(module, options, device)
+        if fault is not None:
+            raise FsdpError(fault)
+        specs = find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
+        return None, specs, own_meshes(module, options.mesh, options.process_group, options.mesh_for)
+    except FsdpError as error:
+        return error, [], Meshes()
+
+
+def fp8_names_of(module: nn.Module, options: Options) -> list[str]:
+    """Parameters that are to be fp8."""
+    chosen = options.mixed_precision.fp8
+    return [] if chosen is None else [name for name, _ in module.named_parameters() if chosen(name)]
+
+
+def _fp8_fault(module: nn.Module, options: Options, device: torch.device) -> str | None:
+    matmul = Fp8Matmul(options.mixed_precision.fp8_matmul)
+    names = fp8_names_of(module, options) if matmul.on_bytes else []
+    for name in names:
+        fault = fault_of(module.get_parameter(name), device)
+        if fault is not None:
+            return (
+                f"{name} {fault}: fp8_matmul={matmul.value!r} cannot multiply it; leave it out of MixedPrecision.fp8, "
+                "or use fp8_matmul='emulate'"
+            )
+    return None
+
+
+def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
+    """What is wrong with a parameter, and what to do."""
+    if guard_of(parameter) is not None:
+        return (
+            "was wrapped before, and its weights lie in that wrapper's buffers; wrap the whole model once and name its "
+            "units in fsdp_unit_modules"
+        )
+    if is_lazy(parameter):
+        return "has no shape yet (a lazy module); run one forward before wrapping"
+    if is_traceable_wrapper_subclass(parameter):
+        return (
+            f"is a {type(parameter).__name__}; parameters are plain tensors. Give the local tensors of tensor-parallel "
+            "weights, and keep other axes outside the mesh given here"
+        )
+    if not parameter.is_floating_point():
+        return f"is {parameter.dtype}; parameters are floating, others are buffers"
+    if parameter.dtype.itemsize > main_dtype.itemsize:
+        return (
+            f"is {parameter.dtype} and main weights would be {main_dtype}, which rounds it; use "
+            f"MixedPrecision(main_dtype={parameter.dtype}) or convert the module before wrapping"
+        )
+    return None

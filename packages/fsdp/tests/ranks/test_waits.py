@@ -77,6 +77,10 @@ def whole_state(model, optimizer, net):
     model.full_state_dict()
 
 
+def given_state(model, optimizer, net):
+    model.load_full_state_dict(None)  # the stopped rank was to give it
+
+
 WAITS = {
     "gather of a unit": (stale_forward, {}, "op gather"),
     "reduction of a unit": (backward_and_sync, {"strategy": "optim"}, "op reduce"),
@@ -88,6 +92,7 @@ WAITS = {
     "sum of the norm": (norm, {}, "op reduce"),
     "reduction inside step()": (step, {"strategy": "optim"}, "op reduce"),
     "pieces of Muon's matrices": (muon, {}, "op step"),
+    "whole state that the stopped rank was to give": (given_state, {}, "op load"),
     "gather of a whole state": (whole_state, {}, "op gather"),
     # The root unit has fp8 parameters too: the first thing sent is the scales of all.
     "scales of fp8 parameters": (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, inner, memory, norms, optim, report, state, streamed
+from sixfold.fsdp import build, hooks, inner, memory, norms, optim, report, state, streamed, whole
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
@@ -301,7 +301,7 @@ class FullyShardedDataParallel(nn.Module):
         On every rank, or on ``rank`` alone (an empty dict on the others); on ``device``, or where the weights are.
         """
         where = None if device is None else torch.device(device)
-        return streamed.full_state_dict(self.module, self._engine, rank, where)
+        return whole.full_state_dict(self.module, self._engine, rank, where)
 
     def stream_full_state(self, consume: Callable[[str, Tensor], None] | None) -> None:
         """Collective: ``consume(name, tensor)`` for all that ``full_state_dict`` holds, one unit in memory at a time.
@@ -309,7 +309,7 @@ class FullyShardedDataParallel(nn.Module):
         The tensor is a view that is gone when ``consume`` returns; ranks that want nothing give None. If a consumer
         raises, so does this, on all ranks.
         """
-        streamed.stream(self.module, self._engine, consume)
+        whole.stream(self.module, self._engine, consume)
 
     def load_full_state_dict(self, source: streamed.Source) -> None:
         """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.

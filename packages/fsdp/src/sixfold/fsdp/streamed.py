@@ -1,10 +1,9 @@
-"""The whole state, tensor by tensor: into the shards, and out of them.
+"""A whole state into the shards, tensor by tensor.
 
-    dict or (name, tensor) pairs, on one rank or on all --> load --> main weights, buffers
-    main weights, buffers --> stream (this file) --> a consumer on one rank or on all
+    dict or (name, tensor) pairs, on one rank or on all --> load (this file) --> main weights, buffers
 
-Beyond the shards a rank holds one tensor on the way in and one unit on the way out. Optimizer state is not touched, and
-no file format is known here: who reads safetensors gives an iterator of its tensors.
+Beyond the shards a rank holds one tensor. Optimizer state is not touched, and no file format is known here: who reads
+safetensors gives an iterator of its tensors.
 
 [Note: told on all ranks] A rank that finds something wrong says so in the next message, and every rank raises the same
 error: nobody waits for a collective that will not come.
@@ -20,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.checks import odd_ranks, tensor_digest
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import exchange, exchange_text
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.whole import entries, whole_dtensor
 
 Source = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None
-Consumer = Callable[[str, Tensor], None]
 
 _SHOWN = 5  # names in one list of an error
 _VALUE, _END, _PROBLEM = range(3)
@@ -82,9 +80,6 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
             )
         found.append(Target(tuple(given), tuple(value.shape), value.dtype, value.device, None, value))
     return found
-
-
-# ---- in
 
 
 def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) -> None:
@@ -182,10 +177,11 @@ def _offers(
     source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     targets: Sequence[Target],
     expected: Mapping[str, tuple[int, Target]],
-    *,
-    alone: bool,
+    engine: Engine | None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Checked values, each with its target's number; of a mapping in the order of units.
+
+    ``engine``: gathers DTensors, None where one rank reads alone.
 
     Raises:
         FsdpError: at the first that does not fit, and at the end for those that did not come.
@@ -208,10 +204,10 @@ def _offers(
         if misfit is not None:
             raise FsdpError(f"unfit: {misfit}")
         came.add(name)
-        if hasattr(value, "full_tensor"):  # a DTensor
-            if alone:
+        if hasattr(value, "placements"):  # a DTensor
+            if engine is None:
                 raise FsdpError(f"{name} is a DTensor, of which one rank has a part; give the state on all ranks")
-            value = value.full_tensor()
+            value = whole_dtensor(name, value, engine)
         if len(target.names) > 1:
             digest = _digest(value, target.dtype)
             if digests.setdefault(at, digest) != digest:
@@ -235,7 +231,7 @@ def _from_one(
     wait: Callable[[Any], None],
 ) -> None:
     """One rank reads, all get each tensor and keep their part of it. [Note: told on all ranks]"""
-    offers = None if source is None else _offers(source, targets, expected, alone=True)
+    offers = None if source is None else _offers(source, targets, expected, None)
     room: dict[torch.device, Tensor] = {}  # where others receive: one tensor's memory for all
     while True:
         row, value, error = [_END, 0, 0], None, None
@@ -296,7 +292,7 @@ def _from_own(
     digests = [0] * len(targets)
     several = engine.ranks.size > 1
     try:
-        for at, value in _offers(source, targets, expected, alone=False):
+        for at, value in _offers(source, targets, expected, engine):
             target = targets[at]
             target.store(value)
             loaded.add(at)
@@ -350,121 +346,3 @@ def _raise_alike(problem: str | None, engine: Engine, wait: Callable[[Any], None
     if bad:
         texts = exchange_text(engine.control, problem or "", wait)
         raise _failed(texts[bad[0]], bad, 0, 0)
-
-
-# ---- out
-
-
-def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) -> None:
-    """Collective: ``visit(record, whole main weight)`` for all; a view that the next unit overwrites."""
-    streams = [stream for unit in engine.units for stream in unit.streams]
-    cut = [_whole_bytes(one) for one in streams if one.cut.parts > 1]
-    room = torch.empty(max(cut, default=0), dtype=torch.uint8, device=engine.units[0].device)
-    for one in streams:
-        whole = one.cut.view_of(whole_of(one, one.weights.main.flat.detach(), engine, room))
-        for record in one.records:
-            visit(record, whole.full(record.name))
-
-
-def _whole_bytes(of: ParamAndGradBuffer) -> int:
-    return of.cut.parts * of.cut.shard_numel * of.weights.main_dtype.itemsize
-
-
-def whole_of(of: ParamAndGradBuffer, flat: Tensor, engine: Engine, room: Tensor | None = None) -> Tensor:
-    """Collective: the shards ``flat`` of all ranks one after the other, in ``room`` (bytes) or in new memory."""
-    if of.cut.parts == 1:
-        return flat
-    numel = of.cut.parts * of.cut.shard_numel
-    if room is None:
-        room = torch.empty(numel * flat.dtype.itemsize, dtype=torch.uint8, device=of.device)
-    full = room[: numel * flat.dtype.itemsize].view(flat.dtype)
-    engine.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
-    return full
-
-
-def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
-    """``consume(name, tensor)`` for everything of the module's state dict, unit by unit. Collective.
-
-    The tensor is a view that is gone when ``consume`` returns. Ranks that want nothing give None. Buffers come last.
-
-    Raises:
-        FsdpError: on the ranks where nothing went wrong, when another rank's consumer raised; there its own error.
-    """
-    engine.alive()
-    names: dict[Any, list[str]] = {}
-    rest: list[tuple[str, Any]] = []
-    for name, value in entries(module, engine).items():
-        if isinstance(value, nn.Parameter) and value in engine.records:
-            names.setdefault(value, []).append(name)
-        else:
-            rest.append((name, value))
-    error: Exception | None = None
-
-    def give(name: str, value: Any) -> None:
-        nonlocal error
-        try:
-            if consume is not None and error is None:
-                consume(name, value)
-        except Exception as raised:
-            error = raised
-
-    def give_all(record: ParamRecord, value: Tensor) -> None:
-        for name in names.get(record.parameter, ()):
-            give(name, value)
-
-    visit_whole(engine, give_all)
-    for name, value in rest:
-        give(name, value.detach() if isinstance(value, Tensor) else value)
-    wait = engine.wait.for_control(None, "load")
-    rows = exchange(engine.control, [int(error is not None)], wait)
-    if error is not None:
-        raise error
-    bad = tuple(rank for rank, row in enumerate(rows) if row[0])
-    if bad:
-        raise FsdpError(
-            f"stream_full_state: the consumer on rank {bad[0]} raised, so what it was to keep is not whole; see its "
-            "own error",
-            op="gather",
-            ranks=bad,
-        )
-
-
-def full_state_dict(
-    module: nn.Module, engine: Engine, rank: int | None, device: torch.device | None
-) -> dict[str, Tensor]:
-    """Main weights in full shapes and persistent buffers, in the state dict's order; tied names share a tensor.
-
-    Collective. ``rank``: the only one that keeps it (the others get an empty dict); ``device``: where copies lie.
-    """
-    if rank is not None and not 0 <= rank < engine.ranks.size:
-        raise FsdpError(f"rank is {rank}; this model has ranks 0 to {engine.ranks.size - 1}")
-    engine.alive()
-    kept = rank is None or rank == engine.ranks.rank
-
-    def copy(value: Tensor) -> Tensor:
-        return torch.empty_like(value, device=device or value.device, requires_grad=False).copy_(value.detach())
-
-    copies: dict[nn.Parameter, Tensor] = {}
-
-    def keep(record: ParamRecord, value: Tensor) -> None:
-        if kept:
-            copies[record.parameter] = copy(value)
-
-    visit_whole(engine, keep)
-    return {
-        name: copies[value] if isinstance(value, nn.Parameter) and value in copies else _plain(value, copy)
-        for name, value in (entries(module, engine).items() if kept else ())
-    }
-
-
-def _plain(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
-    return copy(value) if isinstance(value, Tensor) else value
-
-
-def entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
-    """The module's own state dict: its Parameter objects and buffers, of which nothing is read."""
-    before, engine.state_dict_asked = engine.state_dict_asked, "names"
-    try:
-        return dict(module.state_dict(keep_vars=True))
-    finally:
-        engine.state_dict_asked = before

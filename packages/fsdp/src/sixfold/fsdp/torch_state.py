@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sixfold.fsdp import streamed
+from sixfold.fsdp import whole
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.control import exchange_text
 from sixfold.fsdp.errors import FsdpError
@@ -39,10 +39,10 @@ def get_model_state_dict(model: FullyShardedDataParallel) -> dict[str, Any]:
     """
     place = _Place(model)
     cut: dict[Any, Any] = {}
-    streamed.visit_whole(model._engine, lambda record, whole: cut.__setitem__(record.parameter, place(record, whole)))
+    whole.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
     return {
         name: cut[value] if value in cut else value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in streamed.entries(model.module, model._engine).items()
+        for name, value in whole.entries(model.module, model._engine).items()
     }
 
 
@@ -72,10 +72,10 @@ def get_optimizer_state_dict(model: FullyShardedDataParallel, optimizer: torch.o
     for unit in model._engine.units:
         for stream in unit.streams:
             for key, dtype in _cut_keys(stream, described):
-                whole = _gather_state(model, optimizer, stream, key, dtype)
+                values = _gather_state(model, optimizer, stream, key, dtype)
                 for record in stream.records:
                     if "cut" in described.get(record.name, {"state": {}})["state"].get(key, {}):
-                        state[record.name][key] = place(record, whole.full(record.name))
+                        state[record.name][key] = place(record, values.full(record.name))
     order = {name: {key: state[name][key] for key in described[name]["state"]} for name in state}
     return {"state": order, "param_groups": _groups(optimizer, described)}
 
@@ -97,12 +97,12 @@ def set_optimizer_state_dict(
     for group, source in zip(optimizer.param_groups, given, strict=True):
         group.update({key: value for key, value in source.items() if key != "params"})
     with torch.no_grad():
-        for name in described:  # the same order on all ranks: full_tensor() is collective
+        for name in described:  # the same order on all ranks: DTensors are gathered
             record = records[name]
             mine = {} if record.main is None else optimizer.state.get(record.main, {})
             part = record.buffer.weights.main.slice(name)
             for key, value in state["state"].get(name, {}).items():
-                full = value.full_tensor() if isinstance(value, DTensor) else value
+                full = whole.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
                 if key not in mine or part is None:
                     continue
                 if isinstance(mine[key], Tensor) and "cut" in described[name]["state"][key]:
@@ -129,17 +129,17 @@ class _Place:
         if self._mesh is None and options.process_group is not None:
             self._mesh = DeviceMesh.from_group(options.process_group, engine.units[0].device.type)
 
-    def __call__(self, record: ParamRecord, whole: Tensor) -> Tensor:
+    def __call__(self, record: ParamRecord, value: Tensor) -> Tensor:
         ranks = record.buffer.ranks.shard
         if record.buffer.cut.parts == 1 or self._mesh is None:
-            return whole.clone()
-        local, along = whole, Shard(0)
-        if whole.dim():
-            chunks = torch.chunk(whole, ranks.size, dim=0)
-            local = chunks[ranks.rank] if ranks.rank < len(chunks) else whole[:0]
-        placements = [Replicate()] * (self._mesh.ndim - 1) + [along if whole.dim() else Replicate()]
+            return value.clone()
+        local, along = value, Shard(0)
+        if value.dim():
+            chunks = torch.chunk(value, ranks.size, dim=0)
+            local = chunks[ranks.rank] if ranks.rank < len(chunks) else value[:0]
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [along if value.dim() else Replicate()]
         made: Tensor = DTensor.from_local(
-            local.clone(), self._mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local.clone(), self._mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
         )
         return made
 
@@ -218,7 +218,7 @@ def _gather_state(
         value = None if record.main is None else optimizer.state.get(record.main, {}).get(key)
         if isinstance(value, Tensor) and value.dtype == dtype:
             parts.local(record.name).copy_(value)
-    return stream.cut.view_of(streamed.whole_of(stream, flat, model._engine))
+    return stream.cut.view_of(whole.whole_of(stream, flat, model._engine))
 
 
 def _groups(optimizer: torch.optim.Optimizer, described: Described) -> list[dict[str, Any]]:

@@ -50,7 +50,6 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
         (lambda: BufferConfig(gathered_bytes=True), "gathered_bytes is True; it is one of double, all"),
         (lambda: BufferConfig(user_buffers="perhaps"), "user_buffers is 'perhaps'; it is one of off, auto, require"),
         (lambda: BufferConfig(bucket_bytes=1), "bucket_bytes is 1"),
-        (lambda: BufferConfig(offload=True), "offload is True"),
         (lambda: BufferConfig(reduce_buffers=0), "reduce_buffers is 0"),
         (lambda: BufferConfig(align_bytes=100), "align_bytes is 100"),
         (lambda: BufferConfig(prefetch_bytes=-1), "prefetch_bytes is -1"),

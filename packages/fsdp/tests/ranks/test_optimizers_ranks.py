@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_helpers import Block, Net, batch, loss_of, same
 
 from ranktest import run_ranks
-from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STEPS, TOKENS, MAX_NORM = 3, 7.0, 0.05
 
@@ -28,6 +28,8 @@ CASES = {
     "adam fused amsgrad": (lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, fused=True), rows),
     "sgd fused": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True), None),
     "adagrad fused": (lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True), None),
+    "adamw offload": (lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), None),
+    "adafactor offload": (lambda p: torch.optim.Adafactor(p, lr=1e-2), whole),
     "adafactor": (lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1), whole),
     "adafactor foreach": (lambda p: torch.optim.Adafactor(p, lr=1e-2, foreach=True), whole),
 }
@@ -69,6 +71,7 @@ def train(rank, name):
         process_group=dist.group.WORLD,
         fsdp_unit_modules=[Block],
         mixed_precision=MixedPrecision(grad_sum="rank_order"),
+        buffers=BufferConfig(offload="offload" in name),
         granularity=granularity,
         grad_divisor=1.0,
     )
@@ -120,7 +123,11 @@ def resume(rank, ranks, name):
     def build():
         net = make_net()
         model = FullyShardedDataParallel(
-            net, process_group=dist.group.WORLD, fsdp_unit_modules=[Block], granularity=granularity
+            net,
+            process_group=dist.group.WORLD,
+            fsdp_unit_modules=[Block],
+            buffers=BufferConfig(offload="offload" in name),
+            granularity=granularity,
         )
         return model, fully_shard_optimizer(make(list(net.parameters())), model)
 
@@ -144,6 +151,6 @@ def resume(rank, ranks, name):
     return sorted(saved), same(model.full_state_dict(), again.full_state_dict())
 
 
-@pytest.mark.parametrize("name", ["adamw fused", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw fused", "adafactor", "adafactor offload"])
 def test_state_is_saved_and_loaded_by_records(name):
     assert run_ranks(resume, 2, name) == [([], []), ([], [])]

@@ -115,7 +115,8 @@ class BufferConfig:
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
             a communicator of its own, made from the given group once.
-        bucket_bytes, offload: not supported; left at their defaults.
+        bucket_bytes: not supported; left at its default.
+        offload: optimizer state lives in host memory; a step brings it to the device unit by unit, two at a time.
     """
 
     gathered_bytes: int | str = "double"
@@ -148,8 +149,6 @@ class BufferConfig:
                 raise FsdpError(
                     f"{field} is {getattr(self, field)}, which is not supported; leave it None and {remedy}"
                 )
-        if self.offload:
-            raise FsdpError("offload is True, which is not supported; leave it False, and shard over more ranks")
 
     def _check_ctas(self) -> None:
         fewest, most = self.nccl_min_ctas, self.nccl_max_ctas

@@ -12,19 +12,22 @@ import hashlib
 import inspect
 import sys
 import weakref
-from collections.abc import Collection, Mapping, MutableSet, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sixfold.fsdp import offload
 from sixfold.fsdp.comm import Comm, LocalComm
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.inner import refuse_changed_parameters
 from sixfold.fsdp.muon import PieceMuon
+from sixfold.fsdp.offload import HostState
+from sixfold.fsdp.streams import make_stream
 
 # By class name, because most live in other distributions; all torch.optim classes not named here are elementwise.
 _WHOLE_TENSORS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS"})
@@ -34,16 +37,37 @@ _STAMP = "sixfold.fsdp"  # the key in an optimizer's state dict that says whose 
 _DCP = "torch.distributed.checkpoint.state_dict"
 
 
+class Attached:
+    """What a model keeps of its optimizers; as long as they live."""
+
+    def __init__(self, *, offload: bool) -> None:
+        self.offload = offload
+        self.materializing: set[int] = set()  # ids of optimizers whose state is being made, without a step
+        self.muons: weakref.WeakSet[PieceMuon] = weakref.WeakSet()
+        self.hosts: weakref.WeakSet[HostState] = weakref.WeakSet()
+
+    def add_to(self, report: dict[str, Any]) -> dict[str, Any]:
+        """``model.report()`` with what optimizers own and move."""
+        report["muon"] = [one.report() for one in self.muons]
+        report["offload"] = [{"host_bytes": one.host_bytes, "device_bytes": one.device_bytes} for one in self.hosts]
+        if self.offload:
+            report["bytes"]["offload_slots"] = sum(one.device_bytes for one in self.hosts)
+        return report
+
+    def made(self, optimizer: torch.optim.Optimizer, main: nn.Parameter) -> None:
+        """State of ``main`` was made."""
+        for host in self.hosts:
+            if host.owned_by(optimizer):
+                host.keep([main])
+
+
 def shard_optimizer(
     optimizer: torch.optim.Optimizer,
     engine: Engine,
     records: Mapping[nn.Parameter, ParamRecord],
-    marked: set[int],
-    exchanging: MutableSet[PieceMuon],
+    attached: Attached,
 ) -> torch.optim.Optimizer:
-    """Put main parameters in ``optimizer``'s groups and tell the engine of its steps; ``marked`` holds ids of such.
-
-    ``exchanging`` gets what moves pieces of matrices for it.
+    """Put main parameters in ``optimizer``'s groups and tell the engine of its steps.
 
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model, or needs more of a tensor than
@@ -74,23 +98,38 @@ def shard_optimizer(
     pieces = _pieces_for_muon(optimizer, numbered, given_mains)
     exchanged = {record for _, record in pieces}
     _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, elsewhere=engine.elsewhere)
+    if attached.offload:
+        offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
     if pieces:
-        for one in _exchange_pieces(optimizer, engine, pieces, marked):
-            exchanging.add(one)
+        attached.muons.update(_exchange_pieces(optimizer, engine, pieces, attached.materializing))
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     _stamp_state_dicts(optimizer, engine, records)
     if any(record.buffer.cut.parts > 1 for record in records.values()):
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then says that it is there
     names = {id(record.main): record.name for record in records.values() if record.main is not None}
+    marked = attached.materializing
     optimizer.register_step_pre_hook(
         lambda *_: _unless_materializing(marked, optimizer, lambda: _before_step(optimizer, engine, names))
     )
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
+    if attached.offload:
+        attached.hosts.add(_to_host(optimizer, engine, marked))
     return optimizer
+
+
+def _to_host(optimizer: torch.optim.Optimizer, engine: Engine, marked: set[int]) -> offload.HostState:
+    held = {id(main) for group in optimizer.param_groups for main in group["params"]}
+    chunks = [
+        [record.main for record in stream.records if record.main is not None and id(record.main) in held]
+        for unit in engine.units
+        for stream in unit.trained
+    ]
+    device, number = engine.units[0].device, id(optimizer)
+    return offload.install(optimizer, chunks, device=device, stream=make_stream(device), plain=lambda: number in marked)
 
 
 def _untouched(optimizer: torch.optim.Optimizer) -> bool:
@@ -325,7 +364,9 @@ def refuse_unsharded_steps(engine: Engine) -> Any:
 
 
 def materialize(
-    optimizer: torch.optim.Optimizer, records: Mapping[nn.Parameter, ParamRecord], marked: set[int]
+    optimizer: torch.optim.Optimizer,
+    records: Mapping[nn.Parameter, ParamRecord],
+    attached: Attached,
 ) -> None:
     """Make the state that the first step would begin with, without a step.
 
@@ -344,7 +385,7 @@ def materialize(
         )
     groups = optimizer.param_groups
     kept = [group["params"] for group in groups]
-    marked.add(id(optimizer))
+    attached.materializing.add(id(optimizer))
     try:
         for group, parameters in zip(groups, kept, strict=True):
             for main in parameters:
@@ -352,8 +393,9 @@ def materialize(
                     for other in groups:
                         other["params"] = []
                     optimizer.state[main] = _state_of_copy(optimizer, group, main)
+                    attached.made(optimizer, main)
     finally:
-        marked.discard(id(optimizer))
+        attached.materializing.discard(id(optimizer))
         for group, parameters in zip(groups, kept, strict=True):
             group["params"] = parameters
 

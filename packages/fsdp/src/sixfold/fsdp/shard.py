@@ -22,7 +22,6 @@ from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.meta import InitFn
-from sixfold.fsdp.muon import PieceMuon
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.residency import Action
 from sixfold.fsdp.stage import StageHandle
@@ -129,8 +128,7 @@ class FullyShardedDataParallel(nn.Module):
         self._pool = made.pool
         self._fp8 = made.fp8
         self._links = made.links
-        self._materializing: set[int] = set()
-        self._muons: weakref.WeakSet[PieceMuon] = weakref.WeakSet()  # alive as long as their optimizers
+        self._optimizers = optim.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
         own, everywhere = inner.install(engine, module, self._cast_to)
         own += hooks.install(engine)
@@ -286,7 +284,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's state tensors as its first step would (zero), without a step."""
-        optim.materialize(optimizer, self._engine.records, self._materializing)
+        optim.materialize(optimizer, self._engine.records, self._optimizers)
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
@@ -364,7 +362,7 @@ class FullyShardedDataParallel(nn.Module):
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
         stated = report.report(self._engine, self._options, self._pool, self._fp8, self._links)
-        return {**stated, "muon": [one.report() for one in self._muons]}
+        return self._optimizers.add_to(stated)
 
     @contextmanager
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[memory.Recording]:
@@ -380,8 +378,7 @@ class FullyShardedDataParallel(nn.Module):
     # ---- for fully_shard_optimizer
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        records = self._engine.records
-        return optim.shard_optimizer(optimizer, self._engine, records, self._materializing, self._muons)
+        return optim.shard_optimizer(optimizer, self._engine, self._engine.records, self._optimizers)
 
 
 def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:

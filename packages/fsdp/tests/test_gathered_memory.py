@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -219,3 +220,54 @@ def test_evaluation_between_microbatches_changes_no_order_and_no_bit():
     (plain, weights), (mixed, others) = run(False), run(True)
     assert plain == mixed
     assert same(weights, others) == []
+
+
+# ---- streams: a stand-in that writes down what a device would be told
+
+
+class LoggedStream:
+    """A SideStream that does nothing and remembers."""
+
+    def __init__(self, log):
+        self._log, self._marks = log, 0
+
+    @contextmanager
+    def enter(self):
+        self._log.append("enter")
+        yield
+        self._log.append("leave")
+
+    def mark(self):
+        self._marks += 1
+        self._log.append(f"mark {self._marks}")
+        return self._marks
+
+    def join(self, event):
+        self._log.append(f"join {event}")
+
+
+def test_every_gather_under_a_budget_is_launched_beside_compute_and_joined_before_its_use():
+    sizes = sizes_of(layers=4)
+    net = make_net(layers=4)
+    model = FullyShardedDataParallel(
+        net, fsdp_unit_modules=[Block], buffers=BufferConfig(gathered_bytes=sizes[""] + 2 * max(sizes.values()))
+    )
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    log = watched(model)
+    gathering = model._engine.gathering
+    gathering._stream = LoggedStream(log)
+    for step in range(4):
+        log.clear()
+        loss_of(model(batch(step, 0, 0)), batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        launched = [event for event in log if event.startswith("gather")]
+        assert launched
+        for at, event in enumerate(log):
+            if event.startswith("gather"):
+                assert log[at + 1 : at + 3] == ["enter", "leave"], "the collective and its casts, beside compute"
+            if event.startswith("wait"):
+                mark = log[at + 2].split()[1]
+                assert log[at + 1 : at + 5] == ["enter", f"mark {mark}", "leave", f"join {mark}"]
+        assert sum(event.startswith("wait") for event in log) == len(launched)
+        assert step == 0 or log.index("gather blocks.1") < log.index("wait blocks.0"), "ahead of the use before"

@@ -82,7 +82,7 @@ class Arena:
     def __init__(self, nbytes: int, ranges: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._ranges: dict[str, tuple[int, int]] = {}
-        self._overlapping: dict[str, tuple[str, ...]] = {}
+        self._overlapping: dict[str, frozenset[str]] = {}
         self._holders: set[str] = set()
         self.held_bytes = 0
         self.peak_bytes = 0  # most that was held at once
@@ -112,7 +112,7 @@ class Arena:
                 )
         self._ranges = dict(ranges)
         self._overlapping = {
-            owner: tuple(
+            owner: frozenset(
                 other
                 for other, (begin, length) in self._ranges.items()
                 if other != owner and max(begin, start) < min(begin + length, start + size)
@@ -143,9 +143,10 @@ class Arena:
         return owner in self._holders
 
     def in_the_way(self, owner: str) -> list[str]:
-        """Holders whose ranges overlap ``owner``'s."""
+        """Holders whose ranges overlap ``owner``'s, by name: every rank frees them in one order."""
         self.range_of(owner)
-        return [other for other in self._overlapping[owner] if other in self._holders]
+        found = self._overlapping[owner] & self._holders
+        return sorted(found) if found else []
 
     def allocate(self, owner: str) -> None:
         """``owner`` holds its range.

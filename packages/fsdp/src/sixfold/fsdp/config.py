@@ -105,8 +105,8 @@ class BufferConfig:
             buffer per unit, gathered once a step), or the bytes of gathered weights at most, prefetched ones and the
             root's included: from the second step on units lie where the recorded order gathers the fewest bytes.
         prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit, 0 none. Under a byte
-            budget a number > 0 also places units so that neighbours in the order do not hinder each other, at the
-            price of more gathers; None takes what the fewest gathers leave.
+            budget a number > 0 places units so that no gather has to wait for the unit before it, at the price of more
+            gathers; None takes what (nearly) the fewest gathers leave.
         reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
         user_buffers: gathered weights, gather sources and local sums in memory that NCCL uses without a copy:

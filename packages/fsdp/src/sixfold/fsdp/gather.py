@@ -150,7 +150,7 @@ class Gathering:
             state = GatherState.GATHERING
         if not record:
             self._prefetch(unit, busy, self._evaluation.coming())
-        elif self.given is None:
+        elif self.given is None or self.given.left:
             self._prefetch(unit, busy, self.order.coming())
         else:
             self._move(beside, [unit, *busy])

@@ -16,6 +16,7 @@ from sixfold.fsdp.alloc import Arena
 from sixfold.fsdp.colour import Colouring, colour
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.residency import Solution, solve
 from sixfold.fsdp.units import Unit
 
 _ORDERS_KEPT = 8  # orders whose ranges are remembered: a batch ramp goes from one to the next and back
@@ -37,6 +38,7 @@ class Placement:
         self.kept_bytes = sum(unit.gathered_bytes for unit in units if unit.name not in ranges)
         self.colouring: Colouring | None = None  # of the order that is followed
         self._known: dict[object, Colouring] = {}
+        self._least: tuple[Sequence[str], Solution] | None = None
         self._bind()
 
     @property
@@ -56,6 +58,12 @@ class Placement:
         while len(self._known) > _ORDERS_KEPT:
             self._known.pop(next(iter(self._known)))
         return found
+
+    def least(self, uses: Sequence[str]) -> Solution:
+        """What bytes alone allow for ``uses`` in this arena; the last answer is remembered."""
+        if self._least is None or self._least[0] != uses:
+            self._least = uses, solve(uses, self.sizes, budget_bytes=self.arena.nbytes)
+        return self._least[1]
 
     def follow(self, colouring: Colouring) -> bool:
         """Units move to ``colouring``'s ranges; returns whether any address changed. Nothing is gathered."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sixfold.fsdp import residency
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
 from sixfold.fsdp.comm import Ranks
@@ -110,7 +109,7 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     }
     if colouring is None:
         return found
-    least = residency.solve(gathering.followed_uses(), placement.sizes, budget_bytes=arena.nbytes)
+    least = placement.least(gathering.followed_uses())
     found |= {
         "gathers": colouring.gathers,
         "gathered_bytes": colouring.gathered_bytes,

@@ -236,8 +236,8 @@ class _Search:
             if -needed < smallest:  # nothing could stay
                 found.append((freed, nbytes))
             return
-        if room[at] < needed or len(found) > 4 * self._choices:
-            if len(found) > 4 * self._choices:
+        if room[at] < needed or len(found) > 2 * self._choices:
+            if len(found) > 2 * self._choices:
                 self._exact = False
             return
         size, prefix, most = classes[at]

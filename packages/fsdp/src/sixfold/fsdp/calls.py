@@ -43,16 +43,23 @@ def asked_for() -> frozenset[int] | None:
     Autograd does not tell a parameter that was left out from one that is not in the graph, so its caller is asked:
     torch's function that enters it, on this thread or, where a device's thread runs the backward, on another.
     """
-    enters = graph._engine_run_backward.__code__
     here = sys._getframe(1)
-    for start in (here, *(one for one in sys._current_frames().values() if one is not here)):
-        frame: FrameType | None = start
-        while frame is not None and frame.f_code is not enters:
-            frame = frame.f_back
-        if frame is not None:
-            inputs = frame.f_locals["args"][3:4] or (frame.f_locals["kwargs"].get("inputs", ()),)
-            return frozenset(map(id, inputs[0])) if inputs[0] else None
-    return None
+    found = _entered(here)
+    if found is None:
+        others = (_entered(one) for one in sys._current_frames().values() if one is not here)
+        candidates = [one for one in others if one is not None]
+        found = candidates[0] if len(candidates) == 1 else None  # of two backwards nobody says which this is
+    if found is None:
+        return None
+    inputs = (found.f_locals["args"][3:4] or (found.f_locals["kwargs"].get("inputs"),))[0]
+    return frozenset(map(id, inputs)) if inputs else None
+
+
+def _entered(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from ``frame`` outwards that entered autograd."""
+    while frame is not None and frame.f_code is not graph._engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame
 
 
 class CallContext:

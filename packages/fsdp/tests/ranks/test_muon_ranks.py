@@ -70,7 +70,7 @@ class CountAllToAll(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(rank, ranks, options, granularity=None, strategy="optim_grads_params", mesh=None):
+def train(rank, ranks, options, granularity=None, strategy="optim_grads_params", mesh=None, mesh_for=None, **precision):
     net = make_net()
     model = FullyShardedDataParallel(
         net,
@@ -78,9 +78,10 @@ def train(rank, ranks, options, granularity=None, strategy="optim_grads_params",
         mesh=mesh,
         fsdp_unit_modules=[Block],
         strategy=strategy,
-        mixed_precision=MixedPrecision(grad_sum="rank_order"),
+        mixed_precision=MixedPrecision(grad_sum="rank_order", **precision),
         buffers=BufferConfig(align_bytes=16),
         granularity=granularity,
+        mesh_for=mesh_for,
     )
     used = [fully_shard_optimizer(one, model) for one in optimizers(net, **options)]
     for step in range(STEPS):
@@ -160,6 +161,34 @@ def test_replicas_step_alike():
     first = results[0][0]
     assert all(same(first, weights) == [] for weights, *_ in results)
     assert [{r[4] for r in momenta} for _, momenta, *_ in results] == [{0}, {0}, {1}, {1}]
+
+
+def train_experts(rank, ranks):
+    """``up`` of each block is two experts, of ranks 0 and 1 and of ranks 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "copy"))["copy"]
+    mesh_for = lambda name: mesh if "up.weight" in name else None  # noqa: E731
+    element, tensor = (train(rank, ranks, {}, grain, mesh_for=mesh_for) for grain in (None, whole))
+    ups = {name: value for name, value in element[0].items() if "up.weight" in name}
+    return same(element[0], tensor[0]), ups, len(element[3]["muon"])
+
+
+def test_matrices_on_a_mesh_of_their_own_are_exchanged_there():
+    results = run_ranks(train_experts, 4)
+    assert [(differing, exchanges) for differing, _, exchanges in results] == [([], 2)] * 4
+    ups = [found for _, found, _ in results]
+    assert same(ups[0], ups[1]) == same(ups[2], ups[3]) == []
+    assert len(same(ups[0], ups[2])) == len(ups[0]) == 3
+
+
+def train_formats(rank, ranks):
+    formats = [{"param_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16, "fp8": lambda name: "up.w" in name}]
+    pairs = [[train(rank, ranks, {}, grain, **one)[0] for grain in (None, whole)] for one in formats]
+    return [same(element, tensor) for element, tensor in pairs], len(same(pairs[0][0], pairs[1][0]))
+
+
+def test_bf16_and_fp8_weights_have_the_bits_of_whole_matrices():
+    for differing, apart in run_ranks(train_formats, 2):
+        assert differing == [[], []] and apart > 0
 
 
 def resume(rank, ranks):

@@ -175,6 +175,7 @@ class PieceMuon:
         back = [self._orthogonalise(flight) for flight in out]
         for flight in back:
             self._wait(flight.work)
+        for flight in back:  # all or none: where a rank was lost no weight has moved
             for piece in flight.group.mine:
                 self._apply(piece, flight)
 

@@ -185,7 +185,8 @@ def _exchange_pieces(
         by_comm.setdefault(comm, []).append((number, record))
     steps = [
         PieceMuon(optimizer, members, comm, lambda work: engine.wait(work, None, "step"))
-        for comm, members in by_comm.items()
+        # The main mesh first: where ranks list their experts in other places, all still meet in one order.
+        for comm, members in sorted(by_comm.items(), key=lambda one: one[0] is not engine.ranks.shard)
     ]
     mains = {id(record.main) for _, record in pieces if record.main is not None}
     plain = optimizer._init_group  # type: ignore[attr-defined]

@@ -187,7 +187,7 @@ def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_us
     faults = model._engine.wait.faults
     device = Device(faults)
     faults._host_waits, faults._abort = False, device.abort
-    model._engine.ranks.shard.all_reduce = device.launch
+    model._engine.ranks.shard.reduce_scatter = device.launch
     loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
     wait_until(lambda: device.failed_at_abort != "not aborted")
     action = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.links import nccl_options
+from sixfold.fsdp.links import Links, nccl_options
 from sixfold.fsdp.streams import CudaStream
 from sixfold.fsdp.user_buffers import UserBuffers
 
@@ -117,6 +118,24 @@ def descriptors():
 def test_what_only_nccl_can_do_is_refused_on_gloo(alone, options, says):
     with pytest.raises(FsdpError, match=says):
         train(dist.group.WORLD, always_communicate=True, **options)
+
+
+def test_a_communicator_that_a_rank_does_not_come_to_is_an_error_in_time(alone, monkeypatch):
+    """The group says two ranks, and nobody plays the second."""
+
+    class Two:
+        def __getattr__(self, name):
+            return getattr(dist.group.WORLD, name)
+
+        def size(self):
+            return 2
+
+    links = Links(dist.PrefixStore("nobody", alone), torch.device("cpu"), BufferConfig(), timeout_s=0.2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    began = time.monotonic()
+    with pytest.raises(FsdpError, match=r"communicator for gathers of ranks \[0, 1\] could not be made"):
+        links.comm(Two())
+    assert time.monotonic() - began < 2.0
 
 
 @pytest.mark.parametrize(

@@ -113,25 +113,49 @@ def test_a_unit_skipped_on_one_rank_is_named_before_the_collective():
         assert "earlier fault" in later
 
 
+class Masked(nn.Module):
+    """An infinite input reaches the gradient of ``scale`` alone: what it makes is masked out behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.factor = 1.0
+
+    def forward(self, x):
+        y = self.up(x)
+        return y + torch.where(torch.zeros(4, dtype=torch.bool), self.scale * self.factor, 0.0)
+
+
 def not_finite(rank, ranks):
-    net = make_net()
-    model = wrap(net, checks="unit")
+    torch.manual_seed(0)
+    net = nn.Sequential(Masked(), Masked(), Masked())
+    model = FullyShardedDataParallel(
+        net, process_group=dist.group.WORLD, fsdp_unit_modules=[Masked], checks="unit", timeout_s=10.0
+    )
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
-    before = model.full_state_dict()
+    before = {}
 
-    def step():
-        factor = float("inf") if rank == 1 else 1.0
-        (loss_of(model(batch(0, 0, rank)), batch(0, 0, rank)) * factor).backward()
+    def steps():
+        for step in range(3):
+            before.update({name: main.detach().clone() for name, main in model.main_parameters()})
+            if rank == 1 and step == 2:
+                net[1].factor = float("inf")
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    found = outcome(step)
-    optimizer.zero_grad()
-    return found, all(torch.isfinite(value).all() for value in before.values())
+    began = time.monotonic()
+    found = outcome(steps)
+    untouched = all(torch.equal(before[name], main) for name, main in model.main_parameters())
+    return found, untouched, time.monotonic() - began
 
 
-def test_a_gradient_that_is_not_finite_is_named_before_the_reduction():
-    for (text, unit, step, op, ranks), clean in run_ranks(not_finite, 2):
-        assert (step, op, ranks) == (0, "reduce", (1,)) and unit is not None
-        assert "not finite" in text and clean
+def test_a_gradient_that_is_not_finite_is_named_by_parameter_before_the_reduction():
+    for (text, unit, step, op, ranks), untouched, seconds in run_ranks(not_finite, 2):
+        assert (unit, step, op, ranks) == ("1", 2, "reduce", (1,)), text
+        assert "gradient of 1.scale on rank 1 is not finite" in text and untouched
+        assert seconds < 5.0
 
 
 def different_order(rank, ranks):
@@ -165,6 +189,71 @@ def test_another_order_of_units_is_found_by_the_digest_of_the_step():
     for text, _, _, op, ranks in run_ranks(different_order, 3):
         assert "different orders in step 0" in text
         assert (op, ranks) == ("check", (1,))
+
+
+def in_step_two(rank, ranks, what):
+    """Rank 1 does ``what`` in the middle of step 2; the others train on. What they raise, and how long it took."""
+    net = make_net()
+    model = wrap(net, timeout_s=DEADLINES[what])
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    began = time.monotonic()
+
+    def steps():
+        nonlocal began
+        for step in range(4):
+            began = time.monotonic()
+            if rank == 1 and step == 2:
+                if what == "stops":
+                    store().set("stopped", str(os.getpid()))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif what == "hangs":
+                    time.sleep(3.0)
+            with model.no_sync():
+                loss_of(model(batch(step, 0, rank)), batch(step, 0, rank)).backward()
+            if rank != 1 and step == 2 and what == "does something else":
+                model.full_state_dict()  # gathers, where rank 1 reduces
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = outcome(steps)
+    seconds = time.monotonic() - began
+    if what == "stops" and rank == 0:
+        os.kill(int(store().get("stopped")), signal.SIGKILL)
+    return found, seconds
+
+
+DEADLINES = {"stops": 2.4, "hangs": 1.2, "does something else": 6.0}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_stops_is_named_before_the_deadline(ranks):
+    """SIGSTOP: no socket closes, and no store says anything."""
+    results = run_ranks(in_step_two, ranks, "stops", allow_exit=(1,))
+    for rank in {0, ranks - 1} - {1}:
+        (text, unit, step, op, lost), seconds = results[rank]
+        assert (step, lost) == (2, (1,)) and unit is not None and op == "gather", text
+        assert "no sign of life from rank 1 (no beat for" in text or "another rank reported a fault" in text
+        assert seconds < 4.0, f"{seconds:.1f} s"
+
+
+def test_a_rank_that_hangs_is_told_from_a_dead_one():
+    results = run_ranks(in_step_two, 3, "hangs")
+    for rank in (0, 2):
+        (text, unit, step, op, lost), seconds = results[rank]
+        assert (step, op, lost) == (2, "gather", (1,)) and unit is not None
+        assert "rank 1 lives but did not come; it was last at " in text and "in step 1" in text
+        assert seconds < 4.0, f"{seconds:.1f} s"
+    assert "another rank reported a fault" in results[1][0][0] or "no answer" in results[1][0][0]
+
+
+def test_a_rank_that_does_something_else_is_named_before_the_deadline():
+    for (text, _, step, _, lost), seconds in run_ranks(in_step_two, 3, "does something else"):
+        assert step == 2 and lost == (1,), text
+        words = (
+            "all ranks are alive and disagree: most wait for gather of (root) in step 2, rank 1 waits for reduce of "
+        )
+        assert words in text
+        assert seconds < 5.0, f"{seconds:.1f} s"
 
 
 def die(rank, ranks):

@@ -227,7 +227,7 @@ def meet(places, timeout_s, launched=()):
     """Each rank of ``places`` waits, in a thread, for what never comes: the errors by rank, and the seconds it took."""
     store, found = HashStore(), {}
     all_faults = [
-        Faults(rank, len(places), store, timeout_s, launched=lambda rank=rank: launched[rank] if launched else [])
+        Faults(rank, len(places), store, timeout_s, launched=lambda rank=rank: launched[rank] if launched else {})
         for rank in range(len(places))
     ]
     threads = [
@@ -266,8 +266,12 @@ def test_a_silent_rank_is_reported_before_the_deadline():
 @pytest.mark.parametrize(
     "launched",
     [
-        [[(5, [8, 9]), (2, [1])], [(5, [8, 7]), (2, [1])], [(5, [8, 9]), (2, [1])]],  # another one at the same place
-        [[(5, [8, 9]), (2, [1])], [(4, [8]), (3, [1, 6])], [(5, [8, 9]), (2, [1])]],  # each waits for the other's next
+        [{"a": (5, [8, 9])}, {"a": (5, [8, 7])}, {"a": (5, [8, 9])}],  # another one at the same place
+        [
+            {"a": (5, [8, 9]), "b": (2, [1])},
+            {"a": (4, [8]), "b": (3, [1, 6])},  # each waits for the other's next
+            {"a": (5, [8, 9]), "b": (2, [1])},
+        ],
     ],
 )
 def test_ranks_that_wait_for_different_collectives_are_told_long_before_the_deadline(launched):
@@ -284,13 +288,14 @@ def test_ranks_that_wait_for_different_collectives_are_told_long_before_the_dead
 @pytest.mark.parametrize(
     ("mine", "theirs", "blocked", "fault"),
     [
-        ([(3, [1, 2, 3])], [(3, [1, 2, 3])], True, False),
-        ([(3, [1, 2, 3])], [(2, [1, 2])], True, False),  # behind
-        ([(3, [1, 2, 3]), (4, [])], [(2, [1, 2]), (3, [])], True, False),  # behind on both
-        ([(3, [1, 2, 3])], [(2, [1, 5])], False, True),
-        ([(9, [1, 2])], [(4, [7, 7])], True, False),  # nothing remembered in common
-        ([(3, []), (4, [])], [(4, []), (3, [])], True, True),
-        ([(3, []), (4, [])], [(4, []), (3, [])], False, False),  # a host may just be between two launches
+        ({"a": (3, [1, 2, 3])}, {"a": (3, [1, 2, 3])}, True, False),
+        ({"a": (3, [1, 2, 3])}, {"a": (2, [1, 2])}, True, False),  # behind
+        ({"a": (3, [1, 2, 3]), "b": (4, [])}, {"a": (2, [1, 2]), "b": (3, [])}, True, False),  # behind on both
+        ({"a": (3, [1, 2, 3])}, {"a": (2, [1, 5])}, False, True),
+        ({"a": (9, [1, 2])}, {"a": (4, [7, 7])}, True, False),  # nothing remembered in common
+        ({"a": (3, []), "b": (4, [])}, {"a": (4, []), "b": (3, [])}, True, True),
+        ({"a": (3, []), "b": (4, [])}, {"a": (4, []), "b": (3, [])}, False, False),  # hosts between two launches
+        ({"a": (3, [1, 2, 3])}, {"b": (3, [1, 2, 4])}, True, False),  # ranks of different groups
     ],
 )
 def test_two_ranks_contradict_each_other_only_by_proof(mine, theirs, blocked, fault):

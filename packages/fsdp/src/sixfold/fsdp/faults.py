@@ -58,7 +58,7 @@ class Faults:
         first_step_timeout_s: float = 0.0,
         host_waits: bool = True,
         abort: Callable[[], None] | None = None,
-        launched: Callable[[], Launched] = list,
+        launched: Callable[[], Launched] = dict,
         store_name: str = "fault_store",
     ) -> None:
         self.rank = rank

@@ -70,7 +70,11 @@ class Links:
 
     def launched(self) -> Launched:
         """Of each communicator: how many collectives, and the last signatures."""
-        return [(one.count, list(one.recent)) for comm in self._comms.values() for one in comm.launches]
+        return {
+            f"{_key(group)} {at}": (one.count, list(one.recent))
+            for group, comm in list(self._comms.items())
+            for at, one in enumerate(comm.launches)
+        }
 
     def report(self) -> str:
         """One line."""
@@ -119,8 +123,7 @@ class Links:
             self._shared.append(group)
             return GroupComm(group, group)
         members = dist.get_process_group_ranks(group)
-        key = "links/" + hashlib.sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
-        store = PrefixStore(key, self._board)
+        store = PrefixStore(f"links/{_key(group)}", self._board)
         made = []
         for name in ("gathers", "reductions"):
             try:
@@ -167,6 +170,11 @@ class Links:
             end()
         self._made.clear()
         self._comms.clear()
+
+
+def _key(group: dist.ProcessGroup) -> str:
+    """The same on all ranks of ``group``, and of no other group."""
+    return hashlib.sha256(",".join(map(str, dist.get_process_group_ranks(group))).encode()).hexdigest()[:16]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

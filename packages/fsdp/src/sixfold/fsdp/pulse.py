@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sixfold.fsdp.board import NoAnswer, PatientStore
 
-Launched = list[tuple[int, list[int]]]  # of each communicator: how many collectives, the last signatures
+Launched = dict[str, tuple[int, list[int]]]  # by communicator: how many collectives, the last signatures
 
 
 class Place(NamedTuple):
@@ -50,22 +50,23 @@ class Beat:
     def read(text: bytes | str) -> Beat:
         """What ``text`` made."""
         count, place, blocked, launched = json.loads(text)
-        return Beat(count, None if place is None else Place(*place), blocked, [(n, sigs) for n, sigs in launched])
+        return Beat(count, None if place is None else Place(*place), blocked, launched)
 
 
 def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
     """Whether two ranks cannot both be right.
 
-    Collectives of one communicator have one order on all ranks: two different ones at one place are a fault. And
+    Collectives of one communicator have one order on all its ranks: two different ones at one place are a fault. And
     where both hosts wait, each for something that the other has not launched, neither will ever launch it.
     """
-    for (count, recent), (their_count, their_recent) in zip(mine, theirs, strict=False):
+    both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
+    for (count, recent), (their_count, their_recent) in both:
         first, their_first = count - len(recent), their_count - len(their_recent)
         for at in range(max(first, their_first), min(count, their_count)):
             if recent[at - first] != their_recent[at - their_first]:
                 return True
-    counts = [(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=False)]
-    return both_blocked and any(a > b for a, b in counts) and any(a < b for a, b in counts)
+    ahead, behind = any(a > b for (a, _), (b, _) in both), any(a < b for (a, _), (b, _) in both)
+    return both_blocked and ahead and behind
 
 
 class Pulse:

@@ -13,6 +13,7 @@ from sixfold.fsdp import FsdpError
 from sixfold.fsdp.board import open_board, tidy
 from sixfold.fsdp.control import StoreControl, exchange, exchange_text
 from sixfold.fsdp.initial import agree
+from sixfold.fsdp.meshes import Meshes
 
 
 def plain_wait(work):
@@ -113,9 +114,9 @@ def test_the_rank_that_serves_the_store_does_not_leave_before_all_have_read_why(
         control = StoreControl(Served(board, rank, ended), rank, 2)
         try:
             if differ == "models":
-                agree(nn.Linear(3, 3 + rank), {}, None, control, plain_wait_or_fsdp_error)
+                agree(nn.Linear(3, 3 + rank), {}, None, Meshes(), control, plain_wait_or_fsdp_error)
             else:
-                agree(nn.Linear(3, 3), {}, FsdpError("both"), control, plain_wait_or_fsdp_error)
+                agree(nn.Linear(3, 3), {}, FsdpError("both"), Meshes(), control, plain_wait_or_fsdp_error)
                 raise FsdpError("both")
         finally:
             if rank == 0:

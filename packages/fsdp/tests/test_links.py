@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,8 @@ from sixfold.fsdp.user_buffers import UserBuffers
 def alone():
     """A real gloo group of one rank, in this process."""
     store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    brief = timedelta(seconds=3)  # a thread that waits for a rank that does not come ends before this process does
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=brief)
     yield store
     dist.destroy_process_group()
 

@@ -71,8 +71,8 @@ class Links:
     def launched(self) -> Launched:
         """Of each communicator: how many collectives, and the last signatures."""
         return {
-            f"{_key(group)} {at}": (one.count, list(one.recent))
-            for group, comm in list(self._comms.items())
+            f"{_key(members)} {at}": (one.count, list(one.recent))
+            for members, comm in list(self._comms.items())
             for at, one in enumerate(comm.launches)
         }
 
@@ -123,7 +123,7 @@ class Links:
             self._shared.append(group)
             return GroupComm(group, group)
         members = dist.get_process_group_ranks(group)
-        store = PrefixStore(f"links/{_key(group)}", self._board)
+        store = PrefixStore(f"links/{_key(members)}", self._board)
         made = []
         for name in ("gathers", "reductions"):
             try:
@@ -172,9 +172,9 @@ class Links:
         self._comms.clear()
 
 
-def _key(group: dist.ProcessGroup) -> str:
-    """The same on all ranks of ``group``, and of no other group."""
-    return hashlib.sha256(",".join(map(str, dist.get_process_group_ranks(group))).encode()).hexdigest()[:16]
+def _key(members: Sequence[int]) -> str:
+    """The same on all ranks of a group, and of no other group."""
+    return hashlib.sha256(",".join(map(str, members)).encode()).hexdigest()[:16]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -138,8 +138,19 @@ def test_two_hundred_units_are_coloured_within_seconds():
     assert found.gathers == solve(uses, dict.fromkeys(names, 10), budget_bytes=500).gathers
 
 
+def test_units_inside_others_have_a_place_wherever_the_largest_pair_has():
+    sizes = {"a": 60, "a.x": 10, "b": 20, "b.x": 50, "b.y": 50, "c": 5, "c.x": 65}
+    apart = [(name, name[0]) for name in sizes if "." in name]
+    for order in (list(sizes), list(sizes)[::-1]):
+        found = colour([*order, *order[::-1]], sizes, arena_bytes=70, apart=apart)
+        assert found.gathers == replay([*order, *order[::-1]], sizes, found.offsets)[0]
+        for one, other in apart:
+            low, high = sorted((one, other), key=lambda name: found.offsets[name])
+            assert found.offsets[low] + sizes[low] <= found.offsets[high]
+
+
 def test_units_that_run_inside_each_other_need_room_side_by_side():
-    with pytest.raises(FsdpError, match=r"no place side by side in 10 bytes; 12 are enough") as caught:
+    with pytest.raises(FsdpError, match=r"no place side by side in 10 bytes; together they are 12") as caught:
         colour(["a", "b"], {"a": 6, "b": 6}, arena_bytes=10, apart=[("a", "b")])
     assert caught.value.unit in ("a", "b")
 

@@ -156,7 +156,7 @@ class _Search:
         unit = max(range(len(self._names)), key=chain)
         return FsdpError(
             f"{self._names[unit]!r} and the units around or inside it have no place side by side in {self._arena} "
-            f"bytes; {chain(unit)} are enough",
+            f"bytes; together they are {chain(unit)}",
             unit=self._names[unit],
             op="gather",
         )
@@ -206,6 +206,7 @@ class _Search:
     def _starts(self) -> Iterator[tuple[int, ...] | None]:
         """Regular placements: all in a ring; some side by side at the end of the arena and the others in a ring."""
         units = list(range(len(self._names)))
+        yield self._pinned((), units, ring=False)  # each as far down as those it is kept apart from allow
         by_size = sorted(units, key=lambda unit: (self._sizes[unit], unit))
         for order in (units, units[::-1], by_size, by_size[::-1]):
             fits = self._pinnable(order)
@@ -223,7 +224,7 @@ class _Search:
             left -= self._sizes[unit]
         return len(order) if left >= 0 else len(order) - 1
 
-    def _pinned(self, pinned: Sequence[int], others: Sequence[int]) -> tuple[int, ...] | None:
+    def _pinned(self, pinned: Sequence[int], others: Sequence[int], *, ring: bool = True) -> tuple[int, ...] | None:
         placement = [-1] * len(self._names)
         end = self._arena
         for unit in pinned:
@@ -237,7 +238,7 @@ class _Search:
             if start is None:
                 return None
             placement[unit] = start
-            cursor = start + self._sizes[unit]
+            cursor = start + self._sizes[unit] if ring else 0
         return tuple(placement)
 
     def _fitting(self, unit: int, cursor: int, end: int, placement: Sequence[int]) -> int | None:

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, make_net, same
 from fsdp_memory_helpers import peak_bytes
+from fsdp_mesh_helpers import MoeBlock, MoeNet, kind_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranktest import run_ranks
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, torch_state
 
 
 def make(**options):
@@ -167,3 +168,51 @@ def test_the_whole_state_on_one_rank_alone_and_a_consumer_that_raises():
     (none, told, _), (all_of_it, own, size) = run_ranks(out_of, 2)
     assert none == 0 and all_of_it == size == len(other_state())
     assert "the consumer on rank 1 raised" in told and own == "disk full"
+
+
+def on_own_meshes(rank, ranks):
+    """Rank 1 holds one expert more, under a name that rank 0 has not."""
+    alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))["alone"]
+
+    def net(seed):
+        made = MoeNet(seed + rank, seed + rank)
+        if rank:
+            made.blocks[0].own_more = nn.Linear(3, 3)
+        return made
+
+    model = FullyShardedDataParallel(
+        net(0),
+        process_group=dist.group.WORLD,
+        fsdp_unit_modules=[MoeBlock],
+        mesh_for=lambda name: None if kind_of(name) == "shared" else alone,
+    )
+    state = {name: value + 1 for name, value in net(7).state_dict().items()}
+    model.load_full_state_dict(state)
+    found = same(state, model.full_state_dict())
+    one = refusal(lambda: model.load_full_state_dict(state if rank == 0 else None))
+    dtensors = refusal(lambda: torch_state.get_model_state_dict(model))
+    return found, one[0], dtensors[0]
+
+
+def test_parameters_on_meshes_of_their_own_are_loaded_by_every_rank_for_itself():
+    for found, one, dtensors in run_ranks(on_own_meshes, 2):
+        assert found == []
+        assert "is on a mesh of its own, where ranks may hold other values; give a state on every rank" in one
+        assert "is on a mesh of its own" in dtensors and "state_records()" in dtensors
+
+
+def buffers_of_each_rank(rank, ranks):
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = FullyShardedDataParallel(net, process_group=dist.group.WORLD, initial="broadcast")
+    model(torch.full((4, 3), float(rank + 1)))
+    state = model.full_state_dict()
+    model.load_full_state_dict(state)
+    kept = model.full_state_dict()
+    model.load_full_state_dict(state if rank == 0 else None)
+    return same(state, kept), model.full_state_dict()["1.running_mean"]
+
+
+def test_buffers_that_differ_between_ranks_are_loaded_as_each_rank_gives_them_or_from_the_one_that_gives():
+    (kept, first), (others, second) = run_ranks(buffers_of_each_rank, 2)
+    assert kept == others == []
+    assert torch.equal(first, second)

@@ -118,16 +118,15 @@ def _problem_of_givers(givers: Sequence[int], targets: Sequence[Target], engine:
     size = engine.ranks.size
     if len(givers) not in (1, size):
         return f"ranks {list(givers)} of {size} give a state; give it on one rank, or on all"
-    elsewhere = [one.names[0] for one in targets if one.record is not None and _mesh(one.record, engine) is not None]
+    elsewhere = [one.names[0] for one in targets if one.record is not None and not _on_main(one, engine)]
     if len(givers) < size and elsewhere:
         return f"{elsewhere[0]} is on a mesh of its own, where ranks may hold other values; give a state on every rank"
     return None
 
 
-def _mesh(record: ParamRecord, engine: Engine) -> Ranks | None:
-    """The mesh of a parameter that is not on the main one."""
-    found = record.buffer.ranks
-    return None if found is engine.ranks else found
+def _on_main(target: Target, engine: Engine) -> bool:
+    """A parameter of the main mesh."""
+    return target.record is not None and target.record.buffer.ranks is engine.ranks
 
 
 def _look(source: Mapping[str, Tensor] | Iterable[Any], expected: Mapping[str, tuple[int, Target]]) -> str | None:
@@ -289,29 +288,30 @@ def _from_own(
     """Every rank reads for itself; at the end all say whether it went well, and what they read."""
     assert source is not None, "every rank gives a source"
     error: Exception | None = None
-    digests = [0] * len(targets)
-    several = engine.ranks.size > 1
+    # Of parameters of the main mesh: the same ones on all ranks. Others and buffers may differ from rank to rank.
+    several = compare and engine.ranks.size > 1
+    digests = dict.fromkeys((at for at, one in enumerate(targets) if several and _on_main(one, engine)), 0)
     try:
         for at, value in _offers(source, targets, expected, engine):
             target = targets[at]
             target.store(value)
             loaded.add(at)
-            if compare and several and (target.record is None or _mesh(target.record, engine) is None):
+            if at in digests:
                 digests[at] = _digest(value, target.dtype)
             del value
     except Exception as raised:
         error = raised
-    rows = exchange(engine.control, [int(error is not None), len(loaded), *digests], wait)
+    rows = exchange(engine.control, [int(error is not None), len(loaded), *digests.values()], wait)
     bad = tuple(rank for rank, row in enumerate(rows) if row[0])
     if bad:
         texts = exchange_text(engine.control, _said(error), wait)
         raise _failed(texts[bad[0]], bad, rows[bad[0]][1], len(targets)) from error
-    for at, target in enumerate(targets):
-        _, odd = odd_ranks([[row[2 + at]] for row in rows])
+    for place, at in enumerate(digests, start=2):
+        _, odd = odd_ranks([[row[place]] for row in rows])
         if odd:
             raise FsdpError(
-                f"load_full_state_dict: values of {target.names[0]} differ on rank {', '.join(map(str, odd))}; give "
-                "the same state on all ranks, or on one. All were loaded as they came: load again",
+                f"load_full_state_dict: values of {targets[at].names[0]} differ on rank {', '.join(map(str, odd))}; "
+                "give the same state on all ranks, or on one. All were loaded as they came: load again",
                 op="load",
                 ranks=odd,
             )

@@ -127,9 +127,14 @@ def emulate(
     param_dtype: torch.dtype | None = None,
     zeros: bool = True,
     seen: Seen = lambda name, main: main,
+    reduce_dtype: torch.dtype = torch.float32,
+    sum_dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Final weights of ``ranks`` ranks of data parallel, in one process.
 
+    Local sums are rounded to ``reduce_dtype``, added over ranks in ``sum_dtype``; what is kept of main gradients
+    between reductions is rounded to ``grad_dtype``.
     ``per_microbatch``: sum over ranks after each micro-batch (gradients sharded), else after the last.
     ``zeros``: parameters of a used unit that got no gradient get zeros (they do from two ranks on).
     """
@@ -149,11 +154,12 @@ def emulate(
                     local_gradients(net, compute, batch(step, k, rank), sums, seen=seen)
                 locals_R.append(sums)
             for name, first in locals_R[0].items():
-                reduced = first.clone()
+                reduced = first.to(reduce_dtype).to(sum_dtype, copy=True)
                 for other in locals_R[1:]:
-                    reduced += other[name]
-                reduced /= ranks
-                total[name] = total[name] + reduced if name in total else reduced
+                    reduced += other[name].to(reduce_dtype).to(sum_dtype)
+                reduced = reduced.float() / ranks
+                kept = total[name] + reduced if name in total else reduced
+                total[name] = kept.to(grad_dtype).float()
         for name, parameter in net.named_parameters():
             parameter.grad = total.get(name)
             if zeros and parameter.grad is None and parameter.requires_grad:

@@ -169,7 +169,9 @@ def budget(case: Case, found: Measured) -> float:
     """The formula, 1 % of padding, and what the specification allows beside it."""
     formula = (BF16 if case.low else FP32)[case.strategy](case.ranks) * found.parameters * 1.01
     largest, second, *_ = sorted((b for name, b in found.module_bytes.items() if name), reverse=True)
-    pool = 2 * largest * (2 if case.low else 1) if case.strategy in ("optim_grads", "optim_grads_params") else 0
+    sums = 2 * largest * (2 if case.low else 1)
+    pool = sums if case.strategy in ("optim_grads", "optim_grads_params") else 0
+    pool += sums if case.grad_sum == "rank_order" else 0  # what the other ranks sent
     gathered = 0
     if case.strategy == "optim_grads_params":
         gathered = (
@@ -279,8 +281,12 @@ STEADY = [
     for low in (True, False)
     for gathered in ("double", "all")
     for accumulate in (1, 2)
-    if (strategy == "optim_grads_params" or gathered == "double")
-    and not (low and accumulate > 1 and strategy in ("no_shard", "optim"))
+    if strategy == "optim_grads_params" or gathered == "double"
+] + [
+    Case(strategy=strategy, low=low, grad_sum=grad_sum, low_wire=True, accumulate=2)
+    for strategy in STRATEGIES
+    for low in (True, False)
+    for grad_sum in ("backend", "rank_order")
 ]
 
 

@@ -12,7 +12,7 @@ from fsdp_mesh_helpers import MoeBlock, MoeNet, emulate_meshes, kind_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranktest import run_ranks
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STEPS, ACCUMULATE = 2, 2
@@ -155,7 +155,7 @@ def test_the_norm_counts_experts_of_all_peers_once(layout):
 
 
 def count_step(rank, ranks):
-    net, model = make(rank, "4 ranks", checks="off")
+    net, model = make(rank, "4 ranks", checks="off", buffers=BufferConfig(bucket_bytes=1 << 20))  # no pieces
     optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
     for step in range(2):
         with Traffic() as traffic:

@@ -93,6 +93,7 @@ class ParamAndGradBuffer:
             self.records,
             self.cut,
             main_dtype=precision.main_dtype,
+            grad_dtype=precision.grad_dtype,
             shards_grads=strategy.shards_grads,
             device=device,
         )

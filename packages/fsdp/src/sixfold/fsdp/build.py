@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sixfold.fsdp.accept import fp8_names_of, look_at
-from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Ranks
@@ -37,6 +36,7 @@ from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
 from sixfold.fsdp.units import Unit, UnitSpec
 from sixfold.fsdp.waiting import Waiting
+from sixfold.fsdp.ways import Ways
 
 Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
 
@@ -54,7 +54,6 @@ class Built:
     """What ``build`` makes."""
 
     engine: Engine
-    pool: TemporaryBucketAllocator
     fp8: Fp8
     links: Links
 
@@ -103,7 +102,13 @@ def build(module: nn.Module, options: Options) -> Built:
         placement = placement_of(
             units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
         )
-        pool = _reduce_pool(units, options, device)
+        ways = Ways(
+            units,
+            options.mixed_precision,
+            shards_grads=options.sharding.shards_grads,
+            bucket_bytes=buffers.bucket_bytes,
+        )
+        pool = ways.make_pool(buffers.reduce_buffers, device)
     memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
     fp8 = _fp8_of(units, options, device)
     waiting = Waiting(faults)
@@ -118,9 +123,11 @@ def build(module: nn.Module, options: Options) -> Built:
     reduction = Reduction(
         units,
         precision=options.mixed_precision,
+        ways=ways,
         pool=pool,
         stream=make_stream(device),
         wait=waiting,
+        at_once=device.type == "cuda",
         divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
         device=device,
     )
@@ -152,7 +159,7 @@ def build(module: nn.Module, options: Options) -> Built:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.draw_curtains()
-    return Built(engine, pool, fp8, links)
+    return Built(engine, fp8, links)
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:
@@ -257,14 +264,6 @@ def _streams(
             held[mesh, trainable] = [a + b for a, b in zip(owned, stream.cut.layout.whole_bytes(), strict=True)]
         streams.append(stream)
     return tuple(streams)
-
-
-def _reduce_pool(units: Sequence[Unit], options: Options, device: torch.device) -> TemporaryBucketAllocator:
-    """Local gradient buffers that units take turns in; the root's gradients come all through a backward."""
-    sizes = [sum(stream.gradients.pool_bytes for stream in unit.trained) for unit in units[1:] if unit.trained]
-    if not options.sharding.shards_grads or not sizes:
-        return TemporaryBucketAllocator([], device)
-    return TemporaryBucketAllocator([max(sizes)] * min(options.buffers.reduce_buffers, len(sizes)), device)
 
 
 def end_with(module: nn.Module, engine: Engine, handles: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
-"""Collectives on the groups that were given, and the two ways to sum.
+"""Collectives on the groups that were given.
 
-    ProcessGroup or DeviceMesh --> Comm, GradSum (this file) --> gather.py, reduce.py
+    ProcessGroup or DeviceMesh --> Comm (this file) --> gather.py, sums.py
 
 A Comm knows one group; LocalComm is the group of one, by copies, so the engine's code is the same in one
-process. Sums start now and are finished later by the callable that they return. Never the default group.
+process. Never the default group.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
-
-Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
-Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
 
 
 class Comm(Protocol):
@@ -279,90 +276,3 @@ class Ranks:
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
     """The Comm of a group, on the group itself; None and a group of one need no traffic."""
     return LocalComm() if group is None or group.size() == 1 else GroupComm(group, group)
-
-
-class GradSum(Protocol):
-    """How local sums become sums over ranks, in ``result``'s dtype."""
-
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
-
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """Start: ``result`` is to be the whole sum of ``sent`` (same shape), which is used up."""
-
-
-class BackendSum:
-    """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
-
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """One reduce-scatter in the dtype of ``sent``."""
-        direct = sent.dtype == result.dtype
-        part = result if direct else sent.view(comm.size, -1)[comm.rank]
-        work = comm.reduce_scatter(part, sent)
-
-        def finish(wait: Wait) -> Tensor:
-            wait(work)
-            return result if direct else result.copy_(part)
-
-        return finish
-
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """One all-reduce in the dtype of ``sent``."""
-        work = comm.all_reduce(sent)
-
-        def finish(wait: Wait) -> Tensor:
-            wait(work)
-            return result if result.data_ptr() == sent.data_ptr() else result.copy_(sent)
-
-        return finish
-
-
-class RankOrderSum:
-    """Ranks 0, 1, 2 ... from left to right in ``result``'s dtype: the same bits for every layout and back end.
-
-    All shards travel in the dtype of ``sent`` and are added here, so bf16 halves the bytes and rounds
-    each addend once, never the sum (cf. pytorch#106395).
-    """
-
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
-        received = torch.empty_like(sent)
-        work = comm.all_to_all(received, sent)
-
-        def finish(wait: Wait) -> Tensor:
-            wait(work)
-            return _add_up(received.view(comm.size, -1), result)
-
-        return finish
-
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor) -> Finish:
-        """The same, and the shards are gathered again where they divide; else every rank adds all."""
-        if sent.numel() % comm.size:
-            received = sent.new_empty(comm.size * sent.numel())
-            work = comm.all_gather(received, sent)
-
-            def finish_whole(wait: Wait) -> Tensor:
-                wait(work)
-                return _add_up(received.view(comm.size, -1), result)
-
-            return finish_whole
-        start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank])
-
-        def finish(wait: Wait) -> Tensor:
-            wait(comm.spread(result, start(wait)))
-            return result
-
-        return finish
-
-
-def _add_up(parts: Tensor, result: Tensor) -> Tensor:
-    """(size, n) -> (n,), row 0 first."""
-    result.copy_(parts[0])
-    for part in parts[1:]:
-        result.add_(part)
-    return result
-
-
-def grad_sum_of(name: str, comm: Comm) -> GradSum:
-    """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
-    return RankOrderSum() if name == "rank_order" and comm.size > 1 else BackendSum()

@@ -57,7 +57,11 @@ class MixedPrecision:
         reduce_dtype: dtype that travels in a reduction; None means ``main_dtype``.
         main_dtype: dtype of main weights and of every local sum.
         grad_sum: ``"backend"`` or ``"rank_order"`` (sum over ranks 0, 1, 2 ... in main_dtype, reproducible).
-        grad_dtype: storage of main gradients; None or ``main_dtype``.
+        grad_dtype: storage of main gradients between reduction and step; None means ``main_dtype``. What rounds
+            where: a micro-batch's gradients are summed locally, over ranks and divided in main_dtype (and reduce_dtype
+            for what travels); the result is rounded to grad_dtype once, and so is each sum of it with what earlier
+            reductions left: one rounding a step with ``no_shard``, ``optim`` or one micro-batch, else one each.
+            ``step()`` finds gradients in main_dtype: copies for its length, since torch's optimizers take no other.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
         fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after
             each step. Main weights are float32, gradients as ever; None: no parameter is.
@@ -89,10 +93,15 @@ class MixedPrecision:
                 f"main_dtype is {self.main_dtype} and fp8 is set: float32 scales quantise float32 main weights; use "
                 "main_dtype=torch.float32, or fp8=None"
             )
-        if self.grad_dtype not in (None, self.main_dtype):
+        if self.grad_dtype is not None and self.grad_dtype.itemsize > self.main_dtype.itemsize:
             raise FsdpError(
-                f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}: another storage of main gradients is "
-                "not supported; leave it None, and set reduce_dtype for what travels"
+                f"grad_dtype is {self.grad_dtype}, main_dtype {self.main_dtype}: main gradients are sums in "
+                "main_dtype, and gain nothing in a wider one; leave it None"
+            )
+        if self.grad_dtype not in (None, self.main_dtype) and not hasattr(torch.Tensor, "grad_dtype"):
+            raise FsdpError(
+                f"grad_dtype is {self.grad_dtype}: this torch lets no parameter have a gradient of another dtype "
+                "(Tensor.grad_dtype); leave it None, or use torch 2.10 or newer"
             )
 
 
@@ -111,11 +120,13 @@ class BufferConfig:
         align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
         user_buffers: gathered weights, gather sources and local sums in memory that NCCL uses without a copy:
             ``"off"``, ``"auto"`` (where it can be had; ``report()`` says which path, or why none) or ``"require"``.
+        bucket_bytes: a unit whose local sums are larger is reduced in pieces of this size, so that no sum of the whole
+            exists where gradients are reduced in the backward that makes them. In bytes of main_dtype; None: the
+            largest unit whose class occurs more than once. Units are never merged: one collective per unit and piece.
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
             a communicator of its own, made from the given group once.
-        bucket_bytes: not supported; left at its default.
         offload: optimizer state lives in host memory; a step brings it to the device unit by unit, two at a time.
     """
 
@@ -136,19 +147,13 @@ class BufferConfig:
         self._check_ctas()
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise FsdpError(f"prefetch_bytes is {self.prefetch_bytes}; it is >= 0 or None (one unit)")
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise FsdpError(f"bucket_bytes is {self.bucket_bytes}; it is >= 1 or None (the largest repeated unit)")
         if self.reduce_buffers < 1:
             raise FsdpError(f"reduce_buffers is {self.reduce_buffers}; it is >= 1")
         if self.align_bytes < 16 or self.align_bytes & (self.align_bytes - 1):
             raise FsdpError(f"align_bytes is {self.align_bytes}; it is a power of two >= 16")
         one_of("user_buffers", self.user_buffers, ("off", "auto", "require"))
-        instead = {
-            "bucket_bytes": "choose smaller or larger units by fsdp_unit_modules",
-        }
-        for field, remedy in instead.items():
-            if getattr(self, field) is not None:
-                raise FsdpError(
-                    f"{field} is {getattr(self, field)}, which is not supported; leave it None and {remedy}"
-                )
 
     def _check_ctas(self) -> None:
         fewest, most = self.nccl_min_ctas, self.nccl_max_ctas

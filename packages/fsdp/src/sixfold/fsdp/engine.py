@@ -26,7 +26,6 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.guard import Curtain, Guard
-from sixfold.fsdp.part import ShardGradient
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.units import Unit
@@ -63,7 +62,8 @@ class Engine:
         self.records: dict[nn.Parameter, ParamRecord] = {
             record.parameter: record for unit in units for record in unit.records
         }
-        self._trainable = [record for unit in units for stream in unit.trained for record in stream.records]
+        self._trained = [stream for unit in units for stream in unit.trained]
+        self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
         self._grad_reduce = grad_reduce
         self.no_sync_depth = 0
@@ -253,7 +253,7 @@ class Engine:
         return readable
 
     def _owes_gradient(self, record: ParamRecord) -> bool:
-        if record.filled or self.reduction.pipeline.flying(record.buffer.unit):
+        if record.buffer.gradients.filled(record) or self.reduction.pipeline.flying(record.buffer.unit):
             return True
         if record.main is not None:
             return record.main.grad is not None
@@ -355,10 +355,10 @@ class Engine:
                 step=self.step,
                 op="reduce",
             )
-        if record.buffer.gradients.local is None:
+        if not record.buffer.gradients.open:
             self._await_end()
             self._touched.add(unit.index)
-            self.reduction.acquire(record.buffer, unit.index != 0 and self._shards_grads and self._reduces(unit))
+            self.reduction.acquire(record.buffer, self._shards_grads and self._reduces(unit))
         self.reduction.accumulate(record, gradient)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -376,7 +376,7 @@ class Engine:
                 op="reduce",
             )
         self._touched.add(self._by_name[record.buffer.unit].index)
-        if record.buffer.gradients.local is None:
+        if not record.buffer.gradients.open:
             self.reduction.acquire(record.buffer, pooled=False)
         self.reduction.accumulate(record, gradient)
 
@@ -492,20 +492,17 @@ class Engine:
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
         self.wait.alive()  # [Note: flag before abort]
-        self._class_gradients(Tensor)  # plain: an optimizer pays nothing
+        for stream in self._trained:
+            stream.gradients.widen()
         self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
-        self._class_gradients(ShardGradient)
+        for stream in self._trained:
+            stream.gradients.narrow()
         self.main_changed(frozen=False)
         self._stepped = True
-
-    def _class_gradients(self, shown: type[Tensor]) -> None:
-        for record in self._trainable:
-            if record.buffer.cut.parts > 1 and record.main_grad is not None:
-                record.main_grad.__class__ = shown
 
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""

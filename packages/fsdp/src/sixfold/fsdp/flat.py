@@ -120,16 +120,12 @@ class Cut:
 class ParamRecord:
     """One parameter in its stream's buffers.
 
-    ``main`` is what the optimizer updates (None where nothing of it lies here); ``filled`` says that ``local_grad``
-    holds a local sum; ``wanted`` is ``requires_grad`` as it was last set; ``left_out``: every backward since the last
-    reduction was asked for others (``inputs=``); ``parameter.data`` is ``compute`` for ever.
-    [Note: views made once]
+    ``main`` is what the optimizer updates (None where nothing of it lies here); ``wanted`` is ``requires_grad`` as it
+    was last set; ``left_out``: every backward since the last reduction was asked for others (``inputs=``);
+    ``parameter.data`` is ``compute`` for ever. [Note: views made once]
     """
 
-    __slots__ = (
-        "buffer", "compute", "dtype", "filled", "left_out", "local_grad", "main", "main_grad", "name", "parameter",
-        "spec", "wanted",
-    )  # fmt: skip
+    __slots__ = ("buffer", "compute", "dtype", "left_out", "main", "name", "parameter", "spec", "wanted")
 
     def __init__(
         self, name: str, parameter: nn.Parameter, spec: TensorSpec, dtype: torch.dtype, buffer: ParamAndGradBuffer
@@ -141,9 +137,6 @@ class ParamRecord:
         self.buffer = buffer
         self.compute: Tensor
         self.main: nn.Parameter | None = None
-        self.main_grad: Tensor | None = None
-        self.local_grad: Tensor | None = None
-        self.filled = False
         self.left_out = False
         self.wanted = parameter.requires_grad
 

@@ -1,26 +1,79 @@
-"""The gradient memory of a stream: where the local sum lies, and where main gradients lie.
+"""The gradient memory of a stream: where local sums lie, and where main gradients lie.
 
-    flat.py --> Gradients (this file) --> reduce.py
+    autograd --> Gradients.add (this file) --> take, stage --> reduce.py --> land --> main.grad
 
-Knows memory; starts no collective and installs no hook. A local sum has the size of the whole stream, main
-gradients that of what this rank holds.
+Knows memory and its states; starts no collective, no stream, no hook. A local sum has the size of the whole stream,
+main gradients that of what this rank holds.
+
+[Note: states of local gradients]
+
+    IDLE ---- sum_in_own, sum_in ----> SUMMING --+                     flat sums in main_dtype: own memory, or a slot
+      |                                          +-- take --> REDUCING -- landed --> IDLE
+      +------------- hold -----------> HELD -----+                     where autograd made them, in the compute dtype
+
+``add`` stays in SUMMING or HELD, ``drop`` leads back to IDLE. Whether main gradients are *alive* is no state of ours:
+``main.grad`` is the user's to set to None at any moment, so it is looked up when a reduction begins and when it lands.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.adding import add_into
+from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import Cut, ParamRecord
 from sixfold.fsdp.part import ShardGradient
+from sixfold.fsdp.pieces import Copy, copies
+
+
+class State(Enum):
+    """[Note: states of local gradients]"""
+
+    IDLE = "idle"
+    HELD = "held"
+    SUMMING = "summing"
+    REDUCING = "reducing"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    """(full_numel,) local sums and the view of each tensor; ``own``: this stream's alone, else a slot's."""
+
+    flat: Tensor
+    views: list[Tensor]
+    own: bool
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """Local gradients in the hands of a reduction.
+
+    Attributes:
+        whole: (full_numel,) in main_dtype; None: they lie in ``held``, one tensor or None for each record.
+        had: which records get a main gradient by this reduction.
+        fresh: no main gradient was alive, so results may be written to their place.
+        adds: which main gradients were alive when the first result landed.
+    """
+
+    whole: Tensor | None
+    held: list[Tensor | None]
+    had: tuple[bool, ...]
+    fresh: bool
+    adds: tuple[bool, ...] | None = field(default=None)
 
 
 class Gradients:
-    """Local sums and main gradients of a stream; an idle one of a stream that is frozen.
+    """Local sums and main gradients of a stream; one of a frozen stream stays idle.
 
     Args:
+        main_dtype: of local sums, whatever the compute dtype is.
+        grad_dtype: of main gradients at rest; a step finds them in ``main_dtype``. [Note: narrow main gradients]
         shards_grads: main gradients have memory of their own from the start; else they may take the local sum's.
     """
 
@@ -33,138 +86,373 @@ class Gradients:
         main_dtype: torch.dtype,
         shards_grads: bool,
         device: torch.device,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._unit = unit
-        self._records = records
+        self._records = tuple(records)
+        self._index = {record: at for at, record in enumerate(self._records)}
         self._cut = cut
-        self._dtype = main_dtype
-        self._shards_grads = shards_grads
+        self.dtype = main_dtype
+        self.grad_dtype = grad_dtype or main_dtype
         self._device = device
-        self.local: Tensor | None = None  # (full_numel,) local sums that wait for their reduction
-        self.in_pool = False  # ``local`` lies in the shared pool
-        self._own_local: Tensor | None = None
-        self._own_views: list[Tensor] = []
-        self._pool_views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        self._home: Tensor | None = None
-        self._home_is_local = False
+        self._home_in_own = not shards_grads and self.grad_dtype == main_dtype  # as long as nothing else needs it
+        self.state = State.IDLE
+        self._history: deque[str] = deque(maxlen=12)
+        self._sum: _Sum | None = None
+        self._held: list[Tensor | None] = [None] * len(self._records)
+        self._filled = [False] * len(self._records)
+        self._own: _Sum | None = None
+        self._slots: dict[int, _Sum] = {}  # by address
+        self._home: Tensor | None = None  # (main_numel,) main gradients
+        self._main_grads: list[Tensor | None] = [None] * len(self._records)
+        self._wide: list[Tensor | None] | None = None  # what a step finds. [Note: narrow main gradients]
+        starts = [offset // cut.itemsize for offset in cut.layout.offsets_bytes]
+        self._ranges = [(at, at + record.spec.numel) for at, record in zip(starts, self._records, strict=True)]
+        here = {
+            part.name: (part.offset_bytes // cut.itemsize, part.offset_bytes // cut.itemsize + part.stop - part.start)
+            for part in cut.layout.slices(cut.part)
+        }
+        self._here = [here.get(record.name) for record in self._records]  # in this rank's part
+        self._copies: dict[tuple[int, int], tuple[Copy, ...]] = {}
+
+    # ---- what is where
 
     @property
     def own_local_bytes(self) -> int:
-        """Bytes of full-size local gradient sums that only this stream uses."""
-        return 0 if self._own_local is None else self._own_local.nbytes
+        """Bytes of full-size local sums that only this stream uses."""
+        return 0 if self._own is None else self._own.flat.nbytes
 
     @property
     def home_bytes(self) -> int:
         """Bytes of main gradients that lie in no local sum."""
-        return 0 if self._home is None or self._home_is_local else self._home.nbytes
+        return 0 if self._home is None or self._home_lies_in_own else self._home.nbytes
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of a local sum in the pool, rounded up, so that the next stream's starts aligned."""
-        align = self._cut.layout.align_bytes
-        return -(-self._cut.full_numel * self._dtype.itemsize // align) * align
+    def sum_bytes(self) -> int:
+        """Bytes of a local sum of the whole stream."""
+        return self._cut.full_numel * self.dtype.itemsize
 
-    def use_own_local(self) -> None:
-        """Sum local gradients in memory of this stream alone."""
-        if self._own_local is None:
-            self._own_local = torch.zeros(self._cut.full_numel, dtype=self._dtype, device=self._device)
-            self._own_views = self._views(self._own_local)
-            if not self._shards_grads and self._home is None:
+    @property
+    def summing_bytes(self) -> int:
+        """Bytes of local sums that no reduction has taken; what is held is autograd's."""
+        return 0 if self._sum is None else self.sum_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Nothing was delivered, or all of it has landed."""
+        return self.state is State.IDLE
+
+    @property
+    def open(self) -> bool:
+        """Gradients may be added."""
+        return self.state is State.SUMMING or self.state is State.HELD
+
+    @property
+    def in_slot(self) -> bool:
+        """Sums lie in a slot that other streams wait for."""
+        return self._sum is not None and not self._sum.own
+
+    @property
+    def summed(self) -> bool:
+        """All records have a local gradient."""
+        return all(self._filled)
+
+    def filled(self, record: ParamRecord) -> bool:
+        """``record`` has a local gradient that no reduction has taken."""
+        return self._filled[self._index[record]]
+
+    def delivered(self) -> list[Tensor | None]:
+        """Local gradients that no reduction has taken, by record."""
+        places = self._held if self._sum is None else self._sum.views
+        return [one if filled else None for one, filled in zip(places, self._filled, strict=True)]
+
+    @property
+    def alive(self) -> bool:
+        """A main parameter has a gradient."""
+        return any(record.main is not None and record.main.grad is not None for record in self._records)
+
+    def _move(self, event: str, *allowed: State) -> None:
+        if self.state not in allowed:
+            raise FsdpError(
+                f"{event} while local gradients are {self.state.value}; it needs them "
+                f"{' or '.join(one.value for one in allowed)}. History: {', '.join(self._history) or 'none'}",
+                unit=self._unit,
+                op="reduce",
+            )
+        self._history.append(event)
+
+    # ---- local gradients
+
+    def hold(self) -> None:
+        """Keep gradients where autograd made them, until the reduction copies them piece by piece."""
+        self._move("hold", State.IDLE)
+        self.state = State.HELD
+
+    def sum_in_own(self) -> None:
+        """Sum in memory of this stream alone."""
+        self._move("sum_in_own", State.IDLE)
+        if self._own is None:
+            self._own = self._make_sum(
+                torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device), own=True
+            )
+            if self._home is None and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
-                self._home, self._home_is_local = self._cut.part_of(self._own_local), True
-        elif self._home_is_local and any(
-            record.main is not None and record.main.grad is not None for record in self._records
-        ):
+                self._home = self._cut.part_of(self._own.flat)
+        elif self._home_lies_in_own and self.alive:
             self._move_home()
-        self._start_local(self._own_local, self._own_views, in_pool=False)
+        self._sum, self.state = self._own, State.SUMMING
 
-    def use_pool_local(self, slot: int, memory: Tensor) -> None:
-        """Sum local gradients in ``memory`` (bytes) of slot ``slot`` of the shared pool, until they are reduced."""
-        if slot not in self._pool_views:
-            flat = memory[: self._cut.full_numel * self._dtype.itemsize].view(self._dtype)
-            self._pool_views[slot] = flat, self._views(flat)
-        flat, views = self._pool_views[slot]
-        self._start_local(flat, views, in_pool=True)
+    def sum_in(self, memory: Tensor) -> None:
+        """Sum in ``memory`` (bytes, ``sum_bytes`` or more, at one address for ever), until it is reduced."""
+        self._move("sum_in", State.IDLE)
+        address = memory.data_ptr()
+        if address not in self._slots:
+            self._slots[address] = self._make_sum(memory[: self.sum_bytes].view(self.dtype), own=False)
+        self._sum, self.state = self._slots[address], State.SUMMING
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
+    def leave_slot(self) -> None:
+        """Go on summing in own memory: the slot is needed."""
+        self._move("leave_slot", State.SUMMING)
+        old, filled = self._sum, list(self._filled)
+        assert old is not None and not old.own, f"unit {self._unit!r} leaves a slot that it does not hold"
+        self._sum, self.state = None, State.IDLE
+        self.sum_in_own()
+        assert self._sum is not None, f"unit {self._unit!r} has no memory for its sums"
+        self._sum.flat.copy_(old.flat)
+        self._filled = filled
+
+    def _make_sum(self, flat: Tensor, *, own: bool) -> _Sum:
         buffer = self._cut.view_of(flat)
-        return [buffer.full(record.name) for record in self._records]
+        return _Sum(flat, [buffer.full(record.name) for record in self._records], own)
 
-    def _start_local(self, flat: Tensor, views: list[Tensor], *, in_pool: bool) -> None:
-        self.local, self.in_pool = flat, in_pool
-        for record, view in zip(self._records, views, strict=True):
-            record.local_grad, record.filled = view, False
+    def add(self, record: ParamRecord, gradient: Tensor, scratch: Tensor | None = None) -> None:
+        """Add what autograd made for ``record``; the first one is copied, or kept.
 
-    def _move_home(self) -> None:
-        """Main gradients are alive in the memory that new local sums need: give them their own."""
-        assert self._home is not None, f"unit {self._unit!r} moves main gradients that it has not"
-        old, self._home, self._home_is_local = self._home, self._home.clone(), False
-        for record, view in zip(self._records, self._home_views(), strict=True):
-            if record.main is not None and record.main.grad is not None and record.main.grad is record.main_grad:
-                record.main.grad = view
-            record.main_grad = view
-        del old
+        Sums are in main_dtype. ``scratch`` is for ``add_into``.
+        """
+        if self.state is not State.SUMMING and self.state is not State.HELD:  # asked here: this is the hot path
+            self._move("add", State.SUMMING, State.HELD)
+        at = self._index[record]
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._sum is not None:
+            if self._filled[at]:
+                add_into(self._sum.views[at], gradient, scratch)
+            else:
+                self._sum.views[at].copy_(gradient)
+        else:
+            before = self._held[at]
+            if before is None:
+                self._held[at] = gradient
+            else:  # twice in one backward (a reentrant checkpoint): from here on a sum in main_dtype
+                self._held[at] = wide = before.to(self.dtype)
+                add_into(wide, gradient, scratch)
+        self._filled[at] = True
 
-    def _home_views(self) -> list[Tensor | None]:
-        assert self._home is not None, f"unit {self._unit!r} has no place for main gradients"
-        buffer = self._cut.view_of(self._home)
-        views = [None if record.main is None else buffer.local(record.name) for record in self._records]
-        for view in views if self._cut.parts > 1 else ():
-            if view is not None:
-                view.__class__ = ShardGradient
-        return views
+    def forget(self, record: ParamRecord) -> None:
+        """``record``'s local gradient is not wanted."""
+        at = self._index[record]
+        self._held[at], self._filled[at] = None, False
 
-    def take_local(self, fill_zeros: bool) -> tuple[Tensor, list[bool]]:
-        """Hand the local sums to a reduction: (full_numel,) and which parameters had any.
+    def drop(self) -> None:
+        """No local gradient is wanted."""
+        self._move("drop", State.SUMMING, State.HELD)
+        self._leave()
+        self.state = State.IDLE
+
+    def _leave(self) -> None:
+        self._sum = None
+        self._held = [None] * len(self._records)
+        self._filled = [False] * len(self._records)
+
+    def release_own(self) -> None:
+        """Free the memory of ``sum_in_own``; no sum is in it."""
+        self._move("release_own", State.IDLE)
+        if self._home_lies_in_own:
+            raise FsdpError("own sums are released while main gradients lie in them", unit=self._unit, op="reduce")
+        self._own = None
+
+    # ---- reduction
+
+    def take(self, *, fill_zeros: bool) -> Taken:
+        """Hand local gradients to a reduction.
 
         ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank; only those frozen
         after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
         """
-        local = self.local
-        assert local is not None, f"unit {self._unit!r} has no local gradients to reduce"
-        had = [record.filled or (fill_zeros and record.wanted and not record.left_out) for record in self._records]
+        self._move("take", State.SUMMING, State.HELD)
+        had = tuple(
+            filled or (fill_zeros and record.wanted and not record.left_out)
+            for filled, record in zip(self._filled, self._records, strict=True)
+        )
+        if self._sum is not None and fill_zeros:
+            for view, filled in zip(self._sum.views, self._filled, strict=True):
+                if not filled:
+                    view.zero_()
+        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, fresh=not self.alive)
+        self._leave()
         for record in self._records:
-            if not record.filled and fill_zeros and record.local_grad is not None:
-                record.local_grad.zero_()
-            record.filled = record.left_out = False
-        self.local = None
-        return local, had
+            record.left_out = False
+        self.state = State.REDUCING
+        return taken
 
-    def release_own_local(self) -> None:
-        """Free the memory of ``use_own_local``; no sum is in it."""
-        assert self.local is None and not self._home_is_local, f"unit {self._unit!r} still uses its own sums"
-        self._own_local, self._own_views = None, []
-        for record in self._records:
-            record.local_grad = None
-
-    def result_place(self, local: Tensor) -> Tensor:
-        """Where ``local``'s reduction writes: the main gradients' own place while none is alive, else in ``local``."""
-        if self._home is None:
-            self._home = torch.zeros(self._cut.main_numel, dtype=self._dtype, device=self._device)
-        alive = any(record.main is not None and record.main.grad is not None for record in self._records)
-        return self._cut.part_of(local) if alive else self._home
-
-    def add_result(self, result: Tensor, had: Sequence[bool]) -> None:
-        """Add a reduced and divided sum to main gradients; ``had`` leaves out parameters without any."""
-        home = self._home
-        assert home is not None, f"unit {self._unit!r} has no place for main gradients"
-        if self._records and self._records[0].main_grad is None and all(r.main_grad is None for r in self._records):
-            for record, view in zip(self._records, self._home_views(), strict=True):
-                record.main_grad = view
-        held = [(i, record) for i, record in enumerate(self._records) if record.main is not None]
-        if all(had) and all(r.main is not None and r.main.grad is r.main_grad for _, r in held):
-            home.add_(result)
+    def stage(self, taken: Taken, start: int, stop: int, sent: Tensor) -> None:
+        """Copy columns ``[start, stop)`` of all shards to ``sent`` (parts * (stop - start),), in its dtype."""
+        parts, row = self._cut.parts, self._cut.main_numel
+        piece = sent.view(parts, stop - start)
+        if taken.whole is not None:
+            piece.copy_(taken.whole.view(parts, row)[:, start:stop])
             return
-        in_place = result.data_ptr() == home.data_ptr()
-        incoming = None if in_place else self._cut.view_of(result)
-        for i, record in held:
-            assert record.main is not None and record.main_grad is not None, f"{record.name} is not held here"
-            if not had[i]:
-                continue
-            if record.main.grad is None:
-                if incoming is not None:
-                    record.main_grad.copy_(incoming.local(record.name))
-                record.main.grad = record.main_grad
+        if (start, stop) not in self._copies:
+            self._copies[start, stop] = copies(self._ranges, parts, row, start, stop)
+        for one in self._copies[start, stop]:
+            place = piece[one.row : one.row + one.rows, one.column : one.column + one.columns]
+            gradient = None if one.tensor is None else taken.held[one.tensor]
+            if gradient is None:
+                place.zero_()
             else:
-                assert incoming is not None, f"{record.name}: a sum was written over its live gradient"
-                record.main.grad.add_(incoming.local(record.name))
+                flat = gradient.reshape(-1)
+                offset = flat.storage_offset() + one.start
+                place.copy_(flat.as_strided((one.rows, one.columns), (row, 1), offset))
+
+    def result_place(self, taken: Taken, start: int, stop: int) -> Tensor | None:
+        """Where a reduction may write the sum of columns ``[start, stop)`` in main_dtype; None: nowhere here.
+
+        The main gradients' own place while none is alive, else this rank's part of the local sums.
+        """
+        home = self._main_memory()
+        if taken.fresh and home.dtype == self.dtype:
+            return home[start:stop]
+        return None if taken.whole is None else self._cut.part_of(taken.whole)[start:stop]
+
+    def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
+        """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""
+        self._move("land", State.REDUCING)
+        home = self._main_memory()[start:stop]
+        if taken.adds is None:
+            taken.adds = tuple(self._alive(at) for at in range(len(self._records)))
+        in_place = total.data_ptr() == home.data_ptr() and total.dtype == home.dtype
+        adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None]
+        if all(taken.had) and not any(adds):
+            if not in_place:
+                home.copy_(total)
+        elif all(taken.had) and all(adds):
+            assert not in_place, f"unit {self._unit!r}: a sum was written over live gradients"
+            add_into(home, total, scratch)
+        else:
+            self._land_each(taken, total, home, start, in_place, scratch)
+
+    def _land_each(
+        self, taken: Taken, total: Tensor, home: Tensor, start: int, in_place: bool, scratch: Tensor | None
+    ) -> None:
+        assert taken.adds is not None, f"unit {self._unit!r}: a piece landed before the first one"
+        for at, place in enumerate(self._here):
+            if place is None or not taken.had[at]:
+                continue
+            low, high = max(place[0] - start, 0), min(place[1] - start, total.numel())
+            if low >= high:
+                continue
+            if taken.adds[at]:
+                assert not in_place, f"{self._records[at].name}: a sum was written over its live gradient"
+                add_into(home[low:high], total[low:high], scratch)
+            elif not in_place:
+                home[low:high].copy_(total[low:high])
+
+    def landed(self, taken: Taken) -> None:
+        """All columns have landed: main parameters have their gradients."""
+        self._move("landed", State.REDUCING)
+        self.state = State.IDLE
+        for record, had, view in zip(self._records, taken.had, self._main_grads, strict=True):
+            if had and record.main is not None:
+                record.main.grad = view
+        taken.held = []
+        if self._wide is not None:  # a closure inside the step
+            self.widen()
+
+    # ---- main gradients
+
+    @property
+    def _home_lies_in_own(self) -> bool:
+        return (
+            self._home is not None
+            and self._own is not None
+            and self._home.untyped_storage().data_ptr() == self._own.flat.untyped_storage().data_ptr()
+        )
+
+    def _alive(self, at: int) -> bool:
+        """Its main parameter has a gradient, which lies in our memory afterwards."""
+        main, mine = self._records[at].main, self._main_grads[at]
+        if main is None or main.grad is None:
+            return False
+        if main.grad is not mine and mine is not None:  # the user's, or a widened one
+            with torch._C.DisableTorchFunctionSubclass():
+                mine.copy_(main.grad)
+        return True
+
+    def _main_memory(self) -> Tensor:
+        if self._home is None:
+            self._home = torch.zeros(self._cut.main_numel, dtype=self.grad_dtype, device=self._device)
+        if self._records and all(one is None for one in self._main_grads):
+            self._main_grads = self._views_of_home()
+        return self._home
+
+    def _views_of_home(self) -> list[Tensor | None]:
+        assert self._home is not None, f"unit {self._unit!r} has no place for main gradients"
+        buffer = self._cut.view_of(self._home)
+        views = [None if record.main is None else buffer.local(record.name) for record in self._records]
+        for record, view in zip(self._records, views, strict=True):
+            if view is not None and record.main is not None:
+                if self._cut.parts > 1:
+                    view.__class__ = ShardGradient
+                if self.grad_dtype != self.dtype:
+                    record.main.grad_dtype = None  # any; else torch refuses a gradient of another dtype
+        return views
+
+    def _move_home(self) -> None:
+        """Main gradients are alive in the memory that new local sums need: give them their own."""
+        assert self._home is not None, f"unit {self._unit!r} moves main gradients that it has not"
+        self._home = self._home.clone()
+        for at, view in enumerate(self._views_of_home()):
+            main = self._records[at].main
+            if main is not None and main.grad is not None and main.grad is self._main_grads[at]:
+                main.grad = view
+            self._main_grads[at] = view
+
+    def widen(self) -> None:
+        """A step begins: gradients are plain tensors in main_dtype.
+
+        [Note: narrow main gradients] torch's optimizers compute with the gradient's dtype, and raise when it is not
+        the parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; for the
+        length of the step main parameters have copies in main_dtype, made when activations are no more. What a step
+        does to the copies (GradScaler's unscaling) is gone after it.
+        """
+        if self.grad_dtype == self.dtype:
+            self._show(Tensor)
+            return
+        self._wide = [
+            None if record.main is None or record.main.grad is None else _plain(record.main.grad).to(self.dtype)
+            for record in self._records
+        ]
+        for record, wide in zip(self._records, self._wide, strict=True):
+            if wide is not None and record.main is not None:
+                record.main.grad = wide
+
+    def narrow(self) -> None:
+        """The step is over."""
+        if self._wide is None:
+            self._show(ShardGradient)
+            return
+        for record, wide, mine in zip(self._records, self._wide, self._main_grads, strict=True):
+            if wide is not None and record.main is not None and record.main.grad is wide:
+                record.main.grad = mine
+        self._wide = None
+
+    def _show(self, shown: type[Tensor]) -> None:
+        for view in self._main_grads if self._cut.parts > 1 else ():
+            if view is not None:
+                view.__class__ = shown
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)

@@ -225,14 +225,13 @@ def look_at(engine: Engine) -> Callable[[str], UnitBytes]:
     def look(name: str) -> UnitBytes:
         unit = units[name]
         flying = engine.reduction.pipeline.flying(name)
-        local = [stream.gradients.local for stream in unit.trained]
-        whole = sum(stream.gradients.pool_bytes for stream in unit.trained)
-        summed = sum(one.nbytes for one in local if one is not None)
+        summed = sum(stream.gradients.summing_bytes for stream in unit.trained)
+        idle = not any(stream.gradients.open for stream in unit.trained)
         return UnitBytes(
             weights=engine.gathering.pipeline.state(name).value.lower(),
-            sums="reducing" if flying else "summing" if summed else "idle",
+            sums="reducing" if flying else "idle" if idle else "summing",
             gathered=unit.gathered_bytes,
-            summed=whole if flying else summed,
+            summed=engine.reduction.flying_bytes(name) if flying else summed,
         )
 
     return look

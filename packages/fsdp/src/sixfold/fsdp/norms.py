@@ -47,25 +47,35 @@ def _squares(records: Sequence[ParamRecord], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
-def _gradients(engine: Engine) -> list[Tensor]:
-    mains = [record.main for record in engine.records.values()]
-    return [main.grad for main in mains if main is not None and main.grad is not None]
+def _gradients(engine: Engine) -> tuple[list[Tensor], list[Tensor]]:
+    """Those in main_dtype, and those in a narrower ``grad_dtype``."""
+    wide: list[Tensor] = []
+    narrow: list[Tensor] = []
+    for record in engine.records.values():
+        if record.main is not None and record.main.grad is not None:
+            (wide if record.main.grad.dtype == record.main.dtype else narrow).append(record.main.grad)
+    return wide, narrow
 
 
-def _on_device(engine: Engine, value: float | Tensor, like: Tensor) -> Tensor:
+def _on_device(engine: Engine, value: float | Tensor) -> Tensor:
     # A host number would be turned into a product with its reciprocal on CUDA.
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    dtype = next((record.main.dtype for record in engine.records.values() if record.main is not None), torch.float32)
+    return torch.as_tensor(value, dtype=dtype, device=engine.units[0].device)
 
 
 def scale(engine: Engine, factor: float | Tensor) -> None:
     """Multiply."""
-    gradients = _gradients(engine)
-    if gradients:
-        torch._foreach_mul_(gradients, _on_device(engine, factor, gradients[0]))
+    (wide, narrow), number = _gradients(engine), _on_device(engine, factor)
+    if wide:
+        torch._foreach_mul_(wide, number)
+    for gradient in narrow:  # (1,): a scalar would take the gradient's dtype before it is used
+        gradient.mul_(number.view(1))
 
 
 def divide(engine: Engine, count: float | Tensor) -> None:
     """Divide, truly."""
-    gradients = _gradients(engine)
-    if gradients:
-        torch._foreach_div_(gradients, _on_device(engine, count, gradients[0]))
+    (wide, narrow), number = _gradients(engine), _on_device(engine, count)
+    if wide:
+        torch._foreach_div_(wide, number)
+    for gradient in narrow:
+        gradient.div_(number.view(1))

@@ -1,8 +1,8 @@
-"""Gradients: local fp32 sums, their reduction over ranks, and what main gradients become.
+"""The reduction of gradients: when it begins, on which stream, and who waits for it.
 
-    hooks.py --> engine.py --> Reduction --> GradReducePipeline (this file) --> comm.py
+    engine.py --> Reduction --> GradReducePipeline (this file) --> sums.py; gradients.py, ways.py say what lies where
 
-GradReducePipeline is driven by events and knows no module. Reduction owns the pool of local buffers.
+GradReducePipeline is driven by events and knows no module. Reduction owns the pool of slots.
 
 [Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype; the sum is cast to reduce_dtype,
 added over the shard ranks, in main_dtype over the replicas, divided once (a true division), and only then
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import grad_sum_of
 from sixfold.fsdp.config import MixedPrecision
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.gradients import State, Taken
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
+from sixfold.fsdp.ways import Kind, Sections, Way, Ways
+
+_WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
 
 
 class GradReducePipeline:
@@ -90,126 +93,236 @@ class GradReducePipeline:
 
 
 class Reduction:
-    """Local sums of units and their reductions."""
+    """Local gradients of units and their reductions.
+
+    Args:
+        ways, pool: how each stream's gradients get to their reduction, and the slots for it.
+        at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
+            backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
+
+    [Note: who waits for a reduction] The reduce stream follows the compute stream whenever it takes something over.
+    The compute stream waits for a reduction only when it needs what that one reads or writes: a slot to sum in, the
+    memory of the same unit, main gradients. So there is no moment at which each waits for the other, and the
+    reduction of a unit runs beside the backward of the next ones. Gradients that autograd made are kept until the
+    compute stream has waited, so its allocator cannot hand their memory out while the reduce stream reads it.
+    """
 
     def __init__(
         self,
         units: Collection[Unit],
         *,
         precision: MixedPrecision,
+        ways: Ways,
         pool: TemporaryBucketAllocator,
         stream: SideStream,
         wait: Wait,
+        at_once: bool,
         divisor: float,
         device: torch.device,
     ) -> None:
         self._by_name = {unit.name: unit for unit in units}
-        self._sums = {
-            comm: grad_sum_of(precision.grad_sum, comm)
-            for unit in units
-            for stream in unit.trained
-            for comm in (stream.ranks.shard, stream.ranks.outer)
-        }
-        self._reduce_dtype = precision.reduce_dtype or precision.main_dtype
-        self._pool = pool
+        main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
+        self._reduce_is_main = main == reduce
+        self.ways, self.pool = ways, pool
+        self._nothing = torch.zeros(0, dtype=main, device=device)
+        self._sections: dict[tuple[ParamAndGradBuffer, Kind, int, int], Sections] = {}
+        self._flying_bytes = dict.fromkeys(self._by_name, 0)
+        self._reads: dict[int, Any] = {}  # slot -> event after what the reduce stream last did there
         self._side = stream
         self._wait = wait
+        self._at_once = at_once
+        kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
+        mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
+        self._wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
         # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
-        self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=precision.main_dtype, device=device)
+        self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=main, device=device)
         self.pipeline = GradReducePipeline(self._by_name, self._start)
         self.reductions = 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch of mixed additions."""
+        return 0 if self._wide is None else self._wide.nbytes
+
+    def flying_bytes(self, unit: str) -> int:
+        """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces that were on the way."""
+        return self._flying_bytes[unit]
+
+    # ---- local gradients
+
     def accumulate(self, record: ParamRecord, gradient: Tensor) -> None:
-        """Add a gradient to the local sum that ``acquire`` made; the first one is copied."""
-        assert record.local_grad is not None, f"{record.name} has no place for its local gradient"
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if record.filled:
-            record.local_grad.add_(gradient)
-        else:
-            record.local_grad.copy_(gradient)
-            record.filled = True
+        """Add a gradient to what ``acquire`` made room for."""
+        record.buffer.gradients.add(record, gradient, self._wide)
 
     def acquire(self, stream: ParamAndGradBuffer, pooled: bool) -> None:
-        """Memory for ``stream``'s local sums; ``pooled``: the reduction follows in the same backward."""
+        """Room for ``stream``'s local gradients; ``pooled``: the reduction follows in the same backward."""
         unit = self._by_name[stream.unit]
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        slot = self._pool_slot(unit) if pooled else None
-        if slot is None:  # also when units that are not done hold the whole pool
-            stream.gradients.use_own_local()
+        kind = self.ways.fused(stream) if pooled else Kind.OWN
+        if kind is Kind.HELD:
+            stream.gradients.hold()
             return
-        before = unit.trained[: unit.trained.index(stream)]
-        at = sum(one.gradients.pool_bytes for one in before)
-        stream.gradients.use_pool_local(slot, self._pool.memory(slot)[at:])
+        slot = self._free_slot(unit.name) if kind is Kind.SLOT else None
+        if slot is None:  # also when units that are not done hold the whole pool
+            stream.gradients.sum_in_own()
+            return
+        self._side.join(self._reads.pop(slot, None))
+        stream.gradients.sum_in(self.pool.memory(slot))
 
-    def _pool_slot(self, unit: Unit) -> int | None:
-        """The slot that all streams of ``unit`` share, or None if all are held."""
-        held = self._pool.slot_of(unit.name)
-        if held is not None:
-            return held
-        needed = sum(one.gradients.pool_bytes for one in unit.trained)
-        slot = self._pool.allocate(unit.name, needed)
+    def _free_slot(self, owner: str) -> int | None:
+        """A slot for ``owner``; reductions in flight are finished for it, the oldest first."""
+        slot = self.pool.allocate(owner, 0)
         while slot is None and len(self.pipeline):
             self.pipeline.drain(len(self.pipeline) - 1)
-            slot = self._pool.allocate(unit.name, needed)
+            slot = self.pool.allocate(owner, 0)
         return slot
 
-    def _leave_pool(self, unit: Unit) -> None:
-        """Its slot is free once no stream of ``unit`` has a sum in it."""
-        held = self._pool.slot_of(unit.name) is not None
-        if held and not any(stream.gradients.in_pool for stream in unit.trained):
-            self._pool.free(unit.name)
+    def _slot_for_piece(self, owner: str, mine: deque[Callable[[], None]]) -> int:
+        """A slot for a piece of a reduction whose earlier pieces are ``mine``."""
+        slot = self._free_slot(owner)
+        while slot is None and mine:
+            with self._side.enter():
+                mine.popleft()()
+            slot = self.pool.allocate(owner, 0)
+        if slot is None:  # units that are not done sum in all of them: one goes on elsewhere
+            for unit in self._by_name.values():
+                for stream in unit.trained:
+                    if slot is None and stream.gradients.in_slot:
+                        stream.gradients.leave_slot()
+                        self.pool.free(unit.name)
+                        slot = self.pool.allocate(owner, 0)
+        assert slot is not None, f"no slot is free for {owner}: {self.pool.slot_bytes}"
+        return slot
+
+    def _free(self, owner: str) -> None:
+        if self.pool.slot_of(owner) is not None:
+            self.pool.free(owner)
+
+    def not_finite(self, unit: Unit) -> int:
+        """The place of the first local gradient that is not finite among all of ``unit``, or -1. Reads the device: for
+        ``checks="unit"`` only."""
+        gradients = [one for stream in unit.trained for one in stream.gradients.delivered()]
+        bad = (at for at, one in enumerate(gradients) if one is not None and not bool(torch.isfinite(one).all()))
+        return next(bad, -1)
+
+    def discard(self, records: Set[ParamRecord]) -> None:
+        """Forget what was delivered of ``records``; what is in flight is finished first, and lands."""
+        self.pipeline.finish()
+        for record in records:
+            record.buffer.gradients.forget(record)
+        for unit in self._by_name.values():
+            for stream in unit.trained:
+                if not stream.gradients.idle and records >= set(stream.records):
+                    if stream.gradients.in_slot:
+                        self.pool.free(unit.name)
+                    stream.gradients.drop()
+
+    def release_own_sums(self) -> None:
+        """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
+        self.pipeline.finish()
+        for unit in self._by_name.values():
+            for stream in unit.trained if unit.index else ():
+                if stream.gradients.idle:
+                    stream.gradients.release_own()
+
+    # ---- reductions
 
     def put(self, unit: Unit) -> None:
-        """Reduce what ``unit`` has summed locally (zeros, if other ranks have something)."""
+        """Reduce what ``unit`` has locally (zeros, if other ranks have something)."""
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
         for stream in unit.trained:
-            if stream.gradients.local is None and stream.ranks.size > 1:
-                self.acquire(stream, pooled=False)
-        if any(stream.gradients.local is not None for stream in unit.trained):
+            if stream.gradients.idle and stream.ranks.size > 1:
+                self.acquire(stream, pooled=True)
+        if any(not stream.gradients.idle for stream in unit.trained):
             self.pipeline.put(unit.name)
-
-    def not_finite(self, unit: Unit) -> int:
-        """The place of the first local sum that is not finite among all of ``unit``, or -1. Reads the device: for
-        ``checks="unit"`` only."""
-        records = [record for stream in unit.trained for record in stream.records]
-        for at, record in enumerate(records):
-            if record.filled and record.local_grad is not None and not bool(torch.isfinite(record.local_grad).all()):
-                return at
-        return -1
 
     def _start(self, name: str) -> Callable[[], None]:
         unit = self._by_name[name]
         self.reductions += 1
-        summed = [stream for stream in unit.trained if stream.gradients.local is not None]
-        with self._side.enter():
-            finishes = [self._start_stream(stream) for stream in summed]
+        self._flying_bytes[name] = 0
+        flying: deque[Callable[[], None]] = deque()
+        slots: list[int] = []
+        landing = [
+            (stream.gradients, self._start_stream(stream, f"{name} {at}", flying, slots))
+            for at, stream in enumerate(unit.trained)
+            if not stream.gradients.idle
+        ]
+        event = self._finish_pieces(flying) if self._at_once else None
+        for slot in slots if self._at_once else ():
+            self._reads[slot] = event
 
         def finish() -> None:
-            with self._side.enter():
-                for finish_stream in finishes:
-                    finish_stream()
-                event = self._side.mark()
-            self._side.join(event)
-            for stream in summed:
-                stream.gradients.in_pool = False
-            self._leave_pool(unit)
+            self._side.join(event if self._at_once else self._finish_pieces(flying))
+            for gradients, taken in landing:
+                gradients.landed(taken)
+            self._free(name)
 
         return finish
 
-    def _start_stream(self, stream: ParamAndGradBuffer) -> Callable[[], None]:
-        """One collective for all parameters of ``unit`` on this mesh."""
-        ranks, gradients = stream.ranks, stream.gradients
-        local, had = gradients.take_local(fill_zeros=ranks.size > 1)
-        result = gradients.result_place(local)
-        sent = local if self._reduce_dtype == local.dtype else local.to(self._reduce_dtype)
-        shard_sum, outer_sum = self._sums[ranks.shard], self._sums[ranks.outer]
+    def _finish_pieces(self, flying: deque[Callable[[], None]]) -> Any:
+        with self._side.enter():
+            while flying:
+                flying.popleft()()
+            return self._side.mark()
+
+    def _start_stream(
+        self, stream: ParamAndGradBuffer, owner: str, flying: deque[Callable[[], None]], slots: list[int]
+    ) -> Taken:
+        """Start one collective for each piece of ``stream``, as far as there are slots; ``flying`` finishes them."""
+        gradients = stream.gradients
+        kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
+        way = self.ways.of(stream, kind)
+        taken = gradients.take(fill_zeros=stream.ranks.size > 1)
+        pieces = min(len(way.pieces), len(self.pool.slot_bytes))
+        self._flying_bytes[stream.unit] += pieces * way.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
+        for at, (start, stop) in enumerate(way.pieces):
+            slot, holder = None, f"{owner} {at}"
+            if kind is Kind.SLOT:
+                slot = self.pool.slot_of(stream.unit)
+            elif way.slot_bytes:
+                slot = self._slot_for_piece(holder, flying)
+                slots.append(slot)
+            with self._side.enter():
+                flying.append(self._start_piece(stream, way, taken, (start, stop), slot, holder))
+        return taken
+
+    def _sections_of(self, stream: ParamAndGradBuffer, way: Way, start: int, stop: int, slot: int) -> Sections:
+        key = stream, way.kind, start, slot
+        if key not in self._sections:
+            self._sections[key] = self.ways.sections(way, stream, start, stop, self.pool.memory(slot))
+        return self._sections[key]
+
+    def _start_piece(
+        self,
+        stream: ParamAndGradBuffer,
+        way: Way,
+        taken: Taken,
+        piece: tuple[int, int],
+        slot: int | None,
+        owner: str,
+    ) -> Callable[[], None]:
+        """[Note: order of a sum]"""
+        ranks, gradients, (start, stop) = stream.ranks, stream.gradients, piece
+        memory = None if slot is None else self._sections_of(stream, way, start, stop, slot)
+        if way.staged:
+            assert memory is not None, f"{owner}: what travels has no slot"
+            sent = memory.sent
+            gradients.stage(taken, start, stop, sent)
+        else:
+            assert taken.whole is not None, f"{owner}: nothing was summed"
+            sent = taken.whole
+        result = gradients.result_place(taken, start, stop)
+        if result is None:
+            assert memory is not None, f"{owner}: a result has no place"
+            result = sent.view(ranks.shard.size, -1)[ranks.shard.rank] if self._reduce_is_main else memory.result
+        received = self._nothing if memory is None else memory.received
+        shard_sum, outer_sum = self.ways.sums[ranks.shard], self.ways.sums[ranks.outer]
         # A group of one scatters too where weights are sharded, so that it tries what more ranks do.
         whole = stream.cut.parts == 1 and not stream.weights.shards_params
-        start = shard_sum.everywhere if whole else shard_sum.scatter
-        finish_sum = start(ranks.shard, sent, result)
+        start_sum = shard_sum.everywhere if whole else shard_sum.scatter
+        finish_sum = start_sum(ranks.shard, sent, result, received, self._wide)
 
         def wait(work: Any) -> None:
             self._wait(work, stream.unit, "reduce")
@@ -217,29 +330,12 @@ class Reduction:
         def finish() -> None:
             total = finish_sum(wait)
             if ranks.outer.size > 1:  # in main_dtype, never rounded between
-                total = outer_sum.everywhere(ranks.outer, total, total)(wait)
+                scratch = self._nothing if memory is None else memory.from_replicas
+                total = outer_sum.everywhere(ranks.outer, total, total, scratch, self._wide)(wait)
             if self._divisor is not None:
                 total.div_(self._divisor)
-            with torch._C.DisableTorchFunctionSubclass():
-                gradients.add_result(total, had)
+            gradients.land(taken, total, start, stop, self._wide)
+            if way.kind is not Kind.SLOT:
+                self._free(owner)
 
         return finish
-
-    def discard(self, records: Set[ParamRecord]) -> None:
-        """Forget what local sums hold of ``records``; what is in flight is finished first, and lands."""
-        self.pipeline.finish()
-        for record in records:
-            record.filled = False
-        for unit in self._by_name.values():
-            for stream in unit.trained:
-                if stream.gradients.local is not None and records >= set(stream.records):
-                    stream.gradients.local, stream.gradients.in_pool = None, False
-            self._leave_pool(unit)
-
-    def release_own_sums(self) -> None:
-        """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
-        self.pipeline.finish()
-        for unit in self._by_name.values():
-            for stream in unit.trained if unit.index else ():
-                if stream.gradients.local is None:
-                    stream.gradients.release_own_local()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.build import Fp8
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.engine import Engine
@@ -18,7 +17,7 @@ from sixfold.fsdp.options import Options
 from sixfold.fsdp.units import Unit, tied_in_root
 
 
-def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8: Fp8, links: Links) -> dict[str, Any]:
+def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str, Any]:
     """Bytes on this rank, and choices."""
     streams = [stream for unit in engine.units for stream in unit.streams]
     weights = [stream.weights for stream in streams]
@@ -46,7 +45,8 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
             "kept_gathered": placement.kept_bytes,
             "gather_arena": arena.nbytes,
-            "reduce_buffers": sum(pool.slot_bytes),
+            "reduce_buffers": sum(engine.reduction.pool.slot_bytes),
+            "reduce_scratch": engine.reduction.scratch_bytes,
             "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
             "main_gradients": sum(stream.gradients.home_bytes for stream in streams),
             "fp8_scratch": fp8.scales.nbytes + sum(one.nan_bytes for one in weights),
@@ -63,6 +63,7 @@ def report(engine: Engine, options: Options, pool: TemporaryBucketAllocator, fp8
         "reductions": engine.reduction.reductions,
         "plan": _plan(engine.gathering, engine.units),
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
+        "bucket_bytes": engine.reduction.ways.bucket_bytes,
         "grad_sum": options.mixed_precision.grad_sum,
         "communicators": links.report(),
         "user_buffers": "off" if links.buffers is None else links.buffers.report(),

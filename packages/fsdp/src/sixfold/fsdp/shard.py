@@ -125,7 +125,6 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self._options = options
         self._engine = engine = made.engine
-        self._pool = made.pool
         self._fp8 = made.fp8
         self._links = made.links
         self._optimizers = optim.Attached(offload=buffers.offload)
@@ -361,7 +360,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
-        stated = report.report(self._engine, self._options, self._pool, self._fp8, self._links)
+        stated = report.report(self._engine, self._options, self._fp8, self._links)
         return self._optimizers.add_to(stated)
 
     @contextmanager

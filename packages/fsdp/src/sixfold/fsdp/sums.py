@@ -1,0 +1,121 @@
+"""The two ways to sum over the ranks of a group.
+
+    reduce.py --> GradSum (this file) --> comm.py
+
+Sums start now and are finished later by the callable that they return. They allocate nothing: what a sum needs beside
+what is sent and its result comes in as ``scratch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sixfold.fsdp.adding import add_into
+from sixfold.fsdp.comm import Comm
+
+Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
+Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
+
+
+class GradSum(Protocol):
+    """How local sums become sums over ranks, in ``result``'s dtype.
+
+    ``scratch`` is (scratch_numel,) or more in the dtype of ``sent``; ``wide`` as in ``add_into``.
+    """
+
+    def scratch_numel(self, size: int, numel: int) -> int:
+        """Elements that a sum of ``numel`` sent elements over ``size`` ranks needs."""
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Start: ``result`` is to be the whole sum of ``sent`` (same shape), which is used up."""
+
+
+class BackendSum:
+    """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
+
+    def scratch_numel(self, size: int, numel: int) -> int:
+        """None."""
+        return 0
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One reduce-scatter in the dtype of ``sent``."""
+        direct = sent.dtype == result.dtype
+        part = result if direct else sent.view(comm.size, -1)[comm.rank]
+        work = comm.reduce_scatter(part, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if direct else result.copy_(part)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One all-reduce in the dtype of ``sent``."""
+        work = comm.all_reduce(sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if result.data_ptr() == sent.data_ptr() else result.copy_(sent)
+
+        return finish
+
+
+class RankOrderSum:
+    """Ranks 0, 1, 2 ... from left to right in ``result``'s dtype: the same bits for every layout and back end.
+
+    All shards travel in the dtype of ``sent`` and are added here, so bf16 halves the bytes and rounds
+    each addend once, never the sum (cf. pytorch#106395).
+    """
+
+    def scratch_numel(self, size: int, numel: int) -> int:
+        """What every rank sent for this rank's shard; for all of it where that does not divide."""
+        return numel if numel % size == 0 else size * numel
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
+        received = scratch[: sent.numel()]
+        work = comm.all_to_all(received, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return _add_up(received.view(comm.size, -1), result, wide)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """The same, and the shards are gathered again where they divide; else every rank adds all."""
+        if sent.numel() % comm.size:
+            received = scratch[: comm.size * sent.numel()]
+            work = comm.spread(received, sent)
+
+            def finish_whole(wait: Wait) -> Tensor:
+                wait(work)
+                return _add_up(received.view(comm.size, -1), result, wide)
+
+            return finish_whole
+        start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(comm.spread(result, start(wait)))
+            return result
+
+        return finish
+
+
+def _add_up(parts: Tensor, result: Tensor, wide: Tensor | None) -> Tensor:
+    """(size, n) -> (n,), row 0 first."""
+    result.copy_(parts[0])
+    for part in parts[1:]:
+        add_into(result, part, wide)
+    return result
+
+
+def grad_sum_of(name: str, comm: Comm) -> GradSum:
+    """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
+    return RankOrderSum() if name == "rank_order" and comm.size > 1 else BackendSum()

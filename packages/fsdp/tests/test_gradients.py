@@ -1,0 +1,320 @@
+"""The memory of a stream's gradients: every move, and walks of events against a plain model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from sixfold.fsdp.adding import add_into
+from sixfold.fsdp.buffer import ParamAndGradBuffer
+from sixfold.fsdp.comm import LocalComm, Ranks
+from sixfold.fsdp.gradients import State
+
+SHAPES = {"a": (5, 7), "b": (3,), "c": (40,), "d": ()}
+
+
+class Peers(LocalComm):
+    """Two ranks, of which this is ``rank``; nothing is sent here."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def make_stream(strategy="optim_grads", rank=None, names=tuple(SHAPES), granularity="element", **precision):
+    torch.manual_seed(0)
+    parameters = [(name, nn.Parameter(torch.randn(SHAPES[name]))) for name in names]
+    stream = ParamAndGradBuffer(
+        "blocks.0",
+        parameters,
+        ranks=Ranks(shard=LocalComm() if rank is None else Peers(rank), outer=LocalComm()),
+        strategy=ShardingStrategy(strategy),
+        precision=MixedPrecision(**precision),
+        align_bytes=16,
+        device=torch.device("cpu"),
+        granularity=lambda name, parameter: granularity,
+    )
+    stream.weights.bind(None)
+    return stream
+
+
+def gradient_of(record, value: float) -> Tensor:
+    return torch.full(record.spec.shape, value)
+
+
+def memory_of(stream) -> Tensor:
+    return torch.zeros(stream.gradients.sum_bytes, dtype=torch.uint8)
+
+
+def land_all(stream, taken) -> None:
+    """What a reduction in one process does."""
+    gradients = stream.gradients
+    numel = stream.cut.main_numel
+    place = gradients.result_place(taken, 0, numel)
+    total = torch.empty(numel) if place is None else place
+    staged = torch.empty(stream.cut.parts * numel)
+    gradients.stage(taken, 0, numel, staged)
+    total.copy_(staged.view(stream.cut.parts, -1)[stream.cut.part])
+    gradients.land(taken, total, 0, numel)
+    gradients.landed(taken)
+
+
+MOVES = {
+    "hold": lambda s: s.gradients.hold(),
+    "sum_in_own": lambda s: s.gradients.sum_in_own(),
+    "sum_in": lambda s: s.gradients.sum_in(memory_of(s)),
+    "add": lambda s: s.gradients.add(s.records[0], gradient_of(s.records[0], 1.0)),
+    "take": lambda s: s.gradients.take(fill_zeros=True),
+    "drop": lambda s: s.gradients.drop(),
+    "release_own": lambda s: s.gradients.release_own(),
+}
+REACH = {
+    State.IDLE: [],
+    State.HELD: ["hold", "add"],
+    State.SUMMING: ["sum_in_own", "add"],
+    State.REDUCING: ["sum_in_own", "add", "take"],
+}
+LEGAL = {
+    (State.IDLE, "hold"): State.HELD,
+    (State.IDLE, "sum_in_own"): State.SUMMING,
+    (State.IDLE, "sum_in"): State.SUMMING,
+    (State.IDLE, "release_own"): State.IDLE,
+    (State.HELD, "add"): State.HELD,
+    (State.HELD, "take"): State.REDUCING,
+    (State.HELD, "drop"): State.IDLE,
+    (State.SUMMING, "add"): State.SUMMING,
+    (State.SUMMING, "take"): State.REDUCING,
+    (State.SUMMING, "drop"): State.IDLE,
+}
+
+
+@pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_move_leads_to_its_state_or_raises_with_state_and_history(state, move):
+    stream = make_stream()
+    for earlier in REACH[state]:
+        MOVES[earlier](stream)
+    assert stream.gradients.state is state
+    after = LEGAL.get((state, move))
+    if after is not None:
+        MOVES[move](stream)
+        assert stream.gradients.state is after
+        return
+    with pytest.raises(FsdpError, match=f"{move} while local gradients are {state.value}") as caught:
+        MOVES[move](stream)
+    assert caught.value.unit == "blocks.0"
+    assert "History: " + (", ".join(one for one in REACH[state] if one != "add") or "none") in str(caught.value)
+    assert stream.gradients.state is state
+
+
+def test_landing_is_for_reductions_only():
+    stream = make_stream()
+    stream.gradients.sum_in_own()
+    taken = stream.gradients.take(fill_zeros=True)
+    land_all(stream, taken)
+    assert stream.gradients.state is State.IDLE
+    with pytest.raises(FsdpError, match="land while local gradients are idle"):
+        stream.gradients.land(taken, torch.zeros(1), 0, 1)
+    with pytest.raises(FsdpError, match="landed while local gradients are idle"):
+        stream.gradients.landed(taken)
+
+
+def test_sums_move_from_a_slot_to_own_memory_with_what_they_hold():
+    stream = make_stream()
+    memory = memory_of(stream)
+    stream.gradients.sum_in(memory)
+    MOVES["add"](stream)
+    stream.gradients.leave_slot()
+    memory.fill_(255)  # another unit's now
+    assert not stream.gradients.in_slot
+    MOVES["add"](stream)
+    land_all(stream, stream.gradients.take(fill_zeros=True))
+    assert torch.equal(stream.records[0].main.grad, torch.full((35,), 2.0))
+
+
+def test_a_reduced_gradient_takes_the_place_of_its_local_sum_until_both_are_needed():
+    stream = make_stream("optim", rank=0)
+    for value, own in ((1.0, 0), (2.0, stream.cut.main_numel * 4)):
+        stream.gradients.sum_in_own()
+        stream.gradients.add(stream.records[0], gradient_of(stream.records[0], value))
+        assert stream.gradients.home_bytes == own
+        land_all(stream, stream.gradients.take(fill_zeros=True))
+    held = stream.records[0].main.grad
+    assert torch.equal(held, torch.full_like(held, 3.0))
+    assert stream.gradients.own_local_bytes == stream.cut.full_numel * 4
+
+
+def test_own_sums_are_not_released_under_main_gradients():
+    stream = make_stream("optim", rank=0)
+    stream.gradients.sum_in_own()
+    land_all(stream, stream.gradients.take(fill_zeros=True))
+    with pytest.raises(FsdpError, match="main gradients lie in them"):
+        stream.gradients.release_own()
+
+
+def test_a_gradient_of_the_users_own_is_added_to_and_kept_in_our_memory():
+    stream = make_stream()
+    record = stream.records[0]
+    stream.gradients.sum_in_own()
+    land_all(stream, stream.gradients.take(fill_zeros=True))
+    record.main.grad = torch.full_like(record.main, 5.0)
+    stream.gradients.sum_in_own()
+    stream.gradients.add(record, gradient_of(record, 2.0))
+    land_all(stream, stream.gradients.take(fill_zeros=True))
+    assert torch.equal(record.main.grad, torch.full_like(record.main, 7.0))
+
+
+def test_a_rank_that_holds_nothing_of_a_stream_takes_part():
+    stream = make_stream(rank=1, names=["a"], granularity="tensor")
+    assert stream.records[0].main is None
+    for _ in range(2):
+        stream.gradients.hold()
+        stream.gradients.add(stream.records[0], torch.ones(5, 7))
+        land_all(stream, stream.gradients.take(fill_zeros=True))
+    assert stream.gradients.state is State.IDLE
+
+
+class Plain:
+    """Gradients as a dictionary holds them."""
+
+    def __init__(self, stream) -> None:
+        self.local: dict[str, Tensor] = {}
+        self.main: dict[str, Tensor] = {}
+
+    def add(self, name, gradient):
+        self.local[name] = self.local[name] + gradient if name in self.local else gradient.clone()
+
+    def reduce(self, names):
+        for name in names:
+            got = self.local.get(name, torch.zeros(SHAPES[name]))
+            self.main[name] = self.main[name] + got if name in self.main else got
+        self.local = {}
+
+
+def main_part(stream, record, whole: Tensor) -> Tensor:
+    part = stream.weights.main.slice(record.name)
+    return whole.reshape(-1)[part.start : part.stop]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_walk_agrees_with_a_dictionary(seed):
+    rng = random.Random(seed)
+    strategy = rng.choice(list(ShardingStrategy))
+    stream = make_stream(strategy, rng.choice([None, 0, 1]))
+    gradients, plain = stream.gradients, Plain(stream)
+    memory = memory_of(stream)
+    pieces = rng.choice([stream.cut.main_numel, 8, 3])
+    for _ in range(40):
+        if gradients.state is State.IDLE:
+            event = rng.choice(["own", "slot", "hold", "zero_grad"])
+        else:
+            event = rng.choice(["add", "add", "add", "reduce", "drop", "forget", "leave_slot", "zero one"])
+        record = rng.choice(stream.records)
+        if event == "own":
+            gradients.sum_in_own()
+        elif event in ("slot", "hold") and strategy.shards_grads:
+            gradients.sum_in(memory) if event == "slot" else gradients.hold()
+        elif event == "add":
+            gradient = torch.randn(SHAPES[record.name])
+            gradients.add(record, gradient.clone())
+            plain.add(record.name, gradient)
+        elif event == "drop":
+            gradients.drop()
+            plain.local = {}
+        elif event == "forget":
+            gradients.forget(record)
+            plain.local.pop(record.name, None)
+        elif event == "leave_slot" and gradients.in_slot:
+            gradients.leave_slot()
+        elif event == "zero_grad":
+            for one in stream.records:
+                if one.main is not None:
+                    one.main.grad = None
+            plain.main = {}
+        elif event == "zero one" and record.main is not None:
+            record.main.grad = None
+            plain.main.pop(record.name, None)
+        elif event == "reduce":
+            fill = rng.random() < 0.5
+            names = list(SHAPES) if fill else list(plain.local)
+            reduce_in_pieces(stream, fill, pieces)
+            plain.reduce(names)
+        for one in stream.records:
+            assert gradients.filled(one) == (one.name in plain.local), (seed, event)
+            if one.main is not None:
+                expected = plain.main.get(one.name)
+                if expected is None:
+                    assert one.main.grad is None, (seed, event, one.name)
+                else:
+                    assert torch.equal(one.main.grad.view(-1), main_part(stream, one, expected)), (seed, event)
+
+
+def reduce_in_pieces(stream, fill: bool, width: int) -> None:
+    """This rank's own part of its own gradients, ``width`` columns at a time."""
+    gradients, cut = stream.gradients, stream.cut
+    taken = gradients.take(fill_zeros=fill)
+    for start in range(0, cut.main_numel, width):
+        stop = min(start + width, cut.main_numel)
+        sent = torch.empty(cut.parts * (stop - start))
+        gradients.stage(taken, start, stop, sent)
+        total = gradients.result_place(taken, start, stop)
+        total = torch.empty(stop - start) if total is None else total
+        total.copy_(sent.view(cut.parts, -1)[cut.part])
+        gradients.land(taken, total, start, stop)
+    gradients.landed(taken)
+
+
+@pytest.mark.parametrize("narrow", ["target", "addend"])
+def test_adding_in_parts_has_the_bits_of_adding_at_once(narrow):
+    target, addend = torch.randn(1000), torch.randn(1000)
+    if narrow == "target":
+        target = target.bfloat16()
+    else:
+        addend = addend.bfloat16()
+    expected = target.clone().add_(addend)
+    add_into(target, addend, torch.empty(64))
+    assert torch.equal(target, expected)
+
+
+def test_a_step_finds_narrow_gradients_in_main_dtype_and_they_are_narrow_again_after_it():
+    stream = make_stream(rank=0, grad_dtype=torch.bfloat16)
+    record = stream.records[0]
+    stream.gradients.hold()
+    stream.gradients.add(record, torch.full((5, 7), 1 / 3))
+    land_all(stream, stream.gradients.take(fill_zeros=True))
+    narrow = record.main.grad
+    assert narrow.dtype is torch.bfloat16
+    stream.gradients.widen()
+    assert torch.equal(record.main.grad, torch.full((record.main.numel(),), 1 / 3).bfloat16().float())
+    stream.gradients.narrow()
+    assert record.main.grad is narrow
+
+
+@pytest.mark.parametrize("what", ["clip", "divide"])
+def test_narrow_main_gradients_are_scaled_by_a_number_that_is_not_rounded(what):
+    net = nn.Linear(9, 7)
+    model = FullyShardedDataParallel(net, mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16))
+    model(torch.randn(4, 9)).square().sum().backward()
+    before = {name: main.grad.float() for name, main in model.main_parameters()}
+    if what == "clip":
+        norm = torch.stack([one.double().norm() for one in before.values()]).norm().float()
+        assert torch.equal(model.clip_grad_norm_(0.7), norm)
+        expected = {name: (one * torch.clamp(0.7 / (norm + 1e-6), max=1)).bfloat16() for name, one in before.items()}
+    else:
+        model.divide_gradients(3)
+        expected = {name: (one / 3).bfloat16() for name, one in before.items()}
+    for name, main in model.main_parameters():
+        assert torch.equal(main.grad, expected[name])
+
+
+def test_a_unit_whose_tensors_have_no_elements_trains():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(0, 4, bias=False), nn.Linear(4, 1))
+    net.forward = lambda x: net[2](net[0](x) + net[1](x[:, :0]))
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[nn.Linear])
+    model(torch.ones(2, 3)).sum().backward()
+    assert {name for name, main in model.main_parameters() if main.grad is not None} >= {"0.weight", "2.weight"}

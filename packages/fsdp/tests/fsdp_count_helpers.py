@@ -15,11 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 KINDS = {
     "allgather": "all_gather",
+    "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
     "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
     "broadcast": "broadcast",
 }
+LOCAL = ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor")
 CONTROL_BYTES = 2048  # messages up to this size in int64, float64 or uint8 are control
 
 
@@ -40,13 +44,17 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if name.startswith("c10d."):
+        if any(type(leaf).__name__ == "DTensor" for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+            return NotImplemented  # its own dispatch comes back here with local tensors
+        result = func(*args, **(kwargs or {}))
+        if name.startswith(("c10d.", "_c10d_functional.")) and not name.startswith(LOCAL):
             kind = next((kind for part, kind in KINDS.items() if part in name), name)
-            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             nbytes = max((tensor.nbytes for tensor in tensors), default=0)
             wide = bool(tensors) and tensors[0].dtype in (torch.int64, torch.float64, torch.uint8)
             (self.control if wide and nbytes <= CONTROL_BYTES else self.sent).append(Sent(kind, nbytes))
-        return func(*args, **(kwargs or {}))
+        return result
 
     def calls(self, kind: str) -> int:
         return sum(sent.kind == kind for sent in self.sent)

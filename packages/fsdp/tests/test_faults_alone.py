@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, faults, fully_shard_optimizer
 from sixfold.fsdp.checks import OrderDigest, odd_ranks, tensor_digest
+from sixfold.fsdp.comm import Launches
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.pulse import contradict
 
@@ -216,6 +217,31 @@ def test_the_first_step_has_the_longer_deadline_and_the_next_one_has_not():
         Faults(0, 2, None, timeout_s=0.2, first_step_timeout_s=0.1).wait(FakeWork(), "", 0, "gather")
 
 
+def test_a_fault_of_a_control_message_ends_what_streams_wait_for():
+    device = Device()
+    device.faults = faults = Faults(0, 2, None, timeout_s=0.1, host_waits=False, abort=device.abort)
+    with pytest.raises(FsdpError, match=r"no answer within 0.1 s"):
+        faults.wait(FakeWork(), None, 3, "check", on_host=True)
+    assert device.failed_at_abort is faults.failed and faults.failed.step == 3
+
+
+def test_launches_are_told_consistently_to_another_thread():
+    launches, stop, torn = Launches(), threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            count, recent = launches.last()
+            torn.extend([count] if recent != [(n % 7) << 3 | 1 for n in range(count - len(recent), count)] else [])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(20_000):
+        launches.add(1, torch.empty(n % 7))
+    stop.set()
+    reader.join()
+    assert torn == [] and launches.last()[0] == 20_000
+
+
 def wait_as(faults, place, found):
     try:
         faults.wait(FakeWork(), *place)
@@ -268,9 +294,9 @@ def test_a_silent_rank_is_reported_before_the_deadline():
     [
         [{"a": (5, [8, 9])}, {"a": (5, [8, 7])}, {"a": (5, [8, 9])}],  # another one at the same place
         [
-            {"a": (5, [8, 9]), "b": (2, [1])},
-            {"a": (4, [8]), "b": (3, [1, 6])},  # each waits for the other's next
-            {"a": (5, [8, 9]), "b": (2, [1])},
+            {"g gathers": (5, [8, 9]), "g reductions": (2, [1])},
+            {"g gathers": (4, [8]), "g reductions": (3, [1, 6])},  # each waits for the other's next
+            {"g gathers": (5, [8, 9]), "g reductions": (2, [1])},
         ],
     ],
 )
@@ -290,11 +316,22 @@ def test_ranks_that_wait_for_different_collectives_are_told_long_before_the_dead
     [
         ({"a": (3, [1, 2, 3])}, {"a": (3, [1, 2, 3])}, True, False),
         ({"a": (3, [1, 2, 3])}, {"a": (2, [1, 2])}, True, False),  # behind
-        ({"a": (3, [1, 2, 3]), "b": (4, [])}, {"a": (2, [1, 2]), "b": (3, [])}, True, False),  # behind on both
+        ({"g a": (3, [1, 2, 3]), "g b": (4, [])}, {"g a": (2, [1, 2]), "g b": (3, [])}, True, False),  # behind on both
         ({"a": (3, [1, 2, 3])}, {"a": (2, [1, 5])}, False, True),
         ({"a": (9, [1, 2])}, {"a": (4, [7, 7])}, True, False),  # nothing remembered in common
-        ({"a": (3, []), "b": (4, [])}, {"a": (4, []), "b": (3, [])}, True, True),
-        ({"a": (3, []), "b": (4, [])}, {"a": (4, []), "b": (3, [])}, False, False),  # hosts between two launches
+        ({"g a": (3, []), "g b": (4, [])}, {"g a": (4, []), "g b": (3, [])}, True, True),
+        (
+            {"g a": (3, []), "h b": (4, [])},
+            {"g a": (4, []), "h b": (3, [])},
+            True,
+            False,
+        ),  # replicas' sums have no place
+        (
+            {"g a": (3, []), "g b": (4, [])},
+            {"g a": (4, []), "g b": (3, [])},
+            False,
+            False,
+        ),  # hosts between two launches
         ({"a": (3, [1, 2, 3])}, {"b": (3, [1, 2, 4])}, True, False),  # ranks of different groups
     ],
 )

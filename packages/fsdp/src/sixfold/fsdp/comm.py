@@ -163,13 +163,18 @@ class Launches:
     """What one communicator was asked to do, in order: the same on all its ranks, or they wait for ever."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.recent: deque[int] = deque(maxlen=32)
+        self._count = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=32)  # place in the order, what it is
 
     def add(self, kind: int, tensor: Tensor | None) -> None:
         """The next collective; ``tensor`` has as many elements on all ranks, or is None."""
-        self.count += 1
-        self.recent.append((0 if tensor is None else tensor.numel()) << 3 | kind)
+        self._count += 1
+        self._recent.append((self._count, (0 if tensor is None else tensor.numel()) << 3 | kind))
+
+    def last(self) -> tuple[int, list[int]]:
+        """How many, and what the last ones were. Any thread may ask."""
+        recent = list(self._recent)  # at once: another thread may be in the middle of ``add``
+        return (recent[-1][0] if recent else 0), [what for _, what in recent]
 
 
 class GroupComm:

@@ -30,6 +30,7 @@ WaitWork = Callable[[Any], None]
 
 _FIRST_PAUSE_S = 20e-6  # between two looks for a message; they grow, so that waiting ranks do not storm the store
 _LONGEST_PAUSE_S = 0.05
+_END_S = 0.2  # for the thread to end
 
 
 class Control(Protocol):
@@ -59,8 +60,9 @@ class StoreControl:
         self._handed: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         arguments = (self._handed, self._stop, store, rank, size)
-        threading.Thread(target=_serve, args=arguments, name="sixfold-fsdp-control", daemon=True).start()
-        weakref.finalize(self, _end, self._stop, self._handed)
+        thread = threading.Thread(target=_serve, args=arguments, name="sixfold-fsdp-control", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _end, self._stop, self._handed, thread)  # ends the thread
 
     def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
         """It travels while the caller goes on."""
@@ -73,14 +75,12 @@ class StoreControl:
 
         return finish
 
-    def close(self) -> None:
-        """End the thread."""
-        _end(self._stop, self._handed)
 
-
-def _end(stop: threading.Event, handed: queue.SimpleQueue[Any]) -> None:
+def _end(stop: threading.Event, handed: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """A process must not end while the thread is inside a store's call."""
     stop.set()
     handed.put(None)
+    thread.join(_END_S)
 
 
 class Exchange:

@@ -152,13 +152,13 @@ class Faults:
                 return
             except RuntimeError as error:
                 if over:
-                    raise self._lost(place, str(error).partition(". ")[0], deadline) from error
+                    raise self._lost_on_host(place, str(error).partition(". ")[0], deadline) from error
             if self._found is not None and self._found[2] == began:
-                raise self._lost(place, self._found[0], deadline, self._found[1])
+                raise self._lost_on_host(place, self._found[0], deadline, self._found[1])
             if work.is_completed():
                 continue
             if time.monotonic() >= deadline:
-                raise self._lost(place, f"no answer within {limit_s:g} s", deadline)
+                raise self._lost_on_host(place, f"no answer within {limit_s:g} s", deadline)
 
     def _limit_s(self, place: Place | None) -> float:
         if place is not None and place.step == 0:
@@ -176,7 +176,8 @@ class Faults:
     def _here(self) -> tuple[Place | None, bool, float, Launched]:
         at, now = self._at, time.monotonic()
         if at is not None:
-            return at[0], True, now - at[1], self._launched()
+            launched = self._launched()
+            return at[0], self._at is at, now - at[1], launched  # not blocked if it went on meanwhile
         oldest = self._watched[0] if self._watched else None
         return self._place(), False, now - oldest[2] if oldest is not None else 0.0, self._launched()
 
@@ -215,6 +216,13 @@ class Faults:
             self._abort()
 
     # ---- blame
+
+    def _lost_on_host(self, place: Place, cause: str, deadline: float, ranks: Sequence[int] = ()) -> FsdpError:
+        """[Note: flag before abort] Where streams wait for Works, those would stay behind a control message's fault."""
+        error = self._lost(place, cause, deadline, ranks)
+        if not self._host_waits and self._abort is not None:
+            self._abort()
+        return error
 
     def _lost(self, place: Place, cause: str, deadline: float, ranks: Sequence[int] = ()) -> FsdpError:
         """The error to raise, also noted; ``ranks``: whom the pulse found silent."""

@@ -71,9 +71,9 @@ class Links:
     def launched(self) -> Launched:
         """Of each communicator: how many collectives, and the last signatures."""
         return {
-            f"{_key(members)} {at}": (one.count, list(one.recent))
+            f"{_key(members)} {role}": one.last()
             for members, comm in list(self._comms.items())
-            for at, one in enumerate(comm.launches)
+            for role, one in zip(("gathers", "reductions"), comm.launches, strict=True)
         }
 
     def report(self) -> str:

@@ -18,7 +18,11 @@ from typing import NamedTuple
 
 from sixfold.fsdp.board import NoAnswer, PatientStore
 
-Launched = dict[str, tuple[int, list[int]]]  # by communicator: how many collectives, the last signatures
+# By communicator ("group role"): how many collectives, and what the last ones were.
+Launched = dict[str, tuple[int, list[int]]]
+
+
+_END_S = 0.2  # for the thread to end
 
 
 class Place(NamedTuple):
@@ -57,16 +61,23 @@ def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
     """Whether two ranks cannot both be right.
 
     Collectives of one communicator have one order on all its ranks: two different ones at one place are a fault. And
-    where both hosts wait, each for something that the other has not launched, neither will ever launch it.
+    where both hosts wait, each for something that the other has not launched, neither will ever launch it: of one
+    group's gathers and reductions (what a reduction launches while it is waited for has no order among other groups').
     """
-    both = [(mine[key], theirs[key]) for key in mine.keys() & theirs.keys()]
-    for (count, recent), (their_count, their_recent) in both:
+    both = mine.keys() & theirs.keys()
+    for key in both:
+        (count, recent), (their_count, their_recent) = mine[key], theirs[key]
         first, their_first = count - len(recent), their_count - len(their_recent)
         for at in range(max(first, their_first), min(count, their_count)):
             if recent[at - first] != their_recent[at - their_first]:
                 return True
-    ahead, behind = any(a > b for (a, _), (b, _) in both), any(a < b for (a, _), (b, _) in both)
-    return both_blocked and ahead and behind
+    if not both_blocked:
+        return False
+    for group in {key.partition(" ")[0] for key in both}:
+        ahead = [mine[key][0] - theirs[key][0] for key in both if key.partition(" ")[0] == group]
+        if min(ahead) < 0 < max(ahead):
+            return True
+    return False
 
 
 class Pulse:
@@ -106,8 +117,10 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread: a process must not end while it is inside a store's call."""
         self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval()):

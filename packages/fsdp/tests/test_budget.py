@@ -9,7 +9,14 @@ import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
 
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer, residency
+from sixfold.fsdp import (
+    BufferConfig,
+    FsdpError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    fully_shard_optimizer,
+    residency,
+)
 
 WIDTH, UNITS, ROWS = 8, 3, 2
 ONE_F_ONE_B = "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0F5 0B3 0B4 0B5"
@@ -332,3 +339,106 @@ def test_an_illegal_plan_is_refused_at_its_action(text, says):
     for mode in ("double", "all"):
         with pytest.raises(FsdpError, match="a plan is for a byte budget"):
             Driver("0F0 0B0", gathered_bytes=mode).model.use_plan([])
+
+
+# ---- ranges that move between steps
+
+
+class Turned(nn.Module):
+    """Blocks in order, from the third step on the odd ones first."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32 + 32 * (i % 3)), nn.Linear(32 + 32 * (i % 3), 32))
+            for i in range(6)
+        )
+        self.turned = False
+
+    def forward(self, x):
+        for block in [*self.blocks[1::2], *self.blocks[::2], *self.blocks[1::2]] if self.turned else self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def low(name):
+    return name.endswith((".1.weight", ".2.weight"))
+
+
+PRECISIONS = [
+    {},
+    {"param_dtype": torch.bfloat16},
+    {"param_dtype": torch.bfloat16, "fp8": low},
+    {"param_dtype": torch.bfloat16, "fp8": low, "fp8_matmul": "scaled"},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda one: "-".join(one) or "fp32")
+def test_units_that_move_between_steps_keep_every_bit(precision):
+    def train(gathered):
+        torch.manual_seed(0)
+        net = Turned()
+        model = FullyShardedDataParallel(
+            net,
+            fsdp_unit_modules=list(net.blocks),
+            buffers=BufferConfig(gathered_bytes=gathered),
+            mixed_precision=MixedPrecision(**precision),
+        )
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), model)
+        ranges = []
+        for step in range(6):
+            net.turned = step >= 2
+            for k in range(2):
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + k))
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ranges.append([unit["range"] for unit in model.report()["units"].values()])
+            with torch.no_grad():
+                model(x)  # gathered for an evaluation when they move
+        return model, ranges
+
+    reference, _ = train("all")
+    sizes = [unit["gathered_bytes"] for unit in reference.report()["units"].values()]
+    moved = 0
+    for budget in (max(sizes), max(sizes) + min(sizes[1:]), sum(sizes) // 2):
+        model, ranges = train(budget)
+        assert same(reference.full_state_dict(), model.full_state_dict()) == []
+        assert ranges[1] == ranges[2] and ranges[4] == ranges[5], "no unit moves while the order stays"
+        moved += ranges[2] != ranges[3]
+    assert moved, "another order, other ranges"
+
+
+def test_a_graph_from_before_units_moved_is_refused():
+    """A call without grad is no step, and a graph can grow in it all the same."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+
+        def forward(self, x, order):
+            with torch.enable_grad():
+                for i in order:
+                    x = self.blocks[i](x)
+            return x
+
+    size = unit_bytes()
+    net = Graph()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], buffers=BufferConfig(gathered_bytes=2 * size))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=1e-3), model)
+    x = torch.randn(2, WIDTH)
+    for _ in range(2):
+        model(x, (0, 1, 2, 3, 0, 1, 2, 3, 2, 0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.data_ptr() for p in net.parameters()]
+    model(x, (0, 2, 1, 3, 1, 3, 2, 0, 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        held = model(x, (0, 1, 2, 3))
+    model(x, (0, 1, 2, 3)).sum().backward()
+    assert [p.data_ptr() for p in net.parameters()] != before, "they moved"
+    with pytest.raises(FsdpError, match="graph from before"):
+        held.sum().backward()

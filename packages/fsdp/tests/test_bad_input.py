@@ -41,6 +41,7 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
         (lambda: MixedPrecision(grad_sum="tree"), "grad_sum is 'tree'; it is one of backend, rank_order"),
         (lambda: MixedPrecision(param_dtype=torch.int8), "param_dtype is torch.int8"),
         (lambda: MixedPrecision(fp8=lambda name: True, main_dtype=torch.float64), "main_dtype .*float64 .* fp8"),
+        (lambda: MixedPrecision(fp8=["up.weight"]), r"fp8 is \['up.weight'\].*function of a parameter's name"),
         (lambda: MixedPrecision(fp8_matmul="scaled"), "fp8_matmul .* fp8 is None"),
         (lambda: MixedPrecision(fp8_matmul="fast"), "fp8_matmul .* emulate, scaled, scaled_rows"),
         (lambda: MixedPrecision(grad_dtype=torch.float64), "grad_dtype is torch.float64"),

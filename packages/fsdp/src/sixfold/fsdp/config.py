@@ -86,6 +86,8 @@ class MixedPrecision:
             if dtype is not None and not dtype.is_floating_point:
                 raise FsdpError(f"{field} is {dtype}; it is a floating dtype or None")
         one_of("fp8_matmul", self.fp8_matmul, ("emulate", "scaled", "scaled_rows"))
+        if self.fp8 is not None and not callable(self.fp8):
+            raise FsdpError(f"fp8 is {self.fp8!r}; it is a function of a parameter's name, or None")
         if self.fp8 is None and self.fp8_matmul != "emulate":
             raise FsdpError(f"fp8_matmul is {self.fp8_matmul!r} and fp8 is None; name the parameters by fp8")
         if self.fp8 is not None and self.main_dtype != torch.float32:

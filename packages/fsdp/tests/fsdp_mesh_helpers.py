@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from fsdp_helpers import VOCABULARY, batch, local_gradients, make_adamw
+from fsdp_helpers import VOCABULARY, Seen, batch, local_gradients, make_adamw
 from torch import Tensor, nn
 
 WIDTH = 13
@@ -72,17 +72,25 @@ Groups = Callable[[str, int], Sequence[Sequence[int]]]
 
 
 def emulate_meshes(
-    nets: list[MoeNet], groups: Groups, *, steps: int, accumulate: int, per_microbatch: bool
+    nets: list[MoeNet],
+    groups: Groups,
+    *,
+    steps: int,
+    accumulate: int,
+    per_microbatch: bool,
+    param_dtype: torch.dtype | None = None,
+    seen: Seen = lambda name, main: main,
 ) -> list[dict[str, Tensor]]:
     """Final weights of every rank.
 
     Args:
         nets: by rank, with their start values; they are trained.
         groups: ``(kind, rank)`` -> who shares a parameter with ``rank``: sums inside groups, then over them.
+        seen: the weight that layers see of a main weight.
     """
     ranks = len(nets)
     optimizers = [make_adamw([p for p in net.parameters() if p.requires_grad]) for net in nets]
-    computes = [copy.deepcopy(net) for net in nets]
+    computes = [copy.deepcopy(net).to(param_dtype) for net in nets]
     for step in range(steps):
         totals: list[dict[str, Tensor]] = [{} for _ in nets]
         rounds = [[k] for k in range(accumulate)] if per_microbatch else [list(range(accumulate))]
@@ -90,7 +98,7 @@ def emulate_meshes(
             sums: list[dict[str, Tensor]] = [{} for _ in nets]
             for rank, net in enumerate(nets):
                 for k in microbatches:
-                    local_gradients(net, computes[rank], batch(step, k, rank), sums[rank])
+                    local_gradients(net, computes[rank], batch(step, k, rank), sums[rank], seen=seen)
             for rank, total in enumerate(totals):
                 for name in sums[rank]:
                     reduced = _sum_of_sums(groups(kind_of(name), rank), [one[name] for one in sums]) / ranks

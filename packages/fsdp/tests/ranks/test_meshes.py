@@ -9,36 +9,40 @@ import torch
 from fsdp_count_helpers import Traffic
 from fsdp_helpers import batch, loss_of, make_adamw, same
 from fsdp_mesh_helpers import MoeBlock, MoeNet, emulate_meshes, kind_of
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STEPS, ACCUMULATE = 2, 2
-# ranks, replicas of the main mesh, ranks that share an expert
-LAYOUTS = {"2 ranks": (2, 1, 1), "4 ranks": (4, 1, 2), "4 ranks hsdp": (4, 2, 2), "4 ranks one expert": (4, 2, 4)}
+# Replicas of the main mesh, and by rank which expert it has: ranks of one expert are its mesh.
+LAYOUTS = {
+    "2 ranks": (1, (0, 1)),
+    "3 ranks uneven": (1, (0, 1, 0)),
+    "4 ranks": (1, (0, 1, 0, 1)),
+    "4 ranks hsdp": (2, (0, 1, 0, 1)),
+    "4 ranks one expert": (2, (0, 0, 0, 0)),
+}
 
 
-def meshes(ranks, replicas, sharing):
-    """Main mesh, and one of a dimension that this rank's expert is on, and one of this rank alone."""
-    main = init_device_mesh("cpu", (replicas, ranks // replicas)) if replicas > 1 else init_device_mesh("cpu", (ranks,))
-    names = ("sharing", "experts")
-    return main, init_device_mesh("cpu", (sharing, ranks // sharing), mesh_dim_names=names)["sharing"], _alone(ranks)
+def meshes(rank, layout):
+    """Main mesh, that of this rank's expert, and one of this rank alone."""
+    replicas, experts = LAYOUTS[layout]
+    ranks = len(experts)
+    main = init_device_mesh("cpu", (replicas, ranks // replicas) if replicas > 1 else (ranks,))
+    own = [DeviceMesh("cpu", [r for r in range(ranks) if experts[r] == expert]) for expert in sorted(set(experts))]
+    alone = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))["alone"]
+    return main, own[experts[rank]], alone
 
 
-def _alone(ranks):
-    return init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("all", "alone"))["alone"]
-
-
-def expert_of(rank, layout):
-    ranks, _, sharing = LAYOUTS[layout]
-    return rank % (ranks // sharing)
+def net_of(rank, layout):
+    return MoeNet(LAYOUTS[layout][1][rank], rank)
 
 
 def make(rank, layout, net=None, **options):
-    main, expert, alone = meshes(*LAYOUTS[layout])
-    net = MoeNet(expert_of(rank, layout), rank) if net is None else net
+    main, expert, alone = meshes(rank, layout)
+    net = net_of(rank, layout) if net is None else net
     model = FullyShardedDataParallel(
         net,
         mesh=main,
@@ -51,13 +55,14 @@ def make(rank, layout, net=None, **options):
 
 
 def groups_of(layout):
-    ranks, replicas, sharing = LAYOUTS[layout]
+    replicas, experts = LAYOUTS[layout]
+    ranks = len(experts)
     width = ranks // replicas
 
     def groups(kind, rank):
         if kind == "shared":
             return [range(at, at + width) for at in range(0, ranks, width)]
-        return [[rank]] if kind == "own" else [range(rank % (ranks // sharing), ranks, ranks // sharing)]
+        return [[rank]] if kind == "own" else [[r for r in range(ranks) if experts[r] == experts[rank]]]
 
     return groups
 
@@ -81,10 +86,11 @@ def train(rank, ranks, layout, strategies):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_on_three_meshes_equal_one_process_bit_for_bit(layout):
-    ranks, _, sharing = LAYOUTS[layout]
+    experts = LAYOUTS[layout][1]
+    ranks = len(experts)
     expected = {
         per_microbatch: emulate_meshes(
-            [MoeNet(expert_of(rank, layout), rank) for rank in range(ranks)],
+            [net_of(rank, layout) for rank in range(ranks)],
             groups_of(layout),
             steps=STEPS,
             accumulate=ACCUMULATE,
@@ -97,7 +103,7 @@ def test_weights_on_three_meshes_equal_one_process_bit_for_bit(layout):
         for rank, result in enumerate(results):
             weights, _, own = result[at]
             assert same(expected[at >= 2][rank], weights) == [], f"{strategy}, rank {rank}"
-            assert own["blocks.0.expert.weight"] == sharing or sharing == ranks
+            assert own["blocks.0.expert.weight"] == experts.count(experts[rank])
             assert own["blocks.0.own.weight"] == 1
             assert not any(kind_of(name) == "shared" for name in own)
         _check_records([result[at][1] for result in results], layout, expected[False][0])
@@ -107,13 +113,13 @@ def _check_records(records_R, layout, shapes):
     """Each element of each key lies in exactly one record with replica 0, of all ranks that hold that parameter."""
     count: Counter = Counter()
     for rank, records in enumerate(records_R):
-        owner = {"shared": 0, "expert": expert_of(rank, layout), "own": rank}
+        owner = {"shared": 0, "expert": LAYOUTS[layout][1][rank], "own": rank}
         for name, key, start, stop, replica in records:
             if replica == 0:
                 count.update((name, owner[kind_of(name)], key, i) for i in range(start, stop))
     assert set(count.values()) == {1}
-    ranks, _, sharing = LAYOUTS[layout]
-    copies = {"shared": 1, "expert": ranks // sharing, "own": ranks}
+    experts = LAYOUTS[layout][1]
+    copies = {"shared": 1, "expert": len(set(experts)), "own": len(experts)}
     tied = "blocks.1.expert_tied.weight"  # has its first name alone
     numel = sum(value.numel() * copies[kind_of(name)] for name, value in shapes.items() if name != tied)
     assert sum(1 for entry in count if entry[2] == "param") == numel
@@ -129,10 +135,10 @@ def norms(rank, ranks, layout, strategies):
     return found
 
 
-@pytest.mark.parametrize("layout", ["2 ranks", "4 ranks hsdp"])
+@pytest.mark.parametrize("layout", ["3 ranks uneven", "4 ranks hsdp"])
 def test_the_norm_counts_experts_of_all_peers_once(layout):
-    ranks = LAYOUTS[layout][0]
-    nets = [MoeNet(expert_of(rank, layout), rank) for rank in range(ranks)]
+    ranks = len(LAYOUTS[layout][1])
+    nets = [net_of(rank, layout) for rank in range(ranks)]
     for rank, net in enumerate(nets):
         loss_of(net(batch(0, 0, rank)), batch(0, 0, rank)).backward()
     groups, squares, seen = groups_of(layout), Counter(), set()
@@ -152,6 +158,30 @@ def test_the_norm_counts_experts_of_all_peers_once(layout):
         assert experts == pytest.approx(squares["expert"], rel=1e-6)
         assert total == pytest.approx(sum(squares.values()) ** 0.5, rel=1e-6)
         assert after**0.5 == pytest.approx(1e-3, rel=1e-3)
+
+
+MEMORY = ({}, {"gathered_bytes": "all"}, {"gathered_bytes": 12_000}, {"reduce_buffers": 1})
+
+
+def train_in(rank, ranks, memories):
+    found = []
+    for memory in memories:
+        net, model = make(rank, "2 ranks", buffers=BufferConfig(**memory))
+        optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
+        for step in range(3):
+            with model.no_sync():
+                loss_of(model(batch(step, 0, rank)), batch(step, 0, rank)).backward()
+            loss_of(model(batch(step, 1, rank)), batch(step, 1, rank)).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.full_state_dict())
+    return found
+
+
+def test_no_choice_of_memory_changes_a_bit():
+    for first, *others in run_ranks(train_in, 2, MEMORY):
+        assert [same(first, other) for other in others] == [[]] * len(others)
 
 
 def count_step(rank, ranks):
@@ -204,7 +234,7 @@ def test_broadcast_gives_a_mesh_the_values_of_its_first_rank():
 
 
 def wrap_wrongly(rank, ranks):
-    flat, one, _ = meshes(2, 1, 1)
+    flat, one, _ = meshes(rank, "2 ranks")
     both = init_device_mesh("cpu", (2, 1))
     found = []
     for choose in (lambda name: both, lambda name: one if rank else flat, lambda name: object()):

@@ -237,7 +237,8 @@ def wrap_wrongly(rank, ranks):
     flat, one, _ = meshes(rank, "2 ranks")
     both = init_device_mesh("cpu", (2, 1))
     found = []
-    for choose in (lambda name: both, lambda name: one if rank else flat, lambda name: object()):
+    untied = lambda name: one if name == "blocks.1.expert_tied.weight" else None  # noqa: E731
+    for choose in (lambda name: both, lambda name: one if rank else flat, lambda name: object(), untied):
         try:
             FullyShardedDataParallel(MoeNet(0, rank), mesh=flat, mesh_for=choose)
         except FsdpError as error:
@@ -258,7 +259,14 @@ def wrap_wrongly(rank, ranks):
 
 def test_meshes_that_cannot_work_are_refused_on_all_ranks():
     first, second = run_ranks(wrap_wrongly, 2)
-    says = ["a mesh of 2 dimensions", "", "", "blocks.0.expert.bias", "mesh_for is "]
+    says = [
+        "a mesh of 2 dimensions",
+        "ranks wrap different models: embedding.weight is ",
+        "mesh_for gives embedding.weight object; it gives a 1-D DeviceMesh, or None",
+        "mesh_for gives blocks.1.expert_tied.weight the ranks [0], and blocks.0.expert_tied.weight, which is the same",
+        "ranks wrap different models: blocks.0.expert.bias ",
+        "ranks wrap different models: mesh_for is given, on rank 1 None",
+    ]
     assert len(first) == len(second) == len(says)
     for (text, _), (other, _), part in zip(first, second, says, strict=True):
         assert part in text and part in other

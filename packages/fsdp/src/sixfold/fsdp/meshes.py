@@ -8,7 +8,7 @@ ones (expert-parallel peers). Sends nothing: what ranks say of their meshes is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -61,19 +61,23 @@ def own_meshes(
     hybrid = main is not None and main.ndim == 2
     known: dict[Place, OwnMesh] = {}
     own: dict[str, OwnMesh] = {}
-    for name, _ in module.named_parameters():
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         mesh = mesh_for(name)
-        if mesh is None:
-            continue
-        if not isinstance(mesh, DeviceMesh):
-            raise FsdpError(f"mesh_for gives {name} {type(mesh).__name__}; it gives a 1-D DeviceMesh, or None")
-        inside = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-        _check(name, mesh, inside, everyone, me)
-        if inside == everyone and not hybrid:
-            continue  # it is the main mesh
-        if inside not in known:
-            known[inside] = OwnMesh(tuple(everyone.index(rank) for rank in inside), mesh.get_group(0))
-        own[name] = known[inside]
+        inside = everyone if mesh is None else _ranks_of(name, mesh, everyone, me)
+        found = None
+        if mesh is not None and (hybrid or inside != everyone):
+            if inside not in known:
+                known[inside] = OwnMesh(tuple(everyone.index(rank) for rank in inside), mesh.get_group(0))
+            found = known[inside]
+        before = first.setdefault(parameter, name)
+        if before != name and found is not own.get(before):
+            raise FsdpError(
+                f"mesh_for gives {name} the ranks {list(inside)}, and {before}, which is the same parameter, others; "
+                "tied parameters are on one mesh"
+            )
+        if before == name and found is not None:
+            own[name] = found
     return Meshes(own)
 
 
@@ -88,12 +92,16 @@ def _global_ranks(main: DeviceMesh | None, group: dist.ProcessGroup | None) -> t
     return (0,), 0
 
 
-def _check(name: str, mesh: DeviceMesh, inside: Sequence[int], everyone: Place, me: int) -> None:
+def _ranks_of(name: str, mesh: object, everyone: Place, me: int) -> Place:
+    """Global ranks of a parameter's own mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise FsdpError(f"mesh_for gives {name} {type(mesh).__name__}; it gives a 1-D DeviceMesh, or None")
     if mesh.ndim != 1:
         raise FsdpError(
             f"mesh_for gives {name} a mesh of {mesh.ndim} dimensions; a parameter's own mesh is 1-D, as mesh['name'] "
             "gives it; None is the main mesh"
         )
+    inside = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
     outside = sorted(set(inside) - set(everyone))
     if outside:
         raise FsdpError(
@@ -105,3 +113,4 @@ def _check(name: str, mesh: DeviceMesh, inside: Sequence[int], everyone: Place, 
             f"mesh_for gives {name} the mesh of ranks {list(inside)} on rank {me}; give each rank the mesh "
             "that holds it"
         )
+    return inside

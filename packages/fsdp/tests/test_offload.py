@@ -46,6 +46,16 @@ def test_optimizers_of_whole_tensors_give_their_plain_bits(name):
     assert same(plain.weights(), world.weights()) == []
 
 
+def test_hooks_run_once_for_a_step_also_where_torch_compile_has_wrapped_the_optimizers_class():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # wraps some classes' step for good
+    plain, world = World(None, MAKERS["RAdam"]), World(OFFLOAD, MAKERS["RAdam"])
+    calls = []
+    world.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    plain.train(2)
+    world.train(2)
+    assert calls == ["before"] * 2 and same(plain.weights(), world.weights()) == []
+
+
 def test_fused_and_foreach_give_their_plain_bits():
     for how in ("fused", "foreach"):
         make = lambda p, how=how: torch.optim.AdamW(p, lr=1e-2, **{how: True})  # noqa: E731
@@ -72,8 +82,8 @@ def test_host_tensors_keep_their_addresses_and_records_are_aliases_of_them():
 
 @contextmanager
 def watching(monkeypatch, seen):
-    """Bytes of state that lie in other storages than the host's, whenever an Adam looks at its state in a step."""
-    plain = torch.optim.Adam._init_group
+    """Bytes of state that lie in other storages than the host's, whenever an AdamW looks at its state in a step."""
+    plain = torch.optim.AdamW._init_group
 
     def look(self, group, *lists):
         result = plain(self, group, *lists)
@@ -85,7 +95,7 @@ def watching(monkeypatch, seen):
         return result
 
     seen_host = set()
-    monkeypatch.setattr(torch.optim.Adam, "_init_group", look)
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", look)
     yield seen_host
 
 

@@ -200,7 +200,7 @@ def install(
     """
     host = HostState(optimizer, chunks, device=device, stream=stream, pinned=device.type == "cuda", plain=plain)
     raw = type(optimizer).step
-    if getattr(raw, "hooked", False):
+    while getattr(raw, "hooked", False):  # torch.compile may have wrapped it once more
         raw = raw.__wrapped__  # type: ignore[attr-defined]  # hooks are called around all chunks, not around each
     counted = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 

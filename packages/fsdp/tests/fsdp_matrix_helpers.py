@@ -11,7 +11,6 @@ division, add) and imports nothing of sixfold.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -43,6 +42,10 @@ class Cell:
     grad_sum: str = "backend"
     ranks: int = 2
     replicas: int = 1
+    bucket: int | None = None  # bytes
+    share: bool = False  # one communicator for gathers and reductions
+    offload: bool = False
+    ep: int = 1  # expert-parallel size; kind "experts" only
     steps: int = 2  # the first records the order of uses, the second follows it
 
     def __str__(self) -> str:
@@ -63,6 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "inside": {"recompute": "inside"},
     "around": {"recompute": "around"},
     "reentrant": {"recompute": "reentrant"},
+    "experts": {"experts": True},  # a layer whose weights differ between the ranks of an expert-parallel group
     "nested": {"units": (nn.Linear,)},  # units inside units
     "no units": {"units": ()},
 }
@@ -70,6 +74,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"param_dtype": torch.bfloat16},
     "bf16 wire": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    "bf16 grads": {"param_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
+    "fp8": {"param_dtype": torch.bfloat16, "fp8": lambda name: name.endswith(("up.weight", "down.weight"))},
 }
 # How micro-batches are driven: hints of a plain loop, or stages under a program ("1" or 2 of them on the rank).
 WAYS = ("microbatch", "none", "no_sync", "late", "mixed", "fused 1", "fused 2", "split 1", "split 2")
@@ -179,6 +185,9 @@ class Net(nn.Module):
             self.idle = Block(5)
         if options.get("partial"):
             block.extra, block.uses_extra = nn.Linear(WIDTH, WIDTH), rank == 0
+        if options.get("experts"):
+            torch.manual_seed(7 + rank % cell.ep)
+            block.extra, block.uses_extra = nn.Linear(WIDTH, WIDTH), True
         if options.get("scalar"):
             block.scale = nn.Parameter(torch.tensor(0.7))
             self.last.blocks[-1].scale = nn.Parameter(torch.tensor([1.3]))
@@ -324,47 +333,55 @@ class PlainStage:
         """``emulate`` reduces."""
 
 
-def emulate(cell: Cell) -> list[Sums]:
-    """Final weights that are right: one dict, or two where the specification allows zeros or no gradient.
+def emulate(cell: Cell) -> list[list[Sums]]:
+    """For each expert-parallel rank, final weights that are right: one, or two where zeros or no gradient are allowed.
 
     That is a parameter which got a gradient on no rank, in a unit whose others did.
     """
     low = PRECISIONS[cell.precision].get("param_dtype")
-    mains = make_net(cell)
-    nets = [make_net(cell, rank) for rank in range(cell.ranks)]
-    if low is not None:
-        for compute in nets:
-            compute.to(low)
-    finals: list[Sums] = []
-    unclear = True  # whether zeros or nothing makes a difference
+    nets = [make_net(cell, rank).to(low or torch.float32) for rank in range(cell.ranks)]
+    finals: list[list[Sums]] = [[] for _ in range(cell.ep)]
     for zeros in (False, True):
+        mains = [make_net(cell, expert) for expert in range(cell.ep)]
+        optimizers = [make_adamw(net.parameters()) for net in mains]
+        unclear = False  # whether zeros or nothing makes a difference
+        for step in range(cell.steps):
+            ranks = range(cell.ranks)
+            locals_RG = [_local_sums(cell, mains[rank % cell.ep], nets[rank], step, rank) for rank in ranks]
+            for expert, (net, optimizer) in enumerate(zip(mains, optimizers, strict=True)):
+                total = _reduce(cell, locals_RG, expert)
+                for name, parameter in net.named_parameters():
+                    parameter.grad = total.get(name)
+                    if parameter.grad is None and parameter.requires_grad and not name.startswith("idle"):
+                        unclear = True
+                        parameter.grad = torch.zeros_like(parameter) if zeros else None
+                optimizer.step()
+        for expert, net in enumerate(mains):
+            finals[expert].append({name: value.clone() for name, value in net.state_dict().items()})
         if not unclear:
             break
-        unclear = False
-        net = copy.deepcopy(mains)
-        optimizer = make_adamw(net.parameters())
-        for step in range(cell.steps):
-            total: Sums = {}
-            locals_RG = [_local_sums(cell, net, compute, step, rank) for rank, compute in enumerate(nets)]
-            for sums_R in zip(*locals_RG, strict=True):
-                for name in set().union(*sums_R):
-                    reduced = _sum_over_ranks(cell, [sums.get(name) for sums in sums_R])
-                    total[name] = total[name] + reduced if name in total else reduced
-            for name, parameter in net.named_parameters():
-                parameter.grad = total.get(name)
-                if parameter.grad is None and parameter.requires_grad and not name.startswith("idle"):
-                    unclear = True
-                    parameter.grad = torch.zeros_like(parameter) if zeros else None
-            optimizer.step()
-        finals.append({name: value.clone() for name, value in net.state_dict().items()})
     return finals
+
+
+def _reduce(cell: Cell, locals_RG: list[list[Sums]], expert: int) -> Sums:
+    """Main gradients of a step, as expert-parallel rank ``expert`` has them."""
+    rest = PRECISIONS[cell.precision].get("grad_dtype", torch.float32)
+    total: Sums = {}
+    for sums_R in zip(*locals_RG, strict=True):
+        for name in set().union(*sums_R):
+            owned = cell.ep > 1 and ".extra." in name
+            given = [sums.get(name) for sums in (sums_R[expert :: cell.ep] if owned else sums_R)]
+            reduced = _sum_over_ranks(cell, given, replicas=1 if owned else cell.replicas)
+            total[name] = (total[name].float() + reduced if name in total else reduced).to(rest)
+    return {name: value.float() for name, value in total.items()}
 
 
 def _local_sums(cell: Cell, main: Net, compute: Net, step: int, rank: int) -> list[Sums]:
     """Of one rank, per round: fp32 sums of what autograd and deferral gave."""
     with torch.no_grad():
-        for low, high in zip(compute.parameters(), main.parameters(), strict=True):
-            low.copy_(high)
+        chosen = PRECISIONS[cell.precision].get("fp8", lambda name: False)
+        for low, (name, high) in zip(compute.parameters(), main.named_parameters(), strict=True):
+            low.copy_(_through_fp8(high) if chosen(name) else high)
             low.grad = None
     sums: Sums = {}
     done: list[Sums] = []
@@ -390,16 +407,23 @@ def _local_sums(cell: Cell, main: Net, compute: Net, step: int, rank: int) -> li
     return done
 
 
-def _sum_over_ranks(cell: Cell, gradients_R: list[Tensor | None]) -> Tensor:
+def _through_fp8(main: Tensor) -> Tensor:
+    """What a layer reads of a quantised weight: ``q * scale`` with one scale for the whole tensor."""
+    amax = main.abs().max()
+    scale = torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, 448.0))
+    return (main / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def _sum_over_ranks(cell: Cell, gradients_R: list[Tensor | None], *, replicas: int) -> Tensor:
     """Shards first, then replicas, left to right; a rank without a gradient gives zeros; one true division."""
     wire = PRECISIONS[cell.precision].get("reduce_dtype") or torch.float32
     like = next(g for g in gradients_R if g is not None)
     given = [(torch.zeros_like(like) if g is None else g).to(wire) for g in gradients_R]
     if cell.grad_sum == "rank_order":  # travels in reduce_dtype, is summed in fp32
         given = [g.float() for g in given]
-    shards = cell.ranks // cell.replicas
+    shards = len(given) // replicas
     parts = []
-    for replica in range(cell.replicas):
+    for replica in range(replicas):
         part = given[replica * shards].clone()
         for other in given[replica * shards + 1 : (replica + 1) * shards]:
             part += other
@@ -428,7 +452,9 @@ def legal(cell: Cell) -> bool:
         return cell.kind != "reentrant"  # its backward inside a backward has no split form
     if cell.kind == "partial" and cell.way.startswith("split"):
         return False  # a rank without the layer defers nothing for it: one side only
-    return cell.ranks % cell.replicas == 0
+    if (cell.kind == "experts") != (cell.ep > 1):
+        return False
+    return cell.ranks % cell.replicas == cell.ranks % cell.ep == 0
 
 
 def covering(options: dict[str, Sequence[Any]], *, every_pair: bool) -> list[Cell]:

@@ -47,6 +47,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "way": WAYS,
     "granularity": ("element", "row", "tensor", 4),
     "grad_sum": ("backend", "rank_order"),
+    "bucket": (None, 300),
+    "share": (False, True),
+    "offload": (False, True),
+    "ep": (1, 2),
 }
 CELLS_PER_JOB = 64
 
@@ -57,6 +61,15 @@ def mesh_of(ranks: int, replicas: int) -> DeviceMesh | None:
     if replicas == 1:
         return None
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+@functools.cache
+def expert_mesh(ranks: int, ep: int, expert: int) -> DeviceMesh | None:
+    """Of the ranks that hold the same experts: every ``ep``-th one. None: the main mesh."""
+    if ep == 1:
+        return None
+    grid = init_device_mesh("cpu", (ranks // ep, ep), mesh_dim_names=("expert_data", "expert"))
+    return grid["expert_data"]
 
 
 def gathered_bytes(cell: Cell, rank: int) -> str | int:
@@ -79,7 +92,14 @@ def wrap(cell: Cell, net: Net, rank: int = 0) -> FullyShardedDataParallel:
         strategy=cell.strategy,
         fsdp_unit_modules=units,
         mixed_precision=MixedPrecision(**PRECISIONS[cell.precision], grad_sum=cell.grad_sum),
-        buffers=BufferConfig(gathered_bytes=gathered_bytes(cell, rank), prefetch_bytes=cell.prefetch),
+        buffers=BufferConfig(
+            gathered_bytes=gathered_bytes(cell, rank),
+            prefetch_bytes=cell.prefetch,
+            bucket_bytes=cell.bucket,
+            share_communicator=cell.share,
+            offload=cell.offload,
+        ),
+        mesh_for=lambda name: expert_mesh(cell.ranks, cell.ep, rank % cell.ep) if ".extra." in name else None,
         granularity=lambda name, parameter: cell.granularity,
         timeout_s=20.0,
     )
@@ -118,12 +138,12 @@ def run_cells(rank: int, ranks: int, cells: list[Cell]) -> list[tuple[str, dict[
             weights = train(cell, rank)
         except Exception as error:
             raise AssertionError(f"cell {cell}") from error
-        results.append((digest(weights), weights if rank == 0 else None))
+        results.append((digest(weights), weights if rank < cell.ep else None))
     return results
 
 
 @functools.cache
-def right(cell: Cell) -> list[dict[str, Tensor]]:
+def right(cell: Cell) -> list[list[dict[str, Tensor]]]:
     return emulate(cell)
 
 
@@ -141,6 +161,7 @@ def normal(cell: Cell) -> Cell:
         ranks=cell.ranks,
         replicas=cell.replicas,
         steps=cell.steps,
+        ep=cell.ep,
     )
 
 
@@ -150,10 +171,11 @@ def check(cells: list[Cell]) -> None:
         part = cells[first : first + CELLS_PER_JOB]
         results = run_ranks(run_cells, part[0].ranks, part)
         for at, cell in enumerate(part):
-            weights = results[0][at][1]
-            assert len({result[at][0] for result in results}) == 1, f"ranks hold different weights: {cell}"
-            if names := wrong(right(normal(cell)), weights):
-                differ.append(f"{cell}: {names[:3]}")
+            for expert, expected in enumerate(right(normal(cell))):
+                digests = {result[at][0] for result in results[expert :: cell.ep]}
+                assert len(digests) == 1, f"ranks hold different weights: {cell}"
+                if names := wrong(expected, results[expert][at][1]):
+                    differ.append(f"{cell}: {names[:3]}")
     assert differ == [], f"{len(differ)} of {len(cells)} cells"
 
 

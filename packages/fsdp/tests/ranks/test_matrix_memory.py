@@ -72,6 +72,10 @@ class Case:
     gathered: str | int = "double"
     grad_sum: str = "backend"
     low_wire: bool = False  # reduce_dtype=bfloat16
+    low_grads: bool = False  # grad_dtype=bfloat16
+    bucket: int | None = None
+    offload: bool = False
+    fp8: bool = False
     accumulate: int = 1
     words: int = 128
     ranks: int = RANKS
@@ -112,9 +116,11 @@ def build(
         mixed_precision=MixedPrecision(
             param_dtype=torch.bfloat16 if case.low else None,
             reduce_dtype=torch.bfloat16 if case.low_wire else None,
+            grad_dtype=torch.bfloat16 if case.low_grads else None,
             grad_sum=case.grad_sum,
+            fp8=(lambda name: name.endswith(("up.weight", "down.weight"))) if case.fp8 else None,
         ),
-        buffers=BufferConfig(gathered_bytes=case.gathered),
+        buffers=BufferConfig(gathered_bytes=case.gathered, bucket_bytes=case.bucket, offload=case.offload),
         initial="trust",
     )
     return net, model, fully_shard_optimizer(make(list(net.parameters())), model)
@@ -203,10 +209,22 @@ def test_persistent_bytes_are_the_formula_and_what_is_stated_beside_it(measured:
     assert over == []
 
 
+OTHERS = [
+    Case(grad_sum="rank_order", low_wire=True),
+    Case(strategy="no_shard", grad_sum="rank_order", low_wire=True),
+    Case(strategy="optim", low_wire=True, accumulate=2),
+    Case(gathered=900_000, low=False),
+    Case(bucket=100_000),
+    Case(low_grads=True, accumulate=2),
+    Case(fp8=True),
+    Case(offload=True),
+]
+
+
 def test_the_report_states_every_byte_that_is_held_scalars_apart(measured: list[tuple[Case, Measured]]) -> None:
     differ = [
         f"{case}: held {found.nbytes}, stated {stated}: {found.stated}"
-        for case, found in measured
+        for case, found in [*measured, *run(OTHERS)]
         if not 0 <= found.nbytes - (stated := sum(found.stated.values()) + found.optimizer_bytes) <= SCALAR_BYTES
     ]
     assert differ == []
@@ -276,18 +294,11 @@ def count_allocations(rank: int, ranks: int, cases: list[Case]) -> list[dict[str
 
 
 STEADY = [
-    Case(strategy=strategy, low=low, gathered=gathered, accumulate=accumulate)
+    Case(strategy=strategy, low=low, grad_sum=grad_sum, low_wire=low_wire, accumulate=2)
     for strategy in STRATEGIES
     for low in (True, False)
-    for gathered in ("double", "all")
-    for accumulate in (1, 2)
-    if strategy == "optim_grads_params" or gathered == "double"
-] + [
-    Case(strategy=strategy, low=low, grad_sum=grad_sum, low_wire=True, accumulate=2)
-    for strategy in STRATEGIES
-    for low in (True, False)
-    for grad_sum in ("backend", "rank_order")
-]
+    for grad_sum, low_wire in (("backend", False), ("backend", True), ("rank_order", True))
+] + [Case(gathered="all"), Case(gathered=900_000, low=False), Case(bucket=100_000)]
 
 
 def test_a_steady_step_allocates_nothing_beyond_the_plain_step() -> None:

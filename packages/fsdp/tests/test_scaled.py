@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_oracle import is_fp8, quantized
+from fp8_oracle import is_fp8, narrowed, quantized
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from fsdp_world import only_new_garbage
 from torch import nn
@@ -15,8 +15,6 @@ from torch import nn
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 from sixfold.fsdp import quantized as quantized_module
 from sixfold.fsdp.scaled import Transposes
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def wrap(net, matmul="scaled", units=(Block,), fp8=is_fp8, strategy="optim_grads_params", buffers=None, **precision):
@@ -27,13 +25,6 @@ def wrap(net, matmul="scaled", units=(Block,), fp8=is_fp8, strategy="optim_grads
         mixed_precision=MixedPrecision(fp8=fp8, fp8_matmul=matmul, **precision),
         buffers=buffers or BufferConfig(),
     )
-
-
-def narrowed(x, dtype, rows):
-    """What is multiplied of an activation or gradient, in float64."""
-    amax = x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax()
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax.float() / torch.tensor(LARGEST[dtype]))
-    return (x / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).double() * scale.double()
 
 
 class Whole(nn.Module):
@@ -70,6 +61,24 @@ def test_forward_and_backward_multiply_bytes(matmul, bias, shape):
     assert torch.equal(gradients["linear.weight"].view(19, 13), g_MN.t() @ x_MK)
     if bias:
         torch.testing.assert_close(gradients["linear.bias"], g_MN.sum(0))
+
+
+@pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+def test_bf16_activations_are_rounded_once(matmul):
+    torch.manual_seed(0)
+    net = Whole(False)
+    q, scale = quantized(net.linear.weight)
+    model = wrap(net, matmul, units=(nn.Linear,), fp8=lambda name: True, param_dtype=torch.bfloat16)
+    x = torch.randn(37, 13).bfloat16().requires_grad_()
+    gradient = torch.randn(37, 19).bfloat16()
+    output = model(x)
+    output.backward(gradient)
+    rows = matmul == "scaled_rows"
+    stood_for = q.double() * scale.double()
+    wanted = narrowed(x.detach(), torch.float8_e4m3fn, rows) @ stood_for.t()
+    torch.testing.assert_close(output.detach().double(), wanted, rtol=2**-8, atol=1e-6)
+    wanted = narrowed(gradient, torch.float8_e4m3fn if rows else torch.float8_e5m2, rows) @ stood_for
+    torch.testing.assert_close(x.grad.double(), wanted, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])

@@ -14,7 +14,7 @@ from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_o
 
 STEPS, ACCUMULATE = 2, 2
 # ranks, replicas of the main mesh, ranks that share an expert
-LAYOUTS = {"2 ranks": (2, 1, 1), "4 ranks": (4, 1, 2), "4 ranks hsdp": (4, 2, 2)}
+LAYOUTS = {"2 ranks": (2, 1, 1), "4 ranks hsdp": (4, 2, 2)}
 
 
 def is_fp8(name):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranktest import run_ranks
-from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -227,3 +227,37 @@ def same_batch(rank, ranks, matmul):
 def test_products_of_bytes_do_not_depend_on_the_number_of_ranks(matmul):
     one = run_ranks(same_batch, 1, matmul)[0]
     assert [same(one, result) for result in run_ranks(same_batch, 2, matmul)] == [[], []]
+
+
+def train_with(rank, ranks, configs):
+    results = []
+    for config in configs:
+        net = make_net(frozen=True)
+        model = FullyShardedDataParallel(
+            net,
+            process_group=dist.group.WORLD,
+            fsdp_unit_modules=[Block],
+            buffers=BufferConfig(**config),
+            mixed_precision=MixedPrecision(fp8=is_fp8, param_dtype=torch.bfloat16),
+        )
+        optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
+        for step in range(3):
+            for k in range(2):
+                loss_of(model(batch(step, k, rank)), batch(step, k, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.full_state_dict())
+    return results
+
+
+def test_buckets_budgets_and_prefetching_change_no_bit():
+    configs = [
+        {},
+        {"bucket_bytes": 1024},
+        {"gathered_bytes": "all", "bucket_bytes": 512},
+        {"gathered_bytes": 20_000},
+        {"prefetch_bytes": 0},
+        {"prefetch_bytes": 100_000, "reduce_buffers": 1},
+    ]
+    for results in run_ranks(train_with, 2, configs):
+        assert [same(results[0], result) for result in results] == [[]] * len(configs)

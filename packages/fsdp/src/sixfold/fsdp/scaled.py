@@ -146,7 +146,7 @@ def _multiply(left_MK: Tensor, q_KN: Tensor, scale: Tensor, narrow: torch.dtype,
     amax = torch.linalg.vector_norm(left_MK, math.inf, dim=1 if rows else None, keepdim=rows).to(torch.float32)
     largest = torch.finfo(narrow).max
     left_scale = scales_of(amax, largest)
-    narrowed = (left_MK / left_scale).clamp_(-largest, largest).to(narrow)
+    narrowed = (left_MK.to(torch.float32) / left_scale).clamp_(-largest, largest).to(narrow)
     if rows:
         scale = scale.expand(1, q_KN.shape[1]).contiguous()
     # By rows CUDA's kernel writes bfloat16 alone.

@@ -1,11 +1,12 @@
 """Options of fsdp's large tests.
 
-nox -s "tests(fsdp)" -- --full-matrix      every cell in one process
-nox -s "ranks(fsdp)" -- --full-matrix      every cell of every option on 2, 3, 4 and 8 ranks
+nox -s "ranks(fsdp)" -- --all-pairs      every pair of options with each strategy, on 2, 3, 4 and 8 ranks
 """
 
 from __future__ import annotations
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full-matrix", action="store_true", help="every pair of options for each strategy")
+    parser.addoption(
+        "--all-pairs", action="store_true", help="every pair of options with each strategy, not every option"
+    )

@@ -2,7 +2,7 @@
 
     fsdp_matrix_helpers.Cell --> run_cells (this file), a list of cells in a job of ranks --> wrong(emulate(cell), ..)
 
-Without ``--full-matrix`` every option occurs with every strategy; with it every pair of options does with each.
+Without ``--all-pairs`` every option occurs with every strategy; with it every pair of options does with each.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def check(cells: list[Cell]) -> None:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--full-matrix"))
+    return bool(request.config.getoption("--all-pairs"))
 
 
 def test_two_ranks(full: bool) -> None:

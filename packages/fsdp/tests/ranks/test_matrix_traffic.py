@@ -73,6 +73,7 @@ class Case:
     gathered: str | int = "double"
     recompute: str = "none"
     precision: dict[str, Any] = field(default_factory=dict)
+    bucket: int | None = None
     replicas: int = 1
     granularity: str = "element"
     frozen: bool = False
@@ -121,7 +122,7 @@ def count_case(case: Case, group: Any) -> Result:
         strategy=case.strategy,
         fsdp_unit_modules=[Block, nn.Embedding, net.head],
         mixed_precision=MixedPrecision(**case.precision),
-        buffers=BufferConfig(gathered_bytes=case.gathered),
+        buffers=BufferConfig(gathered_bytes=case.gathered, bucket_bytes=case.bucket),
         granularity=lambda name, parameter: case.granularity,
         initial="trust",
     )
@@ -158,7 +159,8 @@ def table_cases() -> list[Case]:
         for gathered in ("double", "all")
         if gathered == "double" or strategy != "no_shard"
     ]
-    return plain + [Case(strategy=s, precision={"param_dtype": torch.bfloat16}) for s in STRATEGIES]
+    low = [Case(strategy=s, precision={"param_dtype": torch.bfloat16}) for s in STRATEGIES]
+    return plain + low + [Case(accumulate=3, gathered=1_800_000), Case(accumulate=3, gathered=2_400_000)]
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def test_the_root_stays_from_forward_to_backward(table: list[tuple[Case, Result]
     for case, found in table:
         if case.strategy == "optim_grads_params" and not case.precision:
             assert found.of_unit("all_gather", "") <= case.accumulate, case
-            most = 2 * case.accumulate if case.gathered == "double" else 1
+            most = 1 if case.gathered == "all" else 2 * case.accumulate
             assert all(found.of_unit("all_gather", unit) <= most for unit in found.unit_bytes), case
 
 
@@ -258,3 +260,26 @@ def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
     whole = sum(found.unit_bytes.values())
     assert found.nbytes("reduce_scatter") <= (whole - frozen) * 1.01
     assert found.nbytes("all_gather") <= 2 * whole * 1.01
+    assert found.calls("all_gather") <= 2 * len(found.unit_bytes), "one collective per unit and direction"
+    assert found.calls("reduce_scatter") == len(found.unit_bytes)
+
+
+def large(name: str) -> bool:
+    return name.endswith(("up.weight", "down.weight"))
+
+
+def test_fp8_weights_travel_in_one_byte_beside_others_in_one_collective_per_unit() -> None:
+    ((_, found),) = run([Case(precision={"param_dtype": torch.bfloat16, "fp8": large})])
+    quantised = sum(2 * wider * WIDTH * WIDTH for wider in WIDENED)
+    others = sum(found.unit_bytes.values()) // 4 - quantised
+    assert found.calls("all_gather") <= 2 * len(found.unit_bytes)
+    assert found.nbytes("all_gather") <= 2 * (quantised + 2 * others) * 1.01
+    assert found.calls("all_reduce") == 1 and found.nbytes("all_reduce") < 2048, "the largest value of each tensor"
+
+
+def test_pieces_add_reductions_and_no_bytes() -> None:
+    (_, whole), (_, pieces) = run([Case(), Case(bucket=200_000)])
+    assert pieces.calls("reduce_scatter") > whole.calls("reduce_scatter") == len(whole.unit_bytes)
+    assert max(sent.nbytes for sent in pieces.sent if sent.kind == "reduce_scatter") <= 200_000 * 1.01
+    assert pieces.nbytes("reduce_scatter") <= whole.nbytes("reduce_scatter") * 1.01
+    assert pieces.calls("all_gather") == whole.calls("all_gather")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -164,6 +165,27 @@ def test_on_a_device_the_failure_is_noted_before_the_abort_and_told_once_by_chec
     ) as caught:
         faults.wait(device.launch(), "blocks.2", 7, "gather")  # which returns normally after an abort
     assert (caught.value.unit, caught.value.step, caught.value.ranks) == ("blocks.1", 7, (1,))
+
+
+def test_what_torchs_flight_recorder_holds_is_printed_before_the_abort(monkeypatch, capsys):
+    entry = {
+        "profiling_name": "nccl:all_gather", "collective_seq_id": 12, "process_group": ["sixfold.fsdp gathers", ""],
+        "input_sizes": [[64]], "output_sizes": [[128]], "state": "started",
+    }  # fmt: skip
+    calls = []
+
+    def dump(includeCollectives, onlyActive):
+        calls.append((includeCollectives, onlyActive))
+        return json.dumps({"version": "2.10", "entries": [entry] * 30}).encode()
+
+    monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace_json", dump)
+    device = Device()
+    device.faults = faults = Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort)
+    faults.wait(device.launch(), "blocks.1", 7, "gather")
+    wait_until(lambda: device.failed_at_abort != "not aborted")
+    told = capsys.readouterr().out.splitlines()
+    assert "no sign of life from rank 1" in told[0] and calls == [(True, True)]
+    assert told[1:] == ["  nccl:all_gather number 12 of group sixfold.fsdp gathers , [[64]] -> [[128]], started"] * 16
 
 
 def test_works_that_end_in_time_are_forgotten():

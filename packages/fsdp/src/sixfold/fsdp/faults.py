@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from sixfold.fsdp.board import PatientStore
 from sixfold.fsdp.checks import odd_ranks
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.flight import active_collectives
 from sixfold.fsdp.pulse import Launched, Place, Pulse, beats
 
 _SLICE_S = 1.0  # between two looks at what the pulse found
@@ -211,7 +212,7 @@ class Faults:
         error = self._lost(place, cause, time.monotonic(), ranks)
         self.failed = error
         self._told.set()
-        print(f"sixfold.fsdp: {error}", flush=True)
+        print("\n  ".join([f"sixfold.fsdp: {error}", *active_collectives()]), flush=True)
         if self._abort is not None:
             self._abort()
 

@@ -110,6 +110,7 @@ class Pulse:
         self._interval, self._here, self._silent_s = interval, here, silent_s
         self._found, self._late = found, late
         self._stop = threading.Event()
+        self._ended = False  # the store's process
         self._count = 0
         self._answered: bytes = b""
         self._seen: tuple[bytes, float] | None = None  # the neighbour's beat, and when it was new
@@ -126,15 +127,18 @@ class Pulse:
         while not self._stop.wait(self._interval()):
             if self._late():
                 return
+            if self._ended and self._waits() and self._found("the store has ended", ()):
+                return
             try:
                 if self._store is not None and self._beat(self._store):
                     return
             except NoAnswer:  # a store that is stopped: deadlines hold without it
                 self._store = None
-            except RuntimeError:  # it ended, and with it the rank that serves it
-                waits = self._here()[2] > self._interval()
-                if self._stop.is_set() or (waits and self._found("the store has ended", ())):
-                    return
+            except RuntimeError:  # it ended, and with it the rank that serves it; asked again, torch prints each time
+                self._store, self._ended = None, True
+
+    def _waits(self) -> bool:
+        return self._here()[2] > self._interval()
 
     def _beat(self, store: PatientStore) -> bool:
         """Ask if this rank waits, answer if any does; True if a fault ended the model."""

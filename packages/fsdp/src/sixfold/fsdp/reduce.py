@@ -235,6 +235,8 @@ class Reduction:
         for stream in unit.trained:
             if stream.gradients.idle and stream.ranks.size > 1:
                 self.acquire(stream, pooled=True)
+        if any(stream.gradients.state is State.HELD for stream in unit.trained):
+            self.pipeline.drain(len(self.pool.slot_bytes) - 1)  # autograd's memory of few units is kept, not of all
         if any(not stream.gradients.idle for stream in unit.trained):
             self.pipeline.put(unit.name)
 
@@ -250,11 +252,11 @@ class Reduction:
             if not stream.gradients.idle
         ]
         event = self._finish_pieces(flying) if self._at_once else None
-        for slot in slots if self._at_once else ():
-            self._reads[slot] = event
+        self._reads.update(dict.fromkeys(slots if self._at_once else (), event))
 
         def finish() -> None:
             self._side.join(event if self._at_once else self._finish_pieces(flying))
+            self._reads = {slot: last for slot, last in self._reads.items() if last is not event}
             for gradients, taken in landing:
                 gradients.landed(taken)
             self._free(name)

@@ -70,7 +70,15 @@ def step(model, optimizer, net):
 
 def muon(model, optimizer, net):
     matrices = [p for p in net.blocks.parameters() if p.ndim == 2]
-    fully_shard_optimizer(torch.optim.Muon(matrices), model).step()
+    stepping = fully_shard_optimizer(torch.optim.Muon(matrices), model)
+    mains = [main for group in stepping.param_groups for main in group["params"]]
+    before = [main.detach().clone() for main in mains]
+    for main in mains:
+        main.grad = torch.ones_like(main)
+    try:
+        stepping.step()
+    finally:
+        assert mains and all(map(torch.equal, mains, before)), "a weight moved without the pieces"
 
 
 def whole_state(model, optimizer, net):

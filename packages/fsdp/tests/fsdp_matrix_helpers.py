@@ -1,12 +1,10 @@
-"""One model trained in many ways, and each way emulated in one process: the cells of the matrix.
+"""One model, many ways to train it, and the loop that sharded and emulated training share: the cells of the matrix.
 
-    Cell --> train (sharded, on a rank)  \\
-         --> emulate (all ranks, plain)  --> final weights, compared bit by bit: tests/ranks/test_matrix_bits.py
+    Cell, Net, drive (this file) --> test_matrix_bits.py (sharded, on ranks)            \\
+                                 --> fsdp_matrix_oracle_helpers.py (all ranks, plain)  --> final weights, bit by bit
 
 ``drive`` is the one training loop. Both sides run it: the sharded side with ``stage_handle`` or the model itself, the
-emulation with plain modules whose gradients are harvested after each backward, rank by rank. ``emulate`` is written
-from the specification (local fp32 sums, cast, ranks 0, 1, 2 ... from left to right, replicas after shards, one true
-division, add) and imports nothing of sixfold.
+emulation with plain modules whose gradients are harvested after each backward. Imports nothing of sixfold.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ class Cell:
     share: bool = False  # one communicator for gathers and reductions
     offload: bool = False
     ep: int = 1  # expert-parallel size; kind "experts" only
+    clip: float | None = None  # largest norm
     steps: int = 2  # the first records the order of uses, the second follows it
 
     def __str__(self) -> str:
@@ -314,131 +313,6 @@ def _drive_stages(cell: Cell, net: Net, driven: Driven, step: int, rank: int, en
         stage.reduce_grad()
 
 
-# ---- one process that emulates the ranks
-
-
-class PlainStage:
-    """The calls of a stage handle on a plain module."""
-
-    def __init__(self, module: nn.Module, accumulate: Callable[[nn.Parameter, Tensor], None]) -> None:
-        self.call, self.accumulate = module, accumulate
-
-    def after_backward(self, microbatch: int) -> None:
-        """Nothing: gradients were harvested."""
-
-    def before_last_backward(self) -> None:
-        """Nothing overlaps here."""
-
-    def reduce_grad(self) -> None:
-        """``emulate`` reduces."""
-
-
-def emulate(cell: Cell) -> list[list[Sums]]:
-    """For each expert-parallel rank, final weights that are right: one, or two where zeros or no gradient are allowed.
-
-    That is a parameter which got a gradient on no rank, in a unit whose others did.
-    """
-    low = PRECISIONS[cell.precision].get("param_dtype")
-    nets = [make_net(cell, rank).to(low or torch.float32) for rank in range(cell.ranks)]
-    finals: list[list[Sums]] = [[] for _ in range(cell.ep)]
-    for zeros in (False, True):
-        mains = [make_net(cell, expert) for expert in range(cell.ep)]
-        optimizers = [make_adamw(net.parameters()) for net in mains]
-        unclear = False  # whether zeros or nothing makes a difference
-        for step in range(cell.steps):
-            ranks = range(cell.ranks)
-            locals_RG = [_local_sums(cell, mains[rank % cell.ep], nets[rank], step, rank) for rank in ranks]
-            for expert, (net, optimizer) in enumerate(zip(mains, optimizers, strict=True)):
-                total = _reduce(cell, locals_RG, expert)
-                for name, parameter in net.named_parameters():
-                    parameter.grad = total.get(name)
-                    if parameter.grad is None and parameter.requires_grad and not name.startswith("idle"):
-                        unclear = True
-                        parameter.grad = torch.zeros_like(parameter) if zeros else None
-                optimizer.step()
-        for expert, net in enumerate(mains):
-            finals[expert].append({name: value.clone() for name, value in net.state_dict().items()})
-        if not unclear:
-            break
-    return finals
-
-
-def _reduce(cell: Cell, locals_RG: list[list[Sums]], expert: int) -> Sums:
-    """Main gradients of a step, as expert-parallel rank ``expert`` has them."""
-    rest = PRECISIONS[cell.precision].get("grad_dtype", torch.float32)
-    total: Sums = {}
-    for sums_R in zip(*locals_RG, strict=True):
-        for name in set().union(*sums_R):
-            owned = cell.ep > 1 and ".extra." in name
-            given = [sums.get(name) for sums in (sums_R[expert :: cell.ep] if owned else sums_R)]
-            reduced = _sum_over_ranks(cell, given, replicas=1 if owned else cell.replicas)
-            total[name] = (total[name].float() + reduced if name in total else reduced).to(rest)
-    return {name: value.float() for name, value in total.items()}
-
-
-def _local_sums(cell: Cell, main: Net, compute: Net, step: int, rank: int) -> list[Sums]:
-    """Of one rank, per round: fp32 sums of what autograd and deferral gave."""
-    with torch.no_grad():
-        chosen = PRECISIONS[cell.precision].get("fp8", lambda name: False)
-        for low, (name, high) in zip(compute.parameters(), main.named_parameters(), strict=True):
-            low.copy_(_through_fp8(high) if chosen(name) else high)
-            low.grad = None
-    sums: Sums = {}
-    done: list[Sums] = []
-    names = {id(p): name for name, p in compute.named_parameters()}
-
-    def add(parameter: nn.Parameter, gradient: Tensor) -> None:
-        name, wide = names[id(parameter)], gradient.detach().to(torch.float32)
-        sums[name] = sums[name] + wide if name in sums else wide.clone()
-
-    def harvest() -> None:
-        for parameter in compute.parameters():
-            if parameter.grad is not None:
-                add(parameter, parameter.grad)
-                parameter.grad = None
-
-    def reduced() -> None:
-        done.append(dict(sums))
-        sums.clear()
-
-    stages = [PlainStage(stage, add) for stage in compute.stages.values()]
-    drive(cell, compute, Driven(compute, stages, lambda last: nullcontext(), nullcontext, harvest, reduced), step, rank)
-    assert not sums and len(done) == len(rounds(cell)), f"{cell}: {len(done)} rounds"
-    return done
-
-
-def _through_fp8(main: Tensor) -> Tensor:
-    """What a layer reads of a quantised weight: ``q * scale`` with one scale for the whole tensor."""
-    amax = main.abs().max()
-    scale = torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, 448.0))
-    return (main / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-
-def _sum_over_ranks(cell: Cell, gradients_R: list[Tensor | None], *, replicas: int) -> Tensor:
-    """Shards first, then replicas, left to right; a rank without a gradient gives zeros; one true division."""
-    wire = PRECISIONS[cell.precision].get("reduce_dtype") or torch.float32
-    like = next(g for g in gradients_R if g is not None)
-    given = [(torch.zeros_like(like) if g is None else g).to(wire) for g in gradients_R]
-    if cell.grad_sum == "rank_order":  # travels in reduce_dtype, is summed in fp32
-        given = [g.float() for g in given]
-    shards = len(given) // replicas
-    parts = []
-    for replica in range(replicas):
-        part = given[replica * shards].clone()
-        for other in given[replica * shards + 1 : (replica + 1) * shards]:
-            part += other
-        parts.append(part.float())
-    for other in parts[1:]:
-        parts[0] += other
-    return parts[0] / cell.ranks
-
-
-def wrong(expected: list[Sums], found: Sums) -> list[str]:
-    """Names whose bits are those of no allowed outcome."""
-    assert expected[0].keys() == found.keys(), f"{sorted(expected[0])} against {sorted(found)}"
-    return [name for name in found if not any(torch.equal(right[name], found[name]) for right in expected)]
-
-
 # ---- which cells
 
 
@@ -448,12 +322,14 @@ def legal(cell: Cell) -> bool:
         return False  # nothing is gathered
     if isinstance(cell.gathered, int) and cell.strategy != "optim_grads_params":
         return False  # the other strategies keep all weights
-    if cell.way.startswith("split") and cell.kind in ("inside", "around", "reentrant"):
-        return cell.kind != "reentrant"  # its backward inside a backward has no split form
-    if cell.kind == "partial" and cell.way.startswith("split"):
-        return False  # a rank without the layer defers nothing for it: one side only
+    if cell.way.startswith("split") and cell.kind == "reentrant":
+        return False  # its backward inside a backward has no split form
+    if cell.clip is not None and cell.precision == "bf16 grads":
+        return False  # where narrow gradients are rounded is not said
     if (cell.kind == "experts") != (cell.ep > 1):
         return False
+    if cell.kind == "partial" and cell.way.startswith("split"):
+        return False  # a rank without the layer defers nothing for it: one side only
     return cell.ranks % cell.replicas == cell.ranks % cell.ep == 0
 
 

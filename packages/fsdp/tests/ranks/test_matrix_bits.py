@@ -25,11 +25,10 @@ from fsdp_matrix_helpers import (
     Net,
     covering,
     drive,
-    emulate,
     make_adamw,
     make_net,
-    wrong,
 )
+from fsdp_matrix_oracle_helpers import emulate, wrong
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -51,6 +50,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "share": (False, True),
     "offload": (False, True),
     "ep": (1, 2),
+    "clip": (None, 0.3),
 }
 CELLS_PER_JOB = 64
 
@@ -118,6 +118,8 @@ def train(cell: Cell, rank: int) -> dict[str, Tensor]:
         drive(cell, net, driven, step, rank)
         if handles:
             model.finish_grad_sync()
+        if cell.clip is not None:
+            model.clip_grad_norm_(cell.clip)
         optimizer.step()
         optimizer.zero_grad()
     return model.full_state_dict()
@@ -162,6 +164,7 @@ def normal(cell: Cell) -> Cell:
         replicas=cell.replicas,
         steps=cell.steps,
         ep=cell.ep,
+        clip=cell.clip,
     )
 
 

@@ -102,17 +102,24 @@ MAKERS = {
         [{"params": matrices(p)[:3], "lr": 0.05}, {"params": matrices(p)[3:], "weight_decay": 0.5, "momentum": 0.5}]
     ),
 }
-GRAINS = {"element": lambda name, p: "element", "row": lambda name, p: "row", "block": lambda name, p: 3}
+GRAINS = {
+    "element": lambda name, p: "element",
+    "row": lambda name, p: "row",
+    "block": lambda name, p: 3,
+    "mixed": lambda name, p: "tensor" if "up" in name else "element",
+}
 
 
-def mixed(name, parameter):
-    return "tensor" if "up" in name else "element"
-
-
-@pytest.mark.parametrize("grain", [*GRAINS.values(), mixed], ids=[*GRAINS, "mixed"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "grain"),
+    [
+        *((name, "element") for name in MAKERS),
+        *(("groups", grain) for grain in ("row", "block", "mixed")),
+    ],
+)
 def test_pieces_give_torchs_bits(name, grain):
-    plain, world = World(None, MAKERS[name]), World({"fsdp_unit_modules": [Block], "granularity": grain}, MAKERS[name])
+    options = {"fsdp_unit_modules": [Block], "granularity": GRAINS[grain]}
+    plain, world = World(None, MAKERS[name]), World(options, MAKERS[name])
     plain.train(3)
     world.train(3)
     assert same(plain.weights(), world.weights()) == []

@@ -43,7 +43,8 @@ class Driver:
         self.log = []
         pipeline = self.model._engine.gathering.pipeline
         gather = pipeline.gather
-        pipeline.gather = lambda unit: (self.log.append(unit), gather(unit))
+        returning = self.model._engine.gathering._returning  # whose bytes are here: no collective
+        pipeline.gather = lambda unit: (unit in returning or self.log.append(unit), gather(unit))
 
     def run(self, call, actions):
         outputs = {}
@@ -86,37 +87,37 @@ def unit_bytes():
     return Driver("0F0 0B0", gathered_bytes="all").model.report()["units"]["0.0"]["gathered_bytes"]
 
 
-TABLE = [  # program, resident units, gathers of a step: the plan's by bytes alone, done with ranges for life
-    (ONE_F_ONE_B, 1, 29, 29),
-    (ONE_F_ONE_B, 2, 16, 18),
-    (ONE_F_ONE_B, 3, 3, 3),
-    (INTERLEAVED, 2, 34, 40),
-    (INTERLEAVED, 4, 18, 24),
-    (INTERLEAVED, 6, 6, 6),
-    (ZB_V, 2, 30, 33),
-    (ZB_V, 5, 10, 11),
-    (ZB_V, 6, 6, 6),
+TABLE = [  # program, units that the budget holds, the plan's gathers
+    (ONE_F_ONE_B, 1, 29),
+    (ONE_F_ONE_B, 2, 16),
+    (ONE_F_ONE_B, 3, 3),
+    (INTERLEAVED, 2, 34),
+    (INTERLEAVED, 4, 18),
+    (INTERLEAVED, 6, 6),
+    (ZB_V, 2, 30),
+    (ZB_V, 5, 10),
+    (ZB_V, 6, 6),
 ]
 
 
-@pytest.mark.parametrize(("program", "resident", "by_bytes", "done"), TABLE)
-def test_a_budget_gathers_what_the_plan_says(program, resident, by_bytes, done):
+@pytest.mark.parametrize(("program", "resident", "fewest"), TABLE)
+def test_a_step_gathers_as_few_units_as_the_plan(program, resident, fewest):
     size = unit_bytes()
     driver = Driver(program, gathered_bytes=resident * size + size // 2)
     counts = [len(driver.step()) for _ in range(4)]
     uses = uses_of(program)
     least = residency.solve(uses, dict.fromkeys(uses, size), budget_bytes=resident * size)
-    assert least.gathers == by_bytes
-    assert counts[1:] == [done] * 3
-    report = driver.model.report()
-    assert report["plan"]["gathers"] == report["plan"]["gathers_done"] == done
-    assert report["plan"]["least_gathers"] == by_bytes and report["plan"]["least_is_proven"]
-    assert report["plan"]["peak_bytes"] <= report["plan"]["budget_bytes"]
+    assert least.gathers == fewest
+    assert counts[1:] == [fewest] * 3
+    plan = driver.model.report()["plan"]
+    assert plan["gathers"] == plan["gathers_done"] == plan["least_gathers"] == fewest
+    assert plan["least_is_proven"] and plan["gathers_in_ranges"] >= fewest
+    assert plan["peak_bytes"] <= plan["budget_bytes"]
 
 
 def test_gathers_fall_from_every_use_to_each_unit_once_as_the_budget_grows():
     size = unit_bytes()
-    for gathered, expected in ((size, 29), ("double", 18), (2 * size, 18), (3 * size, 3), ("all", 3)):
+    for gathered, expected in ((size, 29), ("double", 18), (2 * size, 16), (3 * size, 3), ("all", 3)):
         driver = Driver(ONE_F_ONE_B, gathered_bytes=gathered)
         counts = [len(driver.step()) for _ in range(3)]
         assert counts[-1] == expected, gathered
@@ -125,12 +126,12 @@ def test_gathers_fall_from_every_use_to_each_unit_once_as_the_budget_grows():
 def test_another_order_heals_itself_and_comes_to_its_own_plan():
     size = unit_bytes()
     driver = Driver(ONE_F_ONE_B, gathered_bytes=2 * size)
-    assert [len(driver.step()) for _ in range(3)][1:] == [18, 18]
+    assert [len(driver.step()) for _ in range(3)][1:] == [16, 16]
     gpipe = [f"0F{k}" for k in range(4)] + [f"0B{k}" for k in range(4)]
     driver.step(gpipe)  # in the other order's ranges
     assert [len(driver.step(gpipe)) for _ in range(2)] == [driver.model.report()["plan"]["gathers"]] * 2
     driver.step()
-    assert [len(driver.step()) for _ in range(2)] == [18, 18]
+    assert [len(driver.step()) for _ in range(2)] == [16, 16]
     assert driver.model.report()["plan"]["peak_bytes"] <= 2 * size
 
 
@@ -296,9 +297,8 @@ def test_a_given_plan_is_followed_from_the_first_step_on():
         asked = sum(action.kind == "gather" for action in actions)
         counts = [len(driver.step()) for _ in range(3)]
         plan = driver.model.report()["plan"]
-        assert counts == [plan["gathers"]] * 3
+        assert counts == [asked] * 3 == [plan["gathers"]] * 3
         assert plan["order"] == "given" and plan["steps_off_plan"] == 0
-        assert asked <= counts[0] <= 1.4 * asked
 
 
 def test_a_given_plans_gathers_and_frees_happen_where_they_stand():

@@ -150,8 +150,8 @@ def test_units_inside_others_have_a_place_wherever_the_largest_pair_has():
 
 
 def test_units_that_run_inside_each_other_need_room_side_by_side():
-    with pytest.raises(FsdpError, match=r"no place side by side in 10 bytes; together they are 12") as caught:
-        colour(["a", "b"], {"a": 6, "b": 6}, arena_bytes=10, apart=[("a", "b")])
+    with pytest.raises(FsdpError, match=r"no place side by side in 10 bytes; together they are 11") as caught:
+        colour(["a", "b"], {"a": 6, "b": 5}, arena_bytes=10, apart=[("a", "b")])
     assert caught.value.unit in ("a", "b")
 
 

@@ -66,6 +66,9 @@ class TemporaryBucketAllocator:
         self._holders[slot] = None
 
 
+_SCRATCH = 1 << 22  # bytes of two places that are exchanged at a time
+
+
 class Arena:
     """One piece of memory in which each owner has a fixed range; ranges may overlap, holders never do.
 
@@ -84,6 +87,8 @@ class Arena:
         self._ranges: dict[str, tuple[int, int]] = {}
         self._overlapping: dict[str, frozenset[str]] = {}
         self._holders: set[str] = set()
+        self._parked: dict[str, tuple[int, int]] = {}
+        self._scratch: Tensor | None = None
         self.held_bytes = 0
         self.peak_bytes = 0  # most that was held at once
         self.move(ranges)
@@ -104,7 +109,7 @@ class Arena:
         Raises:
             FsdpError: a range is not inside the memory.
         """
-        assert not self._holders, f"ranges move while {sorted(self._holders)} hold theirs"
+        assert not self._holders and not self._parked, f"ranges move while {self.here} are here"
         for owner, (start, size) in ranges.items():
             if start < 0 or size < 0 or start + size > self.nbytes:
                 raise FsdpError(
@@ -115,7 +120,7 @@ class Arena:
             owner: frozenset(
                 other
                 for other, (begin, length) in self._ranges.items()
-                if other != owner and max(begin, start) < min(begin + length, start + size)
+                if other != owner and _meet((begin, length), (start, size))
             )
             for owner, (start, size) in self._ranges.items()
         }
@@ -146,6 +151,9 @@ class Arena:
         """Holders whose ranges overlap ``owner``'s, by name: every rank frees them in one order."""
         self.range_of(owner)
         found = self._overlapping[owner] & self._holders
+        if self._parked:
+            mine = self._ranges[owner]
+            found |= {other for other, place in self._parked.items() if other != owner and _meet(place, mine)}
         return sorted(found) if found else []
 
     def allocate(self, owner: str) -> None:
@@ -170,3 +178,73 @@ class Arena:
             raise FsdpError(f"{owner!r} does not hold its range; it cannot be freed", unit=owner)
         self._holders.remove(owner)
         self.held_bytes -= self._ranges[owner][1]
+
+    # ---- bytes that wait elsewhere
+
+    @property
+    def here(self) -> list[str]:
+        """Owners whose bytes are in the memory, in their range or parked, by name."""
+        return sorted([*self._holders, *self._parked])
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside the memory through which ``swap`` goes."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def parked(self, owner: str) -> bool:
+        """``owner``'s bytes wait in a place that is not its range."""
+        return owner in self._parked
+
+    def gap(self, owner: str, coming: str) -> int | None:
+        """Where ``owner``'s bytes can wait: its own range, or where none of it is; nothing of ``coming``'s range."""
+        home, nbytes = self._ranges[owner]
+        others = [self._ranges[one] for one in (*self._holders, coming) if one != owner]
+        others += [place for one, place in self._parked.items() if one != owner]
+        if not any(_meet((home, nbytes), one) for one in others):
+            return home
+        taken = [*others, (home, nbytes), self._place(owner)]  # a copy that overlaps itself is not defined
+        start = 0
+        for begin, size in sorted(taken):
+            if begin - start >= nbytes:
+                return start
+            start = max(start, begin + size)
+        return start if self.nbytes - start >= nbytes else None
+
+    def park(self, owner: str, start: int) -> None:
+        """Copy ``owner``'s bytes to ``start``; its range, or where they waited, is free."""
+        begin, size = self._place(owner)
+        self._memory[start : start + size].copy_(self._memory[begin : begin + size])
+        self._holders.discard(owner)
+        self._parked[owner] = start, size
+
+    def take_back(self, owner: str) -> Tensor | None:
+        """The parked bytes of ``owner``, which waits no more; None where they lie in its range already."""
+        start, size = self._parked.pop(owner)
+        self.held_bytes -= size
+        return None if start == self._ranges[owner][0] else self._memory[start : start + size]
+
+    def swappable(self, owner: str, other: str) -> bool:
+        """``owner`` is parked, and ``other``'s bytes lie exactly in its range, in a place of the same size."""
+        return owner in self._parked and self._place(other) == self._ranges[owner]
+
+    def swap(self, owner: str, other: str) -> None:
+        """``owner``'s parked bytes go to its range, which it holds, and ``other``'s to where they were."""
+        (start, size), (begin, _) = self._parked[owner], self._ranges[owner]
+        if self._scratch is None:
+            self._scratch = torch.empty(min(size, _SCRATCH), dtype=torch.uint8, device=self._memory.device)
+        for at in range(0, size, self._scratch.numel()):
+            there = self._memory[start + at : min(start + at + self._scratch.numel(), start + size)]
+            home = self._memory[begin + at : begin + at + there.numel()]
+            kept = self._scratch[: there.numel()].copy_(there)
+            there.copy_(home)
+            home.copy_(kept)
+        self._holders.discard(other)
+        self._parked[other] = self._parked.pop(owner)
+        self._holders.add(owner)
+
+    def _place(self, owner: str) -> tuple[int, int]:
+        return self._parked[owner] if owner in self._parked else self._ranges[owner]
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) < min(one[0] + one[1], other[0] + other[1])

@@ -63,6 +63,8 @@ def colour(
         FsdpError: a unit, with those it is kept apart from, exceeds the arena; names it.
     """
     names = _by_first_use(uses, unit_bytes)
+    if len(sizes := set(unit_bytes.values())) == 1 and (size := sizes.pop()):
+        arena_bytes -= arena_bytes % size if arena_bytes >= size else 0  # slots of one size side by side
     search = _Search(names, [unit_bytes[name] for name in names], arena_bytes, _pairs(names, apart))
     search.read(uses, ahead, stays)
     return search.run()

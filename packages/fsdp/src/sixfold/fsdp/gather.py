@@ -4,7 +4,8 @@
 
 AllGatherPipeline is driven by events and knows no module. Gathering decides when: a unit is gathered at its use and,
 along the order that is expected (order.py), ahead of it. It stays until a unit is gathered whose range overlaps, so
-a unit whose backward follows its forward is not gathered twice. Where units lie is placement.py's.
+a unit whose backward follows its forward is not gathered twice. Where units lie is placement.py's; under a byte
+budget, bytes that are in the way wait elsewhere (parking.py) and come back by a copy in place of a gather.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.order import GivenPlan, Successors, UseOrder
+from sixfold.fsdp.parking import Parking
 from sixfold.fsdp.placement import Placement
 from sixfold.fsdp.residency import Action
 from sixfold.fsdp.scaled import Transposes
@@ -113,6 +117,7 @@ class Gathering:
         self._by_name = {unit.name: unit for unit in units}
         self.placement = placement
         self._arena = placement.arena
+        self._parking = Parking(placement.arena, placement.sizes)
         self._stream = stream
         self._wait = wait
         self._prefetch_bytes = prefetch_bytes
@@ -122,6 +127,9 @@ class Gathering:
         self.given: GivenPlan | None = None
         self._next_given: GivenPlan | None = None
         self.pipeline = AllGatherPipeline(self._by_name, self._start, None if transposes is None else transposes.drop)
+        self._returning: dict[str, Tensor | None] = {}  # whose bytes come from where they waited (None: they came)
+        self.copies = 0  # of units between places of the arena, in this step
+        self.last_copies = 0
         self.gathers = 0
         self.step_gathers = 0  # of units in the arena, in this step
         self.last_gathers: int | None = None  # the same of the step before
@@ -166,9 +174,11 @@ class Gathering:
                 self._claim(unit, ())
                 self.pipeline.gather(unit.name)
 
-    def _claim(self, unit: Unit, busy: Collection[Unit]) -> None:
-        """Make ``unit`` hold its range; those in the way are empty now."""
+    def _claim(self, unit: Unit, busy: Collection[Unit], kept: Collection[str] | None = None) -> None:
+        """Make ``unit`` hold its range; those in the way are elsewhere now, but for ``kept`` (``busy`` if None)."""
         if unit.name not in self._arena or self._arena.holds(unit.name):
+            return
+        if self._parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
             return
         for holder in self._arena.in_the_way(unit.name):
             if self._by_name[holder] in busy:
@@ -178,8 +188,51 @@ class Gathering:
                     unit=unit.name,
                     op="gather",
                 )
-            self._release(holder)
+            self._drop(holder)
+        if self._arena.parked(unit.name):
+            self._returning[unit.name] = self._arena.take_back(unit.name)
         self._arena.allocate(unit.name)
+
+    def _drop(self, name: str) -> None:
+        """Its bytes are no more here."""
+        if self._arena.parked(name):
+            self._arena.take_back(name)
+        elif self._arena.holds(name):
+            self._release(name)
+
+    # ---- bytes that wait elsewhere [Note: parked]
+
+    @property
+    def _parks(self) -> bool:
+        """Units in the way of another are kept in a gap: there is a budget, and what comes is known."""
+        if not self.placement.parks:
+            return False
+        return self.order.followed if self.given is None or self.given.left else True
+
+    def _next_use(self, name: str) -> int:
+        return self.order.next_use(self._by_name[name].index)
+
+    def _make_room(self, unit: Unit, kept: Collection[str]) -> bool:
+        """Free who is needed last, as few as bytes ask for; who else is in the way waits in a gap.
+
+        Returns whether ``unit``'s own bytes came to its range.
+        """
+        for name in self._parking.victims(unit.name, kept, self._next_use):
+            self._drop(name)
+        with self._stream.enter():
+            copies, came = self._parking.clear(unit.name, kept, self._leave)
+        self.copies += copies
+        if came:
+            self._returning[unit.name] = None
+        return came
+
+    def _leave(self, name: str) -> bool:
+        if self.pipeline.state(name) is GatherState.GATHERING:
+            self.pipeline.wait(name)
+        if self.pipeline.state(name) is GatherState.EMPTY:
+            return False
+        self.pipeline.free(name)
+        return True
 
     def _release(self, holder: str) -> None:
         if self.pipeline.state(holder) is GatherState.GATHERING:  # a prefetch that was not used
@@ -205,7 +258,12 @@ class Gathering:
                     return
                 if unit.name in self._arena and not needed.isdisjoint(self._arena.in_the_way(unit.name)):
                     return
-                self._claim(unit, busy)
+                if self._parks and unit.name in self._arena:
+                    # None: as few gathers as there can be. A number: gathers ahead, and units used before stay.
+                    spare: Collection[str] = needed if self._prefetch_bytes else ()
+                    if not needed.isdisjoint(self._parking.victims(unit.name, spare, self._next_use)):
+                        return
+                self._claim(unit, busy, needed)
                 self.pipeline.gather(unit.name)
             if self._prefetch_bytes is None:
                 return
@@ -233,20 +291,18 @@ class Gathering:
         always = [unit.name for unit in self._units if unit.name not in self._arena]
         self._next_given = GivenPlan(actions, sizes, budget_bytes=budget, always=always)
 
-    def _free(self, name: str) -> None:
-        if self._arena.holds(name):
-            self._release(name)
-
     def _move(self, actions: Sequence[Action], busy: Collection[Unit]) -> None:
         """Make a given plan's frees and gathers. Where ranges clash, a unit is gathered at its use instead."""
         for action in actions:
             unit = self._by_name[action.unit]
             if action.kind == "free":
                 if unit not in busy:
-                    self._free(unit.name)
-            elif self.pipeline.state(unit.name) is GatherState.EMPTY and not self._arena.in_the_way(unit.name):
-                self._claim(unit, busy)
-                self.pipeline.gather(unit.name)
+                    self._drop(unit.name)
+            elif self.pipeline.state(unit.name) is GatherState.EMPTY:
+                kept = {one.name for one in busy}
+                if kept.isdisjoint(self._arena.in_the_way(unit.name)):
+                    self._claim(unit, busy)
+                    self.pipeline.gather(unit.name)
 
     # ---- between steps
 
@@ -259,6 +315,7 @@ class Gathering:
         if stepped:
             self.order.next_step()
             self.last_gathers, self.step_gathers = self.step_gathers, 0
+            self.last_copies, self.copies = self.copies, 0
             if self.given is not None:
                 self.given.next_step()
         elif self.order.begun or self._next_given is None:
@@ -271,13 +328,14 @@ class Gathering:
 
     def _follow(self) -> bool:
         stays = None if self.given is None else self.given.stays
-        colouring = self.placement.colour(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
+        colouring, parked = self.placement.colour(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
         if colouring is self.placement.colouring:
             return False
+        parks = parked is not None if self.given is None else len(set(self.placement.sizes.values())) == 1
         self.settle()
         for name in self.placement.sizes:
-            self._free(name)
-        return self.placement.follow(colouring)
+            self._drop(name)
+        return self.placement.follow(colouring, parked, parks=parks)
 
     def followed_uses(self) -> list[str]:
         """Uses of the given plan or of the last step, of units in the arena."""
@@ -288,9 +346,16 @@ class Gathering:
 
     def _start(self, name: str) -> Callable[[], None]:
         unit = self._by_name[name]
+        if name in self._returning:
+            place = self._returning.pop(name)
+            if place is not None:
+                self.copies += 1
+                with self._stream.enter():
+                    self._arena.memory(name).copy_(place)
+            return lambda: self._finish(name, [])
         self.gathers += 1
         self.step_gathers += name in self._arena
-        works = []
+        works: list[tuple[Weights, Any]] = []
         with self._stream.enter():
             for stream in unit.streams:
                 weights = stream.weights
@@ -330,7 +395,7 @@ class Gathering:
             for stream in unit.streams:
                 if stream.trainable or frozen:
                     stream.weights.main_changed()
-            if self._arena.holds(unit.name):
-                self._release(unit.name)
+            if unit.name in self._arena:
+                self._drop(unit.name)
             elif self.ready(unit):
                 self.pipeline.free(unit.name)

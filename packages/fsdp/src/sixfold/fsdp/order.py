@@ -7,11 +7,12 @@ Numbers of units and names only; knows no memory and starts nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.residency import Action
+from sixfold.fsdp.residency import NEVER, Action
 
 _MAX_RECORDED = 100_000  # uses in a step; a loop that never steps must not grow without bound
 _AHEAD = 64  # uses that a prefetch looks at
@@ -27,6 +28,8 @@ class UseOrder:
         self._last: list[int] = []
         self._now: list[int] = []
         self._at = 0
+        self._positions: dict[int, list[int]] = {}
+        self._positions_of: Sequence[int] = ()
 
     @property
     def recorded(self) -> Sequence[int]:
@@ -44,6 +47,21 @@ class UseOrder:
             self._now.append(unit)
         if self._at < len(self._last):
             self._at = self._at + 1 if self._last[self._at] == unit else len(self._last)
+
+    @property
+    def followed(self) -> bool:
+        """This step is in the recorded order, and not at its end."""
+        return self._at < len(self._last)
+
+    def next_use(self, unit: int) -> int:
+        """When ``unit`` is used next in the recorded order; later than any use if it is not."""
+        if self._positions_of is not self._last:
+            self._positions_of, self._positions = self._last, {}
+            for at, one in enumerate(self._last):
+                self._positions.setdefault(one, []).append(at)
+        positions = self._positions.get(unit, [])
+        at = bisect_left(positions, self._at)
+        return positions[at] if at < len(positions) else NEVER
 
     def coming(self) -> Sequence[int]:
         """Uses that are expected, the next one first; empty when unknown."""

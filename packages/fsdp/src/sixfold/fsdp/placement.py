@@ -16,6 +16,7 @@ from sixfold.fsdp.alloc import Arena
 from sixfold.fsdp.colour import Colouring, colour
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.parking import Simulated, simulate
 from sixfold.fsdp.residency import Solution, solve
 from sixfold.fsdp.units import Unit
 
@@ -37,7 +38,9 @@ class Placement:
         self.sizes = {name: size for name, (_, size) in ranges.items()}  # of units in the arena
         self.kept_bytes = sum(unit.gathered_bytes for unit in units if unit.name not in ranges)
         self.colouring: Colouring | None = None  # of the order that is followed
-        self._known: dict[object, Colouring] = {}
+        self.parked: Simulated | None = None  # the same with units that wait elsewhere, where that gathers less
+        self.parks = False  # units in the way of another wait elsewhere
+        self._known: dict[object, tuple[Colouring, Simulated | None]] = {}
         self._least: tuple[Sequence[str], Solution] | None = None
         self._bind()
 
@@ -48,12 +51,20 @@ class Placement:
             (name, outer.name) for name in self.sizes for outer in self._units[name].around if outer.name in self.sizes
         ]
 
-    def colour(self, uses: Sequence[str], *, ahead: bool, stays: Sequence[bool] | None = None) -> Colouring:
+    def colour(
+        self, uses: Sequence[str], *, ahead: bool, stays: Sequence[bool] | None = None
+    ) -> tuple[Colouring, Simulated | None]:
         """Ranges for ``uses`` (the root's left out) in this arena; the last few orders are remembered."""
         key = tuple(uses), None if stays is None else tuple(stays), ahead
         found = self._known.pop(key, None)
         if found is None:
-            found = colour(uses, self.sizes, arena_bytes=self.arena.nbytes, apart=self.apart, ahead=ahead, stays=stays)
+            nbytes = self.arena.nbytes
+            colouring = colour(uses, self.sizes, arena_bytes=nbytes, apart=self.apart, ahead=ahead, stays=stays)
+            parked = None
+            if stays is None and not self.apart:
+                parked = simulate(uses, self.sizes, colouring.offsets, nbytes)
+                parked = parked if parked.gathered_bytes < colouring.gathered_bytes else None
+            found = colouring, parked
         self._known[key] = found
         while len(self._known) > _ORDERS_KEPT:
             self._known.pop(next(iter(self._known)))
@@ -65,9 +76,9 @@ class Placement:
             self._least = uses, solve(uses, self.sizes, budget_bytes=self.arena.nbytes)
         return self._least[1]
 
-    def follow(self, colouring: Colouring) -> bool:
+    def follow(self, colouring: Colouring, parked: Simulated | None, *, parks: bool) -> bool:
         """Units move to ``colouring``'s ranges; returns whether any address changed. Nothing is gathered."""
-        self.colouring = colouring
+        self.colouring, self.parked, self.parks = colouring, parked, parks
         before = {name: self.arena.range_of(name) for name in self.sizes}
         ranges = {name: (colouring.offsets[name], size) for name, size in self.sizes.items()}
         if ranges == before:

@@ -44,7 +44,7 @@ def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str
             "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
             "kept_gathered": placement.kept_bytes,
-            "gather_arena": arena.nbytes,
+            "gather_arena": arena.nbytes + arena.scratch_bytes,
             "reduce_buffers": sum(engine.reduction.pool.slot_bytes),
             "reduce_scratch": engine.reduction.scratch_bytes,
             "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
@@ -111,9 +111,12 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     if colouring is None:
         return found
     least = placement.least(gathering.followed_uses())
+    planned = placement.parked or colouring
     found |= {
-        "gathers": colouring.gathers,
-        "gathered_bytes": colouring.gathered_bytes,
+        "gathers": given.gathers if given is not None and placement.parks else planned.gathers,
+        "gathered_bytes": planned.gathered_bytes,
+        "gathers_in_ranges": colouring.gathers,
+        "copies_done": gathering.last_copies,
         "gathers_not_ahead": colouring.exposed,
         "least_gathers": least.gathers if given is None else given.gathers,
         "least_gathered_bytes": least.gathered_bytes,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sixfold.fsdp.errors import FsdpError
 
 _KINDS = ("gather", "use", "free")
-_NEVER = 1 << 60  # later than any use
+NEVER = 1 << 60  # later than any use
 _WORK = 150_000  # states looked at by the search, over all uses; in proportion to its time
 _STATES = 256  # states kept after a use, at most
 
@@ -114,9 +114,9 @@ def _check(uses: Sequence[str], unit_bytes: Mapping[str, int], budget_bytes: int
 def _next_uses(uses: Sequence[str]) -> list[int]:
     """For each use, the position of the unit's next one."""
     following: dict[str, int] = {}
-    result = [_NEVER] * len(uses)
+    result = [NEVER] * len(uses)
     for at in range(len(uses) - 1, -1, -1):
-        result[at] = following.get(uses[at], _NEVER)
+        result[at] = following.get(uses[at], NEVER)
         following[uses[at]] = at
     return result
 
@@ -159,7 +159,7 @@ class _Search:
         self._size = [unit_bytes[name] for name in self._names]
         self._budget = budget
         self._kept = [name in kept for name in self._names]
-        self._next = [_NEVER] * len(self._names)  # of each unit, after the use that is looked at
+        self._next = [NEVER] * len(self._names)  # of each unit, after the use that is looked at
         self._exact = True
         self._width = max(1, min(_STATES, _WORK // (len(uses) * max(1, len(self._names) // 8))))
         self._choices = 24 if self._width >= 16 else 6  # ways to make room that are tried from one state, at most
@@ -172,7 +172,7 @@ class _Search:
         for at, unit in enumerate(self._uses):
             bit, size = 1 << unit, self._size[unit]
             self._next[unit] = self._following[at]
-            dead = bit if self._following[at] == _NEVER and not self._kept[unit] else 0
+            dead = bit if self._following[at] == NEVER and not self._kept[unit] else 0
             after: dict[int, tuple[int, int]] = {}
             step: dict[int, tuple[int, int | None]] = {}
             for state, (cost, held) in states.items():
@@ -215,7 +215,7 @@ class _Search:
         for i in range(len(classes) - 1, -1, -1):
             room[i] = room[i + 1] + classes[i][0] * classes[i][2]
         found: list[tuple[int, int]] = []
-        self._choose(classes, room, 0, needed, 0, 0, _NEVER, found)
+        self._choose(classes, room, 0, needed, 0, 0, NEVER, found)
         if len(found) > self._choices:
             self._exact = False
             found = self._likely(found)
@@ -314,6 +314,6 @@ def _solution(
             gathers, nbytes = gathers + 1, nbytes + unit_bytes[name]
             done = [one for one in done if one not in spare]
         actions.append(Action("use", name))
-        if later == _NEVER and name not in kept:
+        if later == NEVER and name not in kept:
             done.append(name)
     return Solution(actions, gathers, nbytes, exact)

@@ -193,8 +193,8 @@ class FullyShardedDataParallel(nn.Module):
 
         For an integer ``gathered_bytes``, and the same on all ranks. The root unit always stays; actions of it say
         nothing. A step whose uses are others than the plan's gathers each unit at its use from there on, and the next
-        step begins with the plan again. Where fixed ranges clash, a unit is gathered once more; ``report()["plan"]``
-        counts both.
+        step begins with the plan again. Units of several sizes may clash in their ranges, and one is then gathered once
+        more; ``report()["plan"]`` counts both.
 
         Raises:
             FsdpError: ``gathered_bytes`` is ``"double"`` or ``"all"``; an action is illegal where it stands, names no

@@ -27,7 +27,6 @@ class MoeBlock(nn.Module):
         self.up = nn.Linear(WIDTH, 19)
         self.expert = nn.Linear(19, WIDTH)
         self.expert_frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.expert_spare = nn.Linear(3, 5)
         self.expert_tied = nn.Linear(WIDTH, WIDTH, bias=False)
         self.own = nn.Linear(WIDTH, WIDTH, bias=False)
         self.own_spare = nn.Linear(3, 2)
@@ -38,15 +37,20 @@ class MoeBlock(nn.Module):
 
 
 class MoeNet(nn.Module):
-    """Two blocks whose ``expert_tied`` is one parameter; every rank seeds its experts by their global number."""
+    """Two blocks whose ``expert_tied`` is one parameter; every rank seeds its experts by their global number.
 
-    def __init__(self, expert: int, own: int) -> None:
+    ``uneven``: another expert has other sizes.
+    """
+
+    def __init__(self, expert: int, own: int, *, uneven: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(MoeBlock() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.blocks[1].expert_tied.weight = self.blocks[0].expert_tied.weight
+        for block in self.blocks:
+            block.expert_spare = nn.Linear(3, 5 + 40 * expert * uneven)
         for kind, seed in (("expert", 100 + expert), ("own", 200 + own)):
             torch.manual_seed(seed)
             for name, parameter in self.named_parameters():

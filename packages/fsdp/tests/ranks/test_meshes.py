@@ -37,7 +37,7 @@ def meshes(rank, layout):
 
 
 def net_of(rank, layout):
-    return MoeNet(LAYOUTS[layout][1][rank], rank)
+    return MoeNet(LAYOUTS[layout][1][rank], rank, uneven=True)
 
 
 def make(rank, layout, net=None, **options):
@@ -106,10 +106,10 @@ def test_weights_on_three_meshes_equal_one_process_bit_for_bit(layout):
             assert own["blocks.0.expert.weight"] == experts.count(experts[rank])
             assert own["blocks.0.own.weight"] == 1
             assert not any(kind_of(name) == "shared" for name in own)
-        _check_records([result[at][1] for result in results], layout, expected[False][0])
+        _check_records([result[at][1] for result in results], layout, expected[False])
 
 
-def _check_records(records_R, layout, shapes):
+def _check_records(records_R, layout, weights_R):
     """Each element of each key lies in exactly one record with replica 0, of all ranks that hold that parameter."""
     count: Counter = Counter()
     for rank, records in enumerate(records_R):
@@ -118,11 +118,13 @@ def _check_records(records_R, layout, shapes):
             if replica == 0:
                 count.update((name, owner[kind_of(name)], key, i) for i in range(start, stop))
     assert set(count.values()) == {1}
-    experts = LAYOUTS[layout][1]
-    copies = {"shared": 1, "expert": len(set(experts)), "own": len(experts)}
+    numel = {}
+    for rank, weights in enumerate(weights_R):
+        owner = {"shared": 0, "expert": LAYOUTS[layout][1][rank], "own": rank}
+        numel |= {(name, owner[kind_of(name)]): value.numel() for name, value in weights.items()}
     tied = "blocks.1.expert_tied.weight"  # has its first name alone
-    numel = sum(value.numel() * copies[kind_of(name)] for name, value in shapes.items() if name != tied)
-    assert sum(1 for entry in count if entry[2] == "param") == numel
+    expected = sum(one for (name, _), one in numel.items() if name != tied)
+    assert sum(1 for entry in count if entry[2] == "param") == expected
 
 
 def norms(rank, ranks, layout, strategies):

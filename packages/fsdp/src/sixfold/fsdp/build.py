@@ -36,7 +36,7 @@ from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
 from sixfold.fsdp.units import Unit, UnitSpec
 from sixfold.fsdp.waiting import Waiting
-from sixfold.fsdp.ways import Ways
+from sixfold.fsdp.ways import Ways, largest_repeated
 
 Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
 
@@ -99,6 +99,9 @@ def build(module: nn.Module, options: Options) -> Built:
     buffers, memory = options.buffers, links.user_buffers()
     with memory.memory():
         units = _units(specs, lambda name: own.get(name, ranks), options, device)
+        bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
+        if elsewhere:
+            bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
         placement = placement_of(
             units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
         )
@@ -106,7 +109,7 @@ def build(module: nn.Module, options: Options) -> Built:
             units,
             options.mixed_precision,
             shards_grads=options.sharding.shards_grads,
-            bucket_bytes=buffers.bucket_bytes,
+            bucket_bytes=bucket_bytes,
         )
         pool = ways.make_pool(buffers.reduce_buffers, device)
     memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
@@ -128,6 +131,7 @@ def build(module: nn.Module, options: Options) -> Built:
         stream=make_stream(device),
         wait=waiting,
         at_once=device.type == "cuda",
+        in_step=elsewhere,
         divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
         device=device,
     )
@@ -220,6 +224,15 @@ def _name_on_all_ranks(spec: UnitSpec, meshes: Meshes) -> str:
     """A unit of experts may have another name on other ranks."""
     alike = not spec.parameters or any(name not in meshes.own for name, _ in spec.parameters)
     return spec.name if alike else "(a unit on a mesh of its own)"
+
+
+def _plan_alike(units: Sequence[Unit], bucket_bytes: int, control: Control, wait: Callable[[Any], None]) -> int:
+    """Ranks whose own meshes differ plan with the most that any has: gathers and pieces come in one order on all."""
+    rows = exchange(control, [bucket_bytes, *(unit.gathered_bytes for unit in units)], wait)
+    bucket_bytes, *turns = map(max, zip(*rows, strict=True))
+    for unit, most in zip(units, turns, strict=True):
+        unit.turn_bytes = most
+    return bucket_bytes
 
 
 def _units(

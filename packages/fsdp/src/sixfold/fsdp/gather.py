@@ -253,7 +253,7 @@ class Gathering:
             if unit.name in needed or (not index and self.ready(unit)):
                 continue
             if self.pipeline.state(unit.name) is GatherState.EMPTY:
-                spent += unit.gathered_bytes
+                spent += unit.turn_bytes
                 if self._prefetch_bytes is not None and spent > self._prefetch_bytes:
                     return
                 if unit.name in self._arena and not needed.isdisjoint(self._arena.in_the_way(unit.name)):
@@ -287,7 +287,7 @@ class Gathering:
         if self.given is not None and tuple(actions) == self.given.actions:
             self._next_given = None
             return
-        sizes = {unit.name: unit.gathered_bytes for unit in self._units}
+        sizes = {unit.name: unit.turn_bytes for unit in self._units}
         always = [unit.name for unit in self._units if unit.name not in self._arena]
         self._next_given = GivenPlan(actions, sizes, budget_bytes=budget, always=always)
 

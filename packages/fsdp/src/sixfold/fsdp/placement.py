@@ -132,8 +132,8 @@ def placement_of(
     if budget is None:
         ranges = double_ranges(own)
         return Placement(units, ranges, Arena(sum_of(ranges), ranges, device), None)
-    sizes = {unit.name: unit.gathered_bytes for unit in own}
-    nbytes = min(sum(sizes.values()), (budget - units[0].gathered_bytes) // align_bytes * align_bytes)
+    sizes = {unit.name: unit.turn_bytes for unit in own}
+    nbytes = min(sum(sizes.values()), (budget - units[0].turn_bytes) // align_bytes * align_bytes)
     apart = [(unit.name, outer.name) for unit in own for outer in unit.around if outer.name in sizes]
     likely = [unit.name for unit in own]  # until an order is recorded: a forward and its backward
     first = colour([*likely, *likely[::-1]], sizes, arena_bytes=nbytes, apart=apart)
@@ -147,9 +147,9 @@ def sum_of(ranges: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strategy: ShardingStrategy) -> None:
-    root = units[0].gathered_bytes
+    root = units[0].turn_bytes
     if not strategy.shards_params:
-        needed = sum(unit.gathered_bytes for unit in units)
+        needed = sum(unit.turn_bytes for unit in units)
         if budget < needed:
             raise FsdpError(
                 f"gathered_bytes is {budget}: strategy {strategy.value!r} keeps all weights, which are {needed} bytes; "
@@ -159,7 +159,7 @@ def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strat
         return
 
     def beside(unit: Unit) -> int:
-        return unit.gathered_bytes + sum(outer.gathered_bytes for outer in unit.around)
+        return unit.turn_bytes + sum(outer.turn_bytes for outer in unit.around)
 
     largest = max(own, key=beside, default=None)
     needed = root + (0 if largest is None else beside(largest))
@@ -186,13 +186,13 @@ def double_ranges(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
         by_depth.setdefault(len(unit.around), []).append(unit)
     for _, members in sorted(by_depth.items()):
         kinds = Counter(type(unit.module) for unit in members if not unit.large)
-        repeated = [unit.gathered_bytes for unit in members if not unit.large and kinds[type(unit.module)] > 1]
-        limit = max(repeated) if repeated else max(unit.gathered_bytes for unit in members)
-        turns = [unit for unit in members if unit.gathered_bytes <= limit]
-        first = max(unit.gathered_bytes for unit in turns[::2])
+        repeated = [unit.turn_bytes for unit in members if not unit.large and kinds[type(unit.module)] > 1]
+        limit = max(repeated) if repeated else max(unit.turn_bytes for unit in members)
+        turns = [unit for unit in members if unit.turn_bytes <= limit]
+        first = max(unit.turn_bytes for unit in turns[::2])
         for at, unit in enumerate(turns):
-            ranges[unit.name] = base + first * (at % 2), unit.gathered_bytes
+            ranges[unit.name] = base + first * (at % 2), unit.turn_bytes
         for unit in members:
-            ranges.setdefault(unit.name, (base, unit.gathered_bytes))
+            ranges.setdefault(unit.name, (base, unit.turn_bytes))
         base = sum_of(ranges)
     return {unit.name: ranges[unit.name] for unit in units}

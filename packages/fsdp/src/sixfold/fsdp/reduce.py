@@ -25,6 +25,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gradients import State, Taken
 from sixfold.fsdp.streams import SideStream
+from sixfold.fsdp.sums import RankOrderSum
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.ways import Kind, Sections, Way, Ways
@@ -99,6 +100,8 @@ class Reduction:
         ways, pool: how each stream's gradients get to their reduction, and the slots for it.
         at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
             backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
+        in_step: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
+            moments: a piece whose sum takes two collectives is finished before the next one starts.
 
     [Note: who waits for a reduction] The reduce stream follows the compute stream whenever it takes something over.
     The compute stream waits for a reduction only when it needs what that one reads or writes: a slot to sum in, the
@@ -117,6 +120,7 @@ class Reduction:
         stream: SideStream,
         wait: Wait,
         at_once: bool,
+        in_step: bool = False,
         divisor: float,
         device: torch.device,
     ) -> None:
@@ -131,6 +135,7 @@ class Reduction:
         self._side = stream
         self._wait = wait
         self._at_once = at_once
+        self._in_step = in_step
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
         self._wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
@@ -288,7 +293,14 @@ class Reduction:
                 slots.append(slot)
             with self._side.enter():
                 flying.append(self._start_piece(stream, way, taken, (start, stop), slot, holder))
+            if self._in_step and self._takes_two(stream):
+                self._finish_pieces(flying)
         return taken
+
+    def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
+        """Finishing a sum of ``stream`` starts another collective."""
+        whole = stream.cut.parts == 1 and isinstance(self.ways.sums[stream.ranks.shard], RankOrderSum)
+        return whole or stream.ranks.outer.size > 1
 
     def _sections_of(self, stream: ParamAndGradBuffer, way: Way, start: int, stop: int, slot: int) -> Sections:
         key = stream, way.kind, start, slot

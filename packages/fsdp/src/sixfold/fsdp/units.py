@@ -46,7 +46,8 @@ class UnitSpec:
 class Unit:
     """A unit at work: its streams, whether it ``shares`` gathered memory, and the stage that drives it (None: none).
 
-    ``streams`` are keyed by (mesh, trainable), trainable ones first.
+    ``streams`` are keyed by (mesh, trainable), trainable ones first. ``gathered_bytes`` lie here; ``turn_bytes`` count
+    where units take turns, the most that any rank gathers: all ranks plan alike.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Unit:
     def __post_init__(self) -> None:
         self.trained = tuple(stream for stream in self.streams if stream.trainable)
         self.gathered_bytes = sum(stream.weights.slot_bytes for stream in self.streams)
+        self.turn_bytes = self.gathered_bytes
 
     @property
     def records(self) -> list[ParamRecord]:

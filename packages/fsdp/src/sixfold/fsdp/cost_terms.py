@@ -10,14 +10,11 @@ times micro-batch size, divided by cp).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.cost_model import SLIDES_FLOPS, collectives, memory_bytes, node_bandwidth
 from sixfold.fsdp.errors import FsdpError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 NVLINK_BANDWIDTH = 450e9 * 0.85  # bytes/s that one H100 receives from the others of its node
 
@@ -25,7 +22,7 @@ NVLINK_BANDWIDTH = 450e9 * 0.85  # bytes/s that one H100 receives from the other
 _MAY_BE_ZERO = ("vocab", "experts", "latency_s")
 
 
-def _check_numbers(config: DataclassInstance) -> None:
+def _check_numbers(config: Any) -> None:
     """Counts are >= 1 and rates > 0, but for those that may be 0; each is named with its value."""
     for field in fields(config):
         value = getattr(config, field.name)

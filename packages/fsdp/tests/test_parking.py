@@ -24,6 +24,17 @@ def test_units_of_one_size_are_gathered_as_seldom_as_bytes_allow(seed):
     assert simulate(uses, sizes, offsets, arena).gathers == solve(uses, sizes, budget_bytes=arena).gathers
 
 
+def test_copies_are_made_only_where_they_save_gathers_worth_them():
+    names = [f"u{i}" for i in range(60)]
+    sizes = dict.fromkeys(names, 8)
+    uses = names * 3 + (names[::-1] + names) * 10
+    offsets = colour(uses, sizes, arena_bytes=8 * 15)
+    many = simulate(uses, sizes, offsets.offsets, 8 * 15)
+    assert many.gathered_bytes < offsets.gathered_bytes
+    assert not many.pays_against(offsets.gathered_bytes)
+    assert many.pays_against(offsets.gathered_bytes + 8 * many.copies // 64)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_bytes_that_waited_come_back_as_they_were(seed):
     chance = random.Random(seed)

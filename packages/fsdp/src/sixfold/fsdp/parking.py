@@ -17,6 +17,8 @@ import torch
 from sixfold.fsdp.alloc import Arena
 from sixfold.fsdp.residency import NEVER
 
+_COPIES = 64  # that cost as much as a gather: memory of 3.3 TB/s, read and written, beside a link of 25 GB/s
+
 NextUse = Callable[[str], int]
 
 
@@ -87,6 +89,11 @@ class Simulated:
     gathers: int
     gathered_bytes: int
     copies: int
+
+    def pays_against(self, gathered_bytes: int) -> bool:
+        """It saves more than its copies cost against ``gathered_bytes`` without them."""
+        copied = self.copies * self.gathered_bytes // max(self.gathers, 1)
+        return (gathered_bytes - self.gathered_bytes) * _COPIES > copied
 
 
 def simulate(uses: Sequence[str], sizes: Mapping[str, int], offsets: Mapping[str, int], arena_bytes: int) -> Simulated:

@@ -63,7 +63,7 @@ class Placement:
             parked = None
             if stays is None and not self.apart:
                 parked = simulate(uses, self.sizes, colouring.offsets, nbytes)
-                parked = parked if parked.gathered_bytes < colouring.gathered_bytes else None
+                parked = parked if parked.pays_against(colouring.gathered_bytes) else None
             found = colouring, parked
         self._known[key] = found
         while len(self._known) > _ORDERS_KEPT:

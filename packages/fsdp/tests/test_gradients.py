@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from sixfold.fsdp import (
+    BufferConfig,
+    FsdpError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard_optimizer,
+)
 from sixfold.fsdp.adding import add_into
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import LocalComm, Ranks
@@ -318,3 +325,32 @@ def test_a_unit_whose_tensors_have_no_elements_trains():
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[nn.Linear])
     model(torch.ones(2, 3)).sum().backward()
     assert {name for name, main in model.main_parameters() if main.grad is not None} >= {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_closure_inside_the_step_finds_gradients_in_main_dtype(offload):
+    """torch's AdamW raises for bf16 gradients of fp32 parameters."""
+    net = nn.Linear(9, 7)
+    model = FullyShardedDataParallel(
+        net,
+        mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16),
+        buffers=BufferConfig(offload=offload),
+    )
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), model)
+    x = torch.randn(4, 9)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    if offload:  # takes no closure
+        losses = []
+        for _ in range(5):
+            losses.append(float(closure()))
+            optimizer.step()
+    else:
+        losses = [float(optimizer.step(closure)) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    assert all(main.grad.dtype is torch.bfloat16 for _, main in model.main_parameters())

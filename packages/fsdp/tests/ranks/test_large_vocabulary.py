@@ -121,12 +121,11 @@ def test_persistent_bytes_are_the_formula_and_the_stated_padding(found, strategy
     one = found[strategy]
     units, stated = one["report"]["units"], one["report"]["bytes"]
     elements = one["parameters"] + sum(unit["padding_bytes"] for unit in units.values()) // 2
-    beside = 0
+    beside = stated["reduce_scratch"]
     if strategy in ("optim_grads", "optim_grads_params"):
-        root = units[""]["gathered_bytes"]  # its sum is its own: it comes all through a backward
-        beside = stated["reduce_buffers"] + 2 * root
+        beside += stated["reduce_buffers"]
         if strategy == "optim_grads_params":
-            beside += stated["gather_arena"] + root
+            beside += stated["gather_arena"] + units[""]["gathered_bytes"]
     # Padding is in the buffers, which are equal on all ranks; an optimizer makes state for what a rank holds.
     assert one["held"] == elements * BYTES[strategy](RANKS) + STATE * one["here"] + beside
     share = one["parameters"] / (1 if strategy == "no_shard" else RANKS)
@@ -144,21 +143,22 @@ def test_embedding_and_head_are_units_and_the_root_holds_a_norm(found):
 
 def test_they_move_once_for_each_use_and_reduce_with_their_units(found):
     one, root = found["optim_grads_params"], found["root"]
-    assert one["reductions"] == len(one["report"]["units"]) == 6 and one["gathers"] <= 2 * 6
-    assert root["reductions"] == len(root["report"]["units"]) == 4
+    pieces = 16  # of a table: blocks are far smaller, and no unit goes in more
+    assert one["reductions"] == 4 + 2 * pieces and len(one["report"]["units"]) == 6 and one["gathers"] <= 2 * 6
+    assert root["reductions"] == 3 + pieces + 1 and len(root["report"]["units"]) == 4
 
 
 def test_without_root_units_the_root_holds_them_for_good_as_before(found):
     table = WORDS * WIDTH
     stated = found["root"]["report"]
     assert stated["root"]["units_made"] == [] and stated["units"][""]["gathered_bytes"] >= 2 * 2 * table
-    assert stated["bytes"]["local_gradients"] >= 2 * 4 * table
+    assert stated["bytes"]["local_gradients"] == 0, "its gradients go in pieces"
 
 
 def test_a_tied_table_stays_with_the_root_and_the_report_says_what_it_costs(found):
     table, stated = WORDS * WIDTH, found["tied"]["report"]
     assert stated["root"] == {
         "units_made": [],
-        "tied": {"embedding.weight": {"gathered_bytes": 2 * table, "local_gradient_bytes": 4 * table}},
+        "tied": {"embedding.weight": {"gathered_bytes": 2 * table, "local_gradient_bytes": 0}},
     }
-    assert stated["bytes"]["kept_gathered"] >= 2 * table and stated["bytes"]["local_gradients"] >= 4 * table
+    assert stated["bytes"]["kept_gathered"] >= 2 * table and stated["bytes"]["local_gradients"] == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fsdp_count_helpers import fake_world
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -85,3 +88,64 @@ def test_pieces_have_the_bits_of_whole_units_in_rank_order(mesh_shape: tuple[int
     for result in run_ranks(train_all, ranks, mesh_shape, cases):
         assert same(result[0], result[1]) == []
         assert same(result[2], result[3]) == []
+
+
+class Wide(nn.Module):
+    """Units of different sizes whose weights are over 16 KB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64 * (1 + at % 2), bias=False) for at in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).float().sum() for layer in self.layers]).sum()
+
+
+def allocations(step: Callable[[], None]) -> int:
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    events = found.profiler.kineto_results.events()
+    return sum(event.nbytes() >= 16_384 for event in events if event.name() == "[memory]")
+
+
+def count_hybrid(rank: int, ranks: int, cases: list[dict]) -> list[tuple[int, int]]:
+    fake_world(4)
+    mesh, counts, x = init_device_mesh("cpu", (2, 2)), [], torch.ones(2, 64)
+
+    def stepper(call: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            for _ in range(ACCUMULATE):
+                call(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    for case in cases:
+        plain, net = Wide(), Wide()
+        model = FullyShardedDataParallel(
+            net,
+            mesh=mesh,
+            strategy=case["strategy"],
+            fsdp_unit_modules=[nn.Linear],
+            mixed_precision=MixedPrecision(**case["precision"]),
+            buffers=BufferConfig(bucket_bytes=case["bucket"]),
+            initial="trust",
+        )
+        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, foreach=False), model)
+        plain_step = stepper(plain, torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False))
+        counts.append((allocations(plain_step), allocations(stepper(model, optimizer))))
+    return counts
+
+
+def test_hybrid_sharding_allocates_nothing_in_a_steady_step() -> None:
+    cases = [
+        {"strategy": strategy, "precision": {"reduce_dtype": reduce_dtype, "grad_sum": grad_sum}, "bucket": bucket}
+        for strategy in ("no_shard", "optim_grads_params")
+        for reduce_dtype in (None, BF16)
+        for grad_sum, bucket in (("backend", None), ("rank_order", 1 << 13))
+    ]
+    for case, (plain, ours) in zip(cases, run_ranks(count_hybrid, 1, cases)[0], strict=True):
+        assert ours <= plain, case

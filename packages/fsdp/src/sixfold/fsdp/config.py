@@ -124,7 +124,8 @@ class BufferConfig:
             ``"off"``, ``"auto"`` (where it can be had; ``report()`` says which path, or why none) or ``"require"``.
         bucket_bytes: a unit whose local sums are larger is reduced in pieces of this size, so that no sum of the whole
             exists where gradients are reduced in the backward that makes them. In bytes of main_dtype; None: the
-            largest unit whose class occurs more than once. Units are never merged: one collective per unit and piece.
+            largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
+            Units are never merged: one collective per unit and piece.
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has

@@ -74,7 +74,7 @@ def _root(engine: Engine) -> dict[str, Any]:
     """What the root unit need not hold, and what it must hold and costs.
 
     ``tied``: elements of a parameter that several modules register. Its gathered copy stays on every rank from forward
-    to backward, and its local sum has full size for as long.
+    to backward; its local sum has full size where one is kept (not where gradients are reduced as they come).
     """
     root = engine.units[0]
     tied = set(tied_in_root(root))
@@ -83,7 +83,9 @@ def _root(engine: Engine) -> dict[str, Any]:
         "tied": {
             record.name: {
                 "gathered_bytes": record.spec.numel * record.dtype.itemsize,
-                "local_gradient_bytes": record.spec.numel * record.buffer.weights.main_dtype.itemsize,
+                "local_gradient_bytes": record.spec.numel
+                * record.buffer.weights.main_dtype.itemsize
+                * (record.buffer.gradients.own_local_bytes > 0),
             }
             for record in root.records
             if record.name in tied

@@ -167,7 +167,10 @@ class Ways:
 
 
 def largest_repeated(units: Collection[Unit]) -> int:
-    """Bytes of local sums of the largest stream in a unit whose class occurs twice; of the largest if none does."""
+    """Bytes of local sums of the largest stream in a unit whose class occurs twice; of the largest if none does.
+
+    At least a sixteenth of the largest of all.
+    """
     sizes: dict[type, list[int]] = {}
     for unit in units:
         nbytes = max((stream.gradients.sum_bytes for stream in unit.trained), default=0)
@@ -177,4 +180,4 @@ def largest_repeated(units: Collection[Unit]) -> int:
     return max(max(repeated, default=0) or largest, math.ceil(largest / _MOST_PIECES))
 
 
-_MOST_PIECES = 256  # small repeated units (norms) do not cut a large one to shreds
+_MOST_PIECES = 16  # small repeated units do not cut a large one to shreds: each piece is a collective

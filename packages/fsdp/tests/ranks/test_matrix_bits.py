@@ -76,13 +76,13 @@ def gathered_bytes(cell: Cell, rank: int) -> str | int:
     """What BufferConfig takes: an int cell's percent between what is needed in any case, and all weights."""
     if isinstance(cell.gathered, str):
         return cell.gathered
-    probe = wrap(replace(cell, gathered="double"), make_net(cell, rank))
+    probe = wrap(replace(cell, gathered="double"), make_net(cell, rank), rank)
     root, *sizes = (unit["gathered_bytes"] for unit in probe.report()["units"].values())
     least = root + 2 * max(sizes, default=0)
     return int(least + cell.gathered / 100 * max(0, root + sum(sizes) - least))
 
 
-def wrap(cell: Cell, net: Net, rank: int = 0) -> FullyShardedDataParallel:
+def wrap(cell: Cell, net: Net, rank: int) -> FullyShardedDataParallel:
     units = [*KINDS[cell.kind].get("units", ()), Block, nn.Embedding] if cell.kind != "no units" else []
     mesh = mesh_of(cell.ranks, cell.replicas)
     return FullyShardedDataParallel(

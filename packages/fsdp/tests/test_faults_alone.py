@@ -204,7 +204,7 @@ def test_works_that_end_in_time_are_forgotten():
 def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_used(use):
     """Reductions of a wrapped model never come; the watchdog expires between backward and step()."""
     net = make_net()
-    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], timeout_s=0.06, first_step_timeout_s=0.06)
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     before = {name: main.detach().clone() for name, main in model.main_parameters()}
     faults = model._engine.wait.faults
@@ -212,6 +212,7 @@ def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_us
     faults._host_waits, faults._abort = False, device.abort
     model._engine.ranks.shard.reduce_scatter = device.launch
     loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
+    faults.timeout_s = faults.first_step_timeout_s = 0.06  # not before: the backward itself would meet it
     wait_until(lambda: device.failed_at_abort != "not aborted")
     action = {
         "optimizer.step": optimizer.step,

@@ -149,7 +149,7 @@ def test_slots_of_units_inside_units_lie_side_by_side():
     class Fake:
         def __init__(self, name, nbytes, depth, kind, large=False):
             self.name, self.gathered_bytes, self.around, self.large = name, nbytes, (None,) * depth, large
-            self.module = kind
+            self.module, self.turn_bytes = kind, nbytes
 
     units = [
         Fake("a", 3, 0, 1),

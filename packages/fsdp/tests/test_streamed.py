@@ -119,7 +119,7 @@ UNFIT = [
     (with_("norm.bias", lambda v: v.to(torch.float8_e4m3fn)), "norm.bias is torch.float8_e4m3fn where"),
     (with_("norm.bias", lambda v: v.long()), "norm.bias is torch.int64 where"),
     (with_("norm.bias", lambda v: v.to("meta")), "norm.bias is on the meta device"),
-    (with_("norm.bias", lambda v: v.numpy()), "norm.bias is a ndarray, no tensor"),
+    (with_("norm.bias", lambda v: v.tolist()), "norm.bias is a list, no tensor"),
     (with_("head.weight", lambda v: v + 1), "embedding.weight and head.weight are one tensor here"),
 ]
 

@@ -1,6 +1,6 @@
 """Do the ranks agree? Signatures of what each is about to do, and what they say when they differ.
 
-    rows of integers --> odd_ranks, OrderDigest (this file) --> engine.py, initial.py
+    rows of integers --> odd_ranks, OrderDigest (this file) --> signatures.py, initial.py
 
 Pure: the exchange itself is control.py's.
 """

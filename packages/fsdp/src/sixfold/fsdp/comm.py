@@ -276,8 +276,3 @@ class Ranks:
     def rank(self) -> int:
         """Position in the mesh, replicas outermost."""
         return self.outer.rank * self.shard.size + self.shard.rank
-
-
-def comm_of(group: dist.ProcessGroup | None) -> Comm:
-    """The Comm of a group, on the group itself; None and a group of one need no traffic."""
-    return LocalComm() if group is None or group.size() == 1 else GroupComm(group, group)

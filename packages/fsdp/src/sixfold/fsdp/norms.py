@@ -1,6 +1,6 @@
 """Arithmetic on all main gradients: squares, scaling, true division.
 
-    engine.py --> square_sum, scale, divide (this file) --> shard.py
+    main gradients --> square_sum, scale, divide (this file) --> shard.py
 
 No host reads a device value here.
 """

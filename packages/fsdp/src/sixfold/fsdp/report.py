@@ -1,6 +1,8 @@
 """What lies in memory and what moved, as values for the user.
 
-engine.py, options.py --> report (this file) --> model.report()
+    engine.py, options.py --> report (this file) --> model.report()
+
+Reads counts and sizes; sends nothing and reads no device value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FullyShardedDataParallel: the parts put together, and the members that users and pipelines call.
 
-config.py, units.py, buffer.py, ... --> FullyShardedDataParallel (this file) --> the user
+options.py --> build.py --> engine.py --> FullyShardedDataParallel (this file) --> the user
 """
 
 from __future__ import annotations

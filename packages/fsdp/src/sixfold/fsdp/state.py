@@ -1,6 +1,6 @@
 """Live aliases of what a checkpoint holds.
 
-buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
+    buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
 
 Communicates nothing; whole tensors are streamed.py's.
 """

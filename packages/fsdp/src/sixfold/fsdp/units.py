@@ -1,6 +1,6 @@
 """Which parameters are gathered and freed together.
 
-    module + selectors --> find_units (this file) --> buffer.py, engine.py
+    module + selectors --> find_units, UnitSpec (this file) --> accept.py, build.py --> Unit (this file) --> engine.py
 
 Reads the module tree and nothing else.
 """

@@ -102,17 +102,28 @@ class LocalComm:
         self.all_gather(full, part)
 
 
+_END_S = 0.2  # for the thread to end
+
+
 class _Waiter:
     """One thread that waits for Works one after the other, in the order in which they are handed over."""
 
     def __init__(self) -> None:
         self._handed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._handed,), name="sixfold-fsdp-wait", daemon=True).start()
-        weakref.finalize(self, self._handed.put, None)
+        thread = threading.Thread(target=_serve, args=(self._handed,), name="sixfold-fsdp-wait", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._handed, thread)
 
     def hand(self, wait: Callable[[], None]) -> None:
         """Wait for it after the ones before."""
         self._handed.put(wait)
+
+
+def _end(handed: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """A process must not end while the thread lets go of a Work, which is C++."""
+    handed.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 def _serve(handed: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -286,3 +287,14 @@ def test_a_rank_that_dies_is_named_by_the_survivors(ranks):
             assert lost == (1,), text
             assert step == 2 and op in ("gather", "reduce", "check") and (unit is not None or op == "check")
             assert seconds < 10.0, f"{seconds:.1f} s"
+
+
+def threads_after_a_refused_wrap(rank: int, ranks: int) -> list[str]:
+    layers = [nn.Linear(4, 4) for _ in range(1 + rank)]
+    with pytest.raises(FsdpError):
+        FullyShardedDataParallel(nn.Sequential(*layers), process_group=dist.group.WORLD)
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sixfold-fsdp")]
+
+
+def test_a_refused_wrap_leaves_no_thread():
+    assert run_ranks(threads_after_a_refused_wrap, 2) == [[], []]

@@ -7,6 +7,7 @@ Made in the order of need: groups, what is waited with, units, what moves them, 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,88 +82,92 @@ def build(module: nn.Module, options: Options) -> Built:
     )
     _end_with_faults(faults, control, links, boards)
 
-    def wait(work: Any) -> None:  # of no step and no unit
-        faults.wait(work, None, None, "check", on_host=True)
+    with contextlib.ExitStack() as given_up:
+        given_up.callback(faults.close)  # a wrap that raises leaves no thread and no communicator
 
-    problem, specs, meshes = look_at(module, options, device)
-    # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
-    names = {
-        "units": [_name_on_all_ranks(spec, meshes) for spec in specs],
-        "fp8": [name for name in fp8_names_of(module, options) if name not in meshes.own],
-    }
-    agree(module, {**options.settings(), **names}, problem, meshes, control, wait)
-    if problem is not None:
-        raise problem
-    elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
-    ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
-    own = meshes.connect(links.comm)
-    buffers, memory = options.buffers, links.user_buffers()
-    with memory.memory():
-        units = _units(specs, lambda name: own.get(name, ranks), options, device)
-        bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
-        if elsewhere:
-            bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
-        placement = placement_of(
-            units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
-        )
-        ways = Ways(
+        def wait(work: Any) -> None:  # of no step and no unit
+            faults.wait(work, None, None, "check", on_host=True)
+
+        problem, specs, meshes = look_at(module, options, device)
+        # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
+        names = {
+            "units": [_name_on_all_ranks(spec, meshes) for spec in specs],
+            "fp8": [name for name in fp8_names_of(module, options) if name not in meshes.own],
+        }
+        agree(module, {**options.settings(), **names}, problem, meshes, control, wait)
+        if problem is not None:
+            raise problem
+        elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
+        ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
+        own = meshes.connect(links.comm)
+        buffers, memory = options.buffers, links.user_buffers()
+        with memory.memory():
+            units = _units(specs, lambda name: own.get(name, ranks), options, device)
+            bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
+            if elsewhere:
+                bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
+            placement = placement_of(
+                units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
+            )
+            ways = Ways(
+                units,
+                options.mixed_precision,
+                shards_grads=options.sharding.shards_grads,
+                bucket_bytes=bucket_bytes,
+            )
+            pool = ways.make_pool(buffers.reduce_buffers, device)
+        memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
+        fp8 = _fp8_of(units, options, device)
+        waiting = Waiting(faults)
+        gathering = Gathering(
             units,
-            options.mixed_precision,
-            shards_grads=options.sharding.shards_grads,
-            bucket_bytes=bucket_bytes,
+            placement=placement,
+            stream=make_stream(device),
+            wait=waiting,
+            prefetch_bytes=buffers.prefetch_bytes,
+            transposes=fp8.transposes,
         )
-        pool = ways.make_pool(buffers.reduce_buffers, device)
-    memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
-    fp8 = _fp8_of(units, options, device)
-    waiting = Waiting(faults)
-    gathering = Gathering(
-        units,
-        placement=placement,
-        stream=make_stream(device),
-        wait=waiting,
-        prefetch_bytes=buffers.prefetch_bytes,
-        transposes=fp8.transposes,
-    )
-    reduction = Reduction(
-        units,
-        precision=options.mixed_precision,
-        ways=ways,
-        pool=pool,
-        stream=make_stream(device),
-        wait=waiting,
-        at_once=device.type == "cuda",
-        in_step=elsewhere,
-        divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
-        device=device,
-    )
-    engine = Engine(
-        units,
-        ranks=ranks,
-        strategy=options.sharding,
-        grad_reduce=options.grad_reduce,
-        gathering=gathering,
-        reduction=reduction,
-        waiting=waiting,
-        signatures=Signatures(options.checks, units, ranks, control, waiting),
-        control=control,
-        elsewhere=elsewhere,
-    )
-    set_start_values(
-        module,
-        engine.records,
-        ranks,
-        meshes,
-        control,
-        wait,
-        device=device,
-        init_fn=options.init_fn,
-        initial=options.initial,
-        elsewhere=elsewhere,
-    )
-    for unit in units:
-        for stream in unit.streams:
-            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
-    engine.draw_curtains()
+        reduction = Reduction(
+            units,
+            precision=options.mixed_precision,
+            ways=ways,
+            pool=pool,
+            stream=make_stream(device),
+            wait=waiting,
+            at_once=device.type == "cuda",
+            in_step=elsewhere,
+            divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
+            device=device,
+        )
+        engine = Engine(
+            units,
+            ranks=ranks,
+            strategy=options.sharding,
+            grad_reduce=options.grad_reduce,
+            gathering=gathering,
+            reduction=reduction,
+            waiting=waiting,
+            signatures=Signatures(options.checks, units, ranks, control, waiting),
+            control=control,
+            elsewhere=elsewhere,
+        )
+        set_start_values(
+            module,
+            engine.records,
+            ranks,
+            meshes,
+            control,
+            wait,
+            device=device,
+            init_fn=options.init_fn,
+            initial=options.initial,
+            elsewhere=elsewhere,
+        )
+        for unit in units:
+            for stream in unit.streams:
+                stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
+        engine.draw_curtains()
+        given_up.pop_all()
     return Built(engine, fp8, links)
 
 

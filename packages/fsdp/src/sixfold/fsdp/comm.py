@@ -129,6 +129,7 @@ def _end(handed: queue.SimpleQueue[Callable[[], None] | None], thread: threading
 def _serve(handed: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (wait := handed.get()) is not None:
         wait()
+        del wait  # and with it the Work: not first when the next one comes
 
 
 class GlooSumWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -442,3 +443,36 @@ def test_a_graph_from_before_units_moved_is_refused():
     assert [p.data_ptr() for p in net.parameters()] != before, "they moved"
     with pytest.raises(FsdpError, match="graph from before"):
         held.sum().backward()
+
+
+class Turns(nn.Module):
+    """Units of one size, the second one frozen, called in the order that is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.units[1].requires_grad_(False)
+
+    def forward(self, x, order):
+        for at in order:
+            x = x + torch.tanh(self.units[at](x))
+        return x.square().mean()
+
+
+def test_a_frozen_unit_in_whose_memory_another_waited_is_gathered_again():
+    torch.manual_seed(0)
+    twin = Turns()
+    net = copy.deepcopy(twin)
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[nn.Linear], buffers=BufferConfig(gathered_bytes=2 * 1024))
+    optimizer = fully_shard_optimizer(torch.optim.SGD([net.units[0].weight, net.units[2].weight], lr=0.1), model)
+    pair = (twin, torch.optim.SGD([twin.units[0].weight, twin.units[2].weight], lr=0.1)), (model, optimizer)
+    for _ in range(3):
+        losses = []
+        for call, one in pair:
+            for order in ((0, 1, 2), (0, 0), (2, 1, 1, 0)):
+                losses.append(call(torch.ones(2, 16), order))
+                losses[-1].backward()
+            one.step()
+            one.zero_grad()
+        assert losses[:3] == losses[3:]
+    assert model.report()["plan"]["copies_done"] > 0

@@ -359,7 +359,7 @@ class Gathering:
         with self._stream.enter():
             for stream in unit.streams:
                 weights = stream.weights
-                if not stream.trainable and weights.gathered_once and not unit.shares:
+                if not stream.trainable and weights.gathered_once and not self._written_over(unit):
                     continue  # frozen weights that stay do not change
                 weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
@@ -372,6 +372,10 @@ class Gathering:
             self._finish(name, works)
 
         return finish
+
+    def _written_over(self, unit: Unit) -> bool:
+        """Others use its memory: their ranges overlap it, or under a byte budget they wait there. [Note: parked]"""
+        return unit.shares or (self.placement.budget_bytes is not None and unit.name in self._arena)
 
     def _finish(self, name: str, works: list[tuple[Weights, Any]]) -> None:
         with self._stream.enter():

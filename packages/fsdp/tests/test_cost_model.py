@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -59,3 +61,9 @@ def test_bad_numbers_are_refused():
         cost_model.collectives("zero4")
     with pytest.raises(FsdpError, match="bandwidth is 0"):
         cost_model.tokens_to_hide_forward(1.0, 0)
+
+
+def test_the_cost_model_needs_no_torch():
+    names = "sixfold.fsdp.cost_model, sixfold.fsdp.cost_terms, sixfold.fsdp.cost_command"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -12,7 +12,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.cost_model import (
     SLIDES_FLOPS,
     SLIDES_TP,
@@ -35,6 +34,7 @@ from sixfold.fsdp.cost_terms import (
     traffic,
 )
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.strategy import ShardingStrategy
 
 # The slides' case: Llama-3-70B, 64 devices, sequence 8192, micro-batch 1. Name, cp, recompute, TFLOP/s measured there.
 CASE_STUDY = (("cp 2, recompute", 2, True, 427), ("cp 8", 8, False, 226), ("cp 4", 4, False, 379))

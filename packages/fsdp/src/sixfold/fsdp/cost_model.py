@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 
-from sixfold.fsdp.config import ShardingStrategy, one_of
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.strategy import ShardingStrategy, one_of
 
 SLIDES_FLOPS = 600e12  # achieved FLOP/s that the slides' numbers follow from
 SLIDES_TP = (1, 2, 4, 8)

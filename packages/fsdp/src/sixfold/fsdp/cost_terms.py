@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.cost_model import SLIDES_FLOPS, collectives, memory_bytes, node_bandwidth
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.strategy import ShardingStrategy
 
 NVLINK_BANDWIDTH = 450e9 * 0.85  # bytes/s that one H100 receives from the others of its node
 

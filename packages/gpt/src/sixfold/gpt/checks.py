@@ -72,6 +72,13 @@ def check_config(config: "TrainConfig") -> None:
     Raises:
         ConfigError: naming keys, both numbers and a nearest value that works.
     """
+    check_rules(config)
+    for refused in refusals(config):
+        raise ConfigError(refused)
+
+
+def check_rules(config: "TrainConfig") -> None:
+    """Refuse what no world can run; what is not supported passes: it can be planned."""
     _check_tensor_parallel(config)
     _check_stages(config)
     if config.parallel.dp:
@@ -80,12 +87,18 @@ def check_config(config: "TrainConfig") -> None:
     _check_changes(config)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
+
+
+def refusals(config: "TrainConfig") -> list[str]:
+    """A line for each key that asks for what a run does not support."""
+    found = []
     for key, works, instead, what in _UNSUPPORTED:
         table, _, attribute = key.partition(".")
         value = getattr(getattr(config, table), attribute)
         if not works(value):
             shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{key} is {shown!r}; {what} is not supported: use {instead}")
+            found.append(f"{key} is {shown!r}; {what} is not supported: use {instead}")
+    return found
 
 
 def refuse_path(name: str, value: str) -> None:

@@ -57,6 +57,19 @@ def test_an_overdue_work_aborts_and_is_named_at_the_next_wait():
     assert str(caught.value.action) == "0RECV_B3"
 
 
+def test_to_settle_is_to_wait_until_all_is_there_or_overdue():
+    owner, work = Owner(), FakeWork()
+    wait = StreamWait(20, owner.abort)
+    wait(work, Action.parse("0RECV_B3"))
+    threading.Timer(0.1, work.done.set).start()
+    wait.settle()
+    assert work.done.is_set() and not owner.aborted.is_set()
+    late = StreamWait(0.1, owner.abort)
+    late(FakeWork(), Action.parse("0RECV_B4"))
+    with pytest.raises(PeerLost, match="0RECV_B4"):
+        late.settle()
+
+
 def test_the_thread_ends_with_its_owner():
     owner = Owner()
     wait = StreamWait(60, owner.abort)

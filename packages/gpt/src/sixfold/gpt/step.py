@@ -126,7 +126,8 @@ def train_step(
     losses = result.losses
     loss_sum = torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
     loss, stopped, total, *memory = _agree(rank, loss_sum / count, square, stop)
-    rank.model.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
+    rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
+    rank.model.check()
     norm = math.sqrt(total) if total >= 0 else total
     if not (math.isfinite(loss) and math.isfinite(norm)):
         stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))

@@ -95,6 +95,7 @@ class PipelineRunner:
         self._loss_fn, self._scale = loss_fn, scale
         self._profile = bool(profile)
         self._carried: Carried | None = None  # that ran last, and may have microbatches in flight
+        self._ran: Compiled | Carried | None = None
         self._faults = Faults(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
@@ -229,17 +230,21 @@ class PipelineRunner:
     def check(self) -> None:
         """Call it before what a step made is used, such as before an optimizer that is not the stages'.
 
-        Where devices work behind the host's back a message may be found overdue when ``step`` has returned.
+        Where devices work behind the host's back ``step`` returns before its messages are there, and one that never
+        comes is found out later. This waits until all that the steps received is there, and sends nothing. Behind a
+        value that the host read of the step (a loss, a norm) there is nothing left to wait for.
 
         Raises:
-            ScheduleError, PipelineTimeout: the runner has failed, or a message of its steps did not come in time.
+            ScheduleError, PipelineTimeout: the runner has failed; a message of its steps did not come in time; or
+                another rank of this host is known to have failed.
         """
         self._not_broken()
+        ran = self._ran
         try:
             for links in self._links.values():
                 links.check()
         except PeerLost as error:
-            self._fail(error)
+            self._fail(error, ran, -1 if ran is None else len(ran.calls))
 
     def agree(self, program: Program | None = None, source: int = 0) -> Program:
         """The program of rank ``source``, on all ranks, compiled for ``step``; all ranks call it.
@@ -330,6 +335,7 @@ class PipelineRunner:
         finally:
             if goal.autocast:
                 torch.clear_autocast_cache()
+        self._ran = compiled
         result = compiled.result()
         compiled.clear()
         return result

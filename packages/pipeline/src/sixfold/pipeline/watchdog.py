@@ -23,6 +23,7 @@ from sixfold.pipeline.action import Action
 __all__ = ["HostWait", "PeerLost", "StreamWait", "within"]
 
 _POLL_S = 0.05
+_LOOK_S = 0.0005  # of a host that has nothing else to do than to wait for a device
 
 Result = TypeVar("Result")
 InFlight = deque[tuple[Any, Any, Action | None]]  # works of sends in order, each with its tensor
@@ -95,6 +96,9 @@ class HostWait:
     def check(self) -> None:
         """Nothing is ever overdue behind the caller's back."""
 
+    def settle(self) -> None:
+        """What was waited for is there."""
+
 
 class StreamWait:
     """Lets the current stream wait for a work; a thread watches that it ends in time.
@@ -134,9 +138,23 @@ class StreamWait:
             in_flight.popleft()
 
     def check(self) -> None:
-        """Raises PeerLost if a work was found overdue."""
+        """Raises PeerLost if a work was found overdue; asks nobody."""
         if self._overdue:
             raise PeerLost(*self._overdue[0])
+
+    def settle(self) -> None:
+        """Let the host come after what streams were ordered behind: returns when all of it is there.
+
+        A stream goes on when its communicator is aborted, with what was there instead of the message; so the host looks
+        at the works, and at what the thread noted before it aborted anything.
+
+        Raises:
+            PeerLost: a work was found overdue.
+        """
+        for _, work, _, _ in tuple(self._watched):
+            while not (self._overdue or work.is_completed()):
+                time.sleep(_LOOK_S)
+        self.check()
 
     def _look(self) -> None:
         while not self._overdue and self._abort() is not None:

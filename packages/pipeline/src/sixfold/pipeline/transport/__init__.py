@@ -124,7 +124,11 @@ class Links(Protocol):
         """
 
     def check(self) -> None:
-        """Raises PeerLost if a wait was found overdue behind the caller's back."""
+        """What was waited for is there: returns at once unless a device is still on its way to it.
+
+        Raises:
+            PeerLost: a wait was found overdue behind the caller's back, or a rank is known to have ended its links.
+        """
 
     def close(self) -> None:
         """End every link at once, so that all who wait for this rank raise PeerLost. Never raises."""

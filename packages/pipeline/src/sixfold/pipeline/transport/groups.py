@@ -253,7 +253,9 @@ class GroupLinks:
 
     def check(self) -> None:
         """See Links."""
-        self._wait.check()
+        self._wait.settle()
+        if self._alarm is not None and self._alarm.heard():
+            raise PeerLost(None)
 
     def close(self) -> None:
         """See Links."""
@@ -274,7 +276,7 @@ class GroupLinks:
         self._store = PrefixStore(f"sixfold.pipeline.{serial}", store)
         if self.rank == 0:
             self._store.set("alarm", f"sixfold-{uuid4().hex}")
-        self._alarm = Alarm(self._store.get("alarm").decode(), self.rank, self.ranks) if self._share else None
+        self._alarm = Alarm(self._store.get("alarm").decode(), self.rank, self.ranks) if can_share() else None
         everyone: Any = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
         self._options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         self._options._devices = everyone.options._devices

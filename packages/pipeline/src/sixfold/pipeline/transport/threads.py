@@ -99,7 +99,9 @@ class _Links:
         return _Lane(self, tuple(placement), microbatches, number)
 
     def check(self) -> None:
-        """Nothing is overdue behind the caller's back."""
+        """See Links; nothing is overdue behind the caller's back."""
+        if self._meeting.someone_ended(self._runner):
+            raise PeerLost(None)
 
     def close(self) -> None:
         """See Links."""

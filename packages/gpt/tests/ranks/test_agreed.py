@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpt_helpers import tiny_config
-from run_helpers import JOB_S, final_tensors, lines, run, train_rank
+from run_helpers import JOB_S, final_tensors, lines, losses, run, train_rank
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
@@ -46,6 +46,21 @@ def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
     run(alone, 1)
     ranktest.run_ranks(late_rank, 2, late.to_toml(), (1,), timeout=JOB_S)
     assert lines(late, "step")[0]["loss"] == pytest.approx(lines(alone, "step")[0]["loss"], rel=1e-6)
+
+
+def test_bytes_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_before(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1", "train.global_batch_size=4")
+    run(config, 1)
+    folder = retention.step_path(Path(config.run.dir) / "checkpoints", 2)
+    for path in folder.glob("*.distcp"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data)
+    found = run(tiny_config(tmp_path, "train.steps=2", "parallel.pp=2", "train.global_batch_size=4"), 2)
+    assert [step for step, _, _ in found] == [2, 2]
+    assert [entry["step"] for entry in lines(config, "resume")] == [1]
+    assert [entry["step"] for entry in lines(config, "damaged")] == [2]
+    assert losses(config)[2] == pytest.approx(losses(config)[1], rel=1e-6)
 
 
 def hidden_rank(rank: int, ranks: int, text: str) -> None:

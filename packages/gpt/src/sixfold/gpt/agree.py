@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 
 T = TypeVar("T")
 
@@ -46,13 +46,18 @@ def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T
         result = task()
     except Exception as error:
         failure = error
-    mine = None if failure is None else (isinstance(failure, ConfigError), f"{type(failure).__name__}: {failure}")
+    mine = None if failure is None else (_kind(failure), f"{type(failure).__name__}: {failure}")
     for rank, report in enumerate(gather(control, ranks, mine)):
         if report is not None and failure is None:
-            raise (ConfigError if report[0] else TrainError)(f"rank {rank}: {report[1]}")
+            raise report[0](f"rank {rank}: {report[1]}")
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+def _kind(failure: Exception) -> type[ConfigError | TrainError]:
+    """What one rank's error is on the others."""
+    return next((kind for kind in (ConfigError, FinalError) if isinstance(failure, kind)), TrainError)
 
 
 def from_first(control: dist.ProcessGroup | None, rank: int, ranks: int, task: Callable[[], T]) -> T:

@@ -169,6 +169,8 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     has_state = any(key.startswith("optimizer.state.") for key in dist_ckpt.load_tensors_metadata(folder))
     if has_state:
         rank.model.materialize_state(rank.optimizer)
+    else:
+        rank.optimizer.state.clear()  # of a damaged checkpoint that was loaded in part
     state = dict(sharded_state(rank, weights_only=not has_state))
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:

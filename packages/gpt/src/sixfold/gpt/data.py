@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -214,7 +214,7 @@ class TokenStream:
         """The batch at ``positions``, ids checked against the vocabulary.
 
         Raises:
-            TrainError: an id >= vocab_size; names dataset, document, position in it and id.
+            FinalError: an id >= vocab_size; names dataset, document, position in it and id.
         """
         batch = self.dataset.get_batch(positions)
         largest = max(int(batch["tokens"].max()), int(batch["labels"].max()))
@@ -228,12 +228,12 @@ class TokenStream:
         why, at = self.dataset.why(positions[row]), column
         for r in why.ranges:
             if at < r.length:
-                raise TrainError(
+                raise FinalError(
                     f"{why.dataset_name}: document {r.document}, token {r.offset + at} is id {ids[row, column]}; "
                     f"model.vocab_size is {self.vocab_size}, ids lie below it. Use the tokenizer that made the data"
                 )
             at -= r.length
-        raise TrainError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
+        raise FinalError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
 
     def microbatch(self, first: int, size: int, device: torch.device) -> Microbatch:
         """The ``size`` samples from position ``first`` on, as tensors on ``device``."""

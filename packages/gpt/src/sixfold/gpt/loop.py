@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sixfold.dist_ckpt import AsyncSave, retention
+from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
 from sixfold.gpt import checkpoint, launch
 from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
 from sixfold.gpt.ahead import Ahead
@@ -28,12 +29,12 @@ from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compil
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, continue_data, dataset_builder, epochs_of
-from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import first_nonfinite
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
-from sixfold.gpt.start import initial_weights, same_config, starting_point, step_of
+from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
 from sixfold.gpt.step import NonFinite, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 
@@ -248,7 +249,7 @@ class Run:
         mine = (first_nonfinite(self.rank, batch), outcome.gradient, sum(m.targets for m in batch))
         found = gather(self.rank.mesh.control, self.rank.mesh.size, mine)
         if not any(targets for _, _, targets in found):  # 0 / 0: nothing is wrong with the model
-            raise TrainError(
+            raise FinalError(
                 f"step {self.progress.step}: no token of the global batch is a target; data.eod_mask_loss is "
                 f"{self.config.data.eod_mask_loss}, and the loss mask leaves nothing: look at the data"
             )
@@ -261,7 +262,7 @@ class Run:
             _, rank, where = max(gradients, default=(0, 0, ""))
             what = "gradient"
         self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
-        raise TrainError(
+        raise FinalError(
             f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "
             f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it"
         )
@@ -292,16 +293,40 @@ class Run:
 PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
 
 
-def _restore(run: Run, newest: Path | None, source: Path | None) -> None:
-    """Continue from ``newest``, or take the weights of ``source``, or stay with those that were drawn."""
-    if newest is not None:
-        run.progress, common = checkpoint.load(run.rank, newest)
-        together(
-            run.rank.mesh.control, run.rank.mesh.size, lambda: continue_data(run.train_data, common["data"], run.config)
-        )
-        run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=run.rank.mesh.layout)
+def _restore(run: Run, start: Start, source: Path | None) -> None:
+    """Continue from a checkpoint, or take the weights of ``source``, or stay with those that were drawn."""
+    mesh = run.rank.mesh
+    if start.newest is not None:
+        start, common = _load_newest(run, start)
+        together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
+        together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
+        run.note("resume", step=run.progress.step, checkpoint=str(start.newest), layout=mesh.layout)
     elif source is not None:
         checkpoint.load_weights(run.rank, source)
+
+
+def _load_newest(run: Run, start: Start) -> tuple[Start, dict[str, Any]]:
+    """Load the newest checkpoint whose bytes are those that were written; its common data."""
+    while True:
+        assert start.newest is not None, "older_start finds a checkpoint or raises"
+        try:
+            run.progress, common = checkpoint.load(run.rank, start.newest)
+        except CorruptError as error:  # raised on all ranks alike
+            start = older_start(run.config, run.rank.mesh, start, error)
+        else:
+            return start, common
+
+
+def _tell_damage(run: Run, start: Start) -> None:
+    """A line of metrics.jsonl, and one on stderr, for each checkpoint that could not be continued from."""
+    for step, aside, why in set_aside(start):
+        run.note("damaged", step=step, checkpoint=str(aside), why=why)
+        print(
+            f"sixfold: the checkpoint of step {step} is damaged and was renamed to {aside.name}: {why}; the run goes "
+            f"on from step {run.progress.step}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
@@ -341,7 +366,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
         together(mesh.control, mesh.size, lambda: check_compiler(world.device))
 
     same_config(config, mesh)
-    newest = starting_point(config, mesh)
+    start = starting_point(config, mesh)
+    newest = start.newest
     source = None if newest is not None else initial_weights(config, mesh)
     fresh = newest is None and source is None
     rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
@@ -352,7 +378,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     flag = StopFlag()
     try:
         _start_line(run, mesh, step_of(newest))
-        _restore(run, newest, source)
+        _restore(run, start, source)
         if config.checkpoint.save_initial and newest is None:
             run.save(goes_on=config.train.steps > 0)
         if newest is not None and run.evaluation_due() and not run.evaluated():

@@ -26,6 +26,7 @@ from sixfold.gpt.errors import TrainError
 FIELDS: dict[str, tuple[str, ...]] = {
     "start": ("step", "world", "layout", "schedule", "sharding", "order", "epochs", "ranks", "parameters", "versions"),
     "resume": ("step", "checkpoint", "layout"),
+    "damaged": ("step", "checkpoint", "why"),
     "step": (
         "step",
         "loss",

@@ -1,6 +1,12 @@
 """What a run starts from: one configuration on all ranks, one checkpoint chosen for all, or fresh weights.
 
-    config, mesh --> same_config, starting_point --> folder or None   (this file) --> build.py, loop.py
+    config, mesh --> same_config, starting_point --> Start (folder or None)   (this file) --> build.py, loop.py
+
+[Note: a damaged newest checkpoint] A save is committed by one rename, so a step's folder that does not open was
+damaged later. A run goes on from the newest one that opens, and says so; what only a load's checksums tell
+(`older_start`) is found when all ranks read. The damaged folder is set aside under another name once an older one is
+loaded: left in place, it would count among those that retention keeps, and the good one could go. Without a good one
+nothing is begun anew.
 
 Nothing here is decided by a rank for itself: what a rank reads (its configuration, a folder of a shared file system)
 may differ from what its neighbours read, and a run of differing ranks trains without a word on something nobody asked.
@@ -10,18 +16,36 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import asdict
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from sixfold.dist_ckpt import retention
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, CorruptError, retention
+from sixfold.dist_ckpt.tools import verify
 from sixfold.gpt import checkpoint
 from sixfold.gpt.agree import gather, together
 from sixfold.gpt.checks import resume_changes
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.data import preflight
-from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        newest: the checkpoint to continue from; None is a fresh start.
+        damaged: on rank 0: newer folders of steps, and what is wrong with each.
+    """
+
+    newest: Path | None
+    damaged: dict[Path, str] = field(default_factory=dict)
 
 
 def same_config(config: TrainConfig, mesh: RankMesh) -> None:
@@ -44,22 +68,35 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
     )
 
 
-def starting_point(config: TrainConfig, mesh: RankMesh) -> Path | None:
-    """The checkpoint of ``run.dir`` to continue from, None for a fresh start; alike on all ranks. Writes config.toml.
+def starting_point(config: TrainConfig, mesh: RankMesh) -> Start:
+    """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
 
     Raises:
         ConfigError: what the configuration asks cannot be done with what lies in ``run.dir``; on all ranks.
+        TrainError: every checkpoint there is damaged; on all ranks.
     """
     together(mesh.control, mesh.size, lambda: preflight(config))
+    return _start(config, mesh, {})
 
-    def choose() -> Path | None:
-        newest = _newest(config)
-        if newest is not None:
-            resume_changes(saved_config(newest), config, step=step_of(newest))
-        _write_config(config)
-        return newest
 
-    return checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
+def older_start(config: TrainConfig, mesh: RankMesh, start: Start, error: CorruptError) -> Start:
+    """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`."""
+    assert start.newest is not None, f"nothing was loaded that could be damaged: {error}"
+    return _start(config, mesh, start.damaged | {start.newest: str(error)})
+
+
+def set_aside(start: Start) -> list[tuple[int, Path, str]]:
+    """Rename what is damaged, so that nothing takes it for a checkpoint. On rank 0, when an older one is loaded.
+
+    Returns:
+        Step, new place and damage of each, the newest first.
+    """
+    moved = []
+    for folder, why in start.damaged.items():
+        aside = folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(aside)
+        moved.append((step_of(folder), aside, why))
+    return moved
 
 
 def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
@@ -74,14 +111,67 @@ def step_of(checkpoint_folder: Path | None) -> int:
     return 0 if checkpoint_folder is None else int(checkpoint_folder.name.rpartition("-")[2])
 
 
-def _newest(config: TrainConfig) -> Path | None:
+def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> Start:
+    known = dict(damaged)
+
+    def choose() -> Path | None:
+        newest = _newest(config, known)
+        if newest is not None:
+            resume_changes(saved_config(newest), config, step=step_of(newest))
+        _write_config(config)
+        return newest
+
+    newest = checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
+    return Start(newest=newest, damaged=known)
+
+
+def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
+    """The newest checkpoint that opens; newer ones that do not are added to ``damaged``."""
     root = Path(config.run.dir) / "checkpoints"
-    newest = retention.latest(root) if root.is_dir() else None
-    if config.checkpoint.resume == "must" and newest is None:
+    newest = None
+    for folder in _steps(root):
+        if folder not in damaged and (why := _damage(folder)):
+            damaged[folder] = why
+        if folder not in damaged:
+            newest = folder
+            break
+    resume = config.checkpoint.resume
+    if resume == "never" and (newest or damaged):
+        raise ConfigError(
+            f'checkpoint.resume is "never" and {newest or next(iter(damaged))} is there; choose another run.dir'
+        )
+    if newest is None and damaged:
+        folder, why = next(iter(damaged.items()))
+        raise FinalError(
+            f"{root} holds no whole checkpoint; the newest is damaged: {why}. Restore one, or move {folder.name} away "
+            f"to start anew"
+        )
+    if resume == "must" and newest is None:
         raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')
-    if config.checkpoint.resume == "never" and newest is not None:
-        raise ConfigError(f'checkpoint.resume is "never" and {newest} is there; choose another run.dir')
     return newest
+
+
+def _steps(root: Path) -> list[Path]:
+    """Folders of steps, the newest first, whole or not."""
+    if not root.is_dir():
+        return []
+    found = {folder for folder in root.iterdir() if re.fullmatch(r"step-\d{8,}", folder.name)}
+    if (newest := retention.latest(root)) is not None:
+        found.add(newest)  # a replacement that was cut short is opened by this name, and there is no such folder
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a checkpoint as far as names, sizes and its small files tell; nothing if it is empty."""
+    try:
+        if not dist_ckpt.check_is_distributed_checkpoint(folder):
+            problem = next(iter(verify(folder, quick=True)["problems"]), {"file": folder, "detail": "it does not open"})
+            return f"{folder}: {problem['file']}: {problem['detail']}"
+        dist_ckpt.load_common_state_dict(folder)
+        dist_ckpt.load_tensors_metadata(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _write_config(config: TrainConfig) -> None:

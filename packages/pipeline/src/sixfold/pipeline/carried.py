@@ -60,7 +60,13 @@ class Carried:
         dynamic_shapes: bool,
         number: int,
         profile: bool = False,
+        overlap: str = "order",
     ) -> None:
+        if overlap == "streams" and any(action.parts for _, _, action in endless.program.entries()):
+            raise ScheduleError(
+                f"weights: {endless.program.weights} put older weights in the place of a stage's parameters, for one "
+                "part of an overlap at a time; make the runner with overlap='order'"
+            )
         if goal.scale == "token":
             raise ScheduleError(
                 f"scale='token' divides a step's gradients, and with weights: {endless.program.weights} a batch ends "

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sixfold.pipeline.action import MESSAGES, Action, Kind
+from sixfold.pipeline.data_parallel import Replicas
+from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import post_ahead, posted_order
 from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.program import Program, Weights
@@ -24,6 +27,7 @@ from sixfold.pipeline.simulate import Event, Timeline, measured
 from sixfold.pipeline.split import Values
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import StageRun, Store, WholeBackward
+from sixfold.pipeline.streams import SideStream, make_side, on_the_side, side_by_side
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.wiring import Call, Goal, Wiring
@@ -60,6 +64,7 @@ class Compiled:
         number: of the program and what it is run for, by which ranks notice that they run different ones.
         profile: note when each action begins and ends.
         stores: the store of a stage whose backward is split; None: I makes all gradients.
+        overlap: how the parts of an OVERLAP_F_B run, "order" or "streams".
     Attributes:
         calls: to be made in order, with no arguments.
         entries: per call its rank, and what it is.
@@ -79,6 +84,7 @@ class Compiled:
         number: int,
         profile: bool = False,
         stores: Callable[[Stage], Store] | None = None,
+        overlap: str = "order",
     ) -> None:
         self.program = program
         self._links = links
@@ -94,6 +100,9 @@ class Compiled:
             here = {stage: stages[stage] for stage in program.stages_of(rank)}
             self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores or WholeBackward, m)
         self._runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
+        self._sides: dict[int, SideStream] = {}
+        if overlap == "streams" and goal.train:
+            self._sides = {rank: side_of(wiring) for rank, wiring in self._wirings.items()}
         self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
         self.tokens = self._token_count()
         rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
@@ -146,15 +155,20 @@ class Compiled:
             self.tokens.clear()
 
     def _run_of(self, rank: int, call: Call) -> Callable[[], object]:
-        if self._recorder is None or not call.main:
-            return call.run
-        return self._recorder.timed(call.run, rank, call.action, self._runs[call.action.stage].stage.device)
+        run = call.run
+        if self._recorder is not None and call.main:
+            run = self._recorder.timed(run, rank, call.action, self._runs[call.action.stage].stage.device)
+        return partial(self._sides[rank].run, run) if call.side else run
 
     def _bound(self, wiring: Wiring, lookahead: int) -> list[list[Call]]:
         actions = self.program.ranks[wiring.rank]
         order = posted_order(actions, lookahead)
         rows = [wiring.bind([(position, actions[position])], self.tokens) for position in order]
-        return handed_on([actions[position] for position in order], rows)
+        entries = [actions[position] for position in order]
+        rows = handed_on(entries, rows)
+        if (side := self._sides.get(wiring.rank)) is not None:
+            rows = side_by_side(entries, rows, wiring.runs, wiring.slots, side, on_the_side(actions))
+        return rows
 
     def _token_count(self) -> TokenCount | None:
         if not (self._goal.train and self._goal.scale == "token"):
@@ -163,6 +177,23 @@ class Compiled:
         rank, links = next(iter(self._links.items()))
         control = links.control if len(self._links) == 1 else None
         return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
+
+
+def side_of(wiring: Wiring) -> SideStream:
+    """The side stream of a rank's device.
+
+    Raises:
+        ScheduleError: a stage in an overlap is sharded by an object that counts on one stream.
+    """
+    actions = wiring.program.ranks[wiring.rank]
+    for part in (part for entry in on_the_side(actions) for part in entry.parts):
+        handle = wiring.runs[part.stage].stage.data_parallel
+        if handle is not None and not isinstance(handle, Replicas):
+            raise ScheduleError(
+                f"stage {part.stage} has data_parallel, which orders its gathers against one compute stream; make the "
+                "runner with overlap='order'"
+            )
+    return make_side(next((run.stage.device for run in wiring.runs.values() if run.stage.device is not None), None))
 
 
 def timeline_of(events: tuple[Event, ...], ranks: int, weights: Weights = Weights.FLUSHED) -> Timeline | None:

@@ -63,6 +63,8 @@ class PipelineRunner:
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
             memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
             "groups" always the latter. One shared NCCL communicator serialises both directions.
+        overlap: the parts of an OVERLAP_F_B run in "order", or where stages are on a CUDA device on two "streams",
+            forward beside backward; with the same bits. A program whose overlaps cannot run so is refused by name.
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
             right (``verify``, where a SEND never waits), or a stage lacks what an action needs (an optimizer for STEP).
@@ -83,7 +85,10 @@ class PipelineRunner:
         profile: bool = False,
         dynamic_shapes: bool = False,
         edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups"] | None = None,
+        overlap: Literal["order", "streams"] = "order",
     ) -> None:
+        if overlap not in ("order", "streams"):
+            raise ScheduleError(f"overlap is {overlap!r}; it is 'order' or 'streams'")
         check_loss(loss_fn, scale, stages)
         timeout_s = check_timeout(timeout_s)
         lookahead = whole("lookahead", lookahead, least=0)
@@ -111,6 +116,7 @@ class PipelineRunner:
             lookahead=lookahead,
             dynamic_shapes=dynamic_shapes,
             profile=self._profile,
+            overlap=overlap,
         )
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"

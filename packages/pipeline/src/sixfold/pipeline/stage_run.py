@@ -140,6 +140,10 @@ class StageRun:
         assert gradients is not None, f"stage {self.index}: slot {k} has no gradients to send"
         sender(gradients)
 
+    def taken(self, k: int) -> object:
+        """What the next F or backward of slot ``k`` takes from outside of the stage."""
+        return self.inbox[k], self.gradients[k], self._inputs[k]
+
     # ---- forwards
 
     def noting(self, forward: Callable[[int], None]) -> Callable[[int], None]:

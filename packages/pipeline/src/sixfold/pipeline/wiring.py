@@ -60,6 +60,7 @@ class Call:
         action: the one that this call is of: the entry, a part of it, or the RECV whose message is waited for.
         main: whether its begin and end are the action's.
         awaits: the SEND whose message must have been sent before, None where it needs none.
+        side: it runs on the side stream.
     """
 
     run: Run
@@ -68,6 +69,7 @@ class Call:
     action: Action
     main: bool = False
     awaits: Action | None = None
+    side: bool = False
 
 
 class Facts:

@@ -81,6 +81,24 @@ def sleep_unprepared(folder):
     return 0
 
 
+def train_and_die_once(folder, config):
+    """A rank of ``sixfold train``; rank 1 is killed in its fourth step, the first time."""
+    from sixfold.gpt import cli, loop
+
+    died, step = Path(folder) / "died", loop.train_step
+
+    def stepping(rank, *args, **options):
+        steps.append(1)
+        if rank.mesh.rank == 1 and len(steps) == 4 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(rank, *args, **options)
+
+    steps = []
+    loop.train_step = stepping
+    return cli.train_rank(config)
+
+
 def main():
     """``python gpt_launch_helpers.py TARGET RANKS FOLDER``: a launcher of its own process, as ``sixfold`` is one."""
     from sixfold.gpt import processes

@@ -1,5 +1,6 @@
 """Verbs, exit status, and one line for an error."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -7,10 +8,12 @@ import sys
 import pytest
 from gpt_helpers import tiny_config
 
+from sixfold.dist_ckpt import LostPeerError, StorageError
 from sixfold.gpt import cli
 from sixfold.gpt.config import TrainConfig
-from sixfold.gpt.errors import ConfigError, TrainError
-from sixfold.gpt.processes import Failure, RankError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError
+from sixfold.gpt.processes import Failure, RankError, is_final
+from sixfold.indexed_data import IndexedDataError
 
 COMMAND = [sys.executable, "-m", "sixfold.gpt"]
 
@@ -85,6 +88,73 @@ def test_an_error_is_its_text_and_an_exit_status(monkeypatch, capsys, error, sta
     monkeypatch.setattr(cli, "_plot", fail)
     assert cli.main(["plot", "run"]) == status
     assert one_line(capsys) == line
+
+
+def failing(*failures):
+    """A run that fails so, then finishes; the value of checkpoint.resume of each start."""
+    starts, left = [], list(failures)
+
+    def run(config):
+        starts.append(config.checkpoint.resume)
+        if left:
+            raise RankError(left.pop(0))
+        return 0
+
+    return run, starts
+
+
+KILLED = Failure(rank=1, time=0.0, text="rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(("most", "starts"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_a_lost_run_is_started_again_so_many_times_and_goes_on_whatever_resume_says(tmp_path, capsys, most, starts):
+    config = tiny_config(tmp_path, "checkpoint.resume=never")
+    run, seen = failing(KILLED, KILLED)
+    if most < 2:
+        with pytest.raises(RankError, match="killed"):
+            cli.restarted(config, most, run)
+    else:
+        assert cli.restarted(config, most, run) == 0
+    assert seen == ["never", "auto", "auto"][:starts]
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"sixfold: {KILLED.text}; restart {n} of {most}" for n in range(1, starts)]
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (FinalError("step 3, rank 0: loss nan"), False),
+        (ConfigError("a wrong key"), False),
+        (IndexedDataError("no such pair"), False),
+        (StorageError("disk full", errno.ENOSPC), False),
+        (LostPeerError("rank 1 did not answer"), True),
+        (TrainError("another rank died"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error"), True),
+    ],
+)
+def test_a_run_that_would_fail_again_is_not_started_again(tmp_path, error, again):
+    assert is_final(error) is not again
+    run, seen = failing(Failure(rank=0, time=0.0, text=str(error), final=is_final(error)))
+    if again:
+        assert cli.restarted(tiny_config(tmp_path), 3, run) == 0
+    else:
+        with pytest.raises(RankError):
+            cli.restarted(tiny_config(tmp_path), 3, run)
+    assert len(seen) == 1 + again
+
+
+@pytest.mark.parametrize(
+    ("environ", "whose"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "torchrun --max"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "backoffLimit"),
+    ],
+)
+def test_restarts_are_the_launchers_own_where_there_is_one(config_file, capsys, started, monkeypatch, environ, whose):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", str(config_file), "--max-restarts", "2"]) == 2
+    assert whose in one_line(capsys) and started == []
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

@@ -33,7 +33,31 @@ def test_torchrun_is_known_by_all_of_its_variables(missing):
         assert launch.detect(without(TORCHRUN, missing)) is None
 
 
-@pytest.mark.parametrize("missing", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+POD = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+
+
+def test_a_pytorchjob_is_known_by_its_variables_without_a_local_rank():
+    found = launch.detect(POD | {"PET_NNODES": "8", "PET_NODE_RANK": "5", "PET_NPROC_PER_NODE": "1"})
+    assert found == launch.Rendezvous(
+        launcher="pytorchjob", rank=5, size=8, local_rank=0, url="tcp://job-master-0:23456"
+    )
+    assert launch.detect(POD | {"RANK": "0", "WORLD_SIZE": "1"}) is None, "a job of one pod trains alone"
+
+
+def test_torchrun_inside_a_pytorchjob_is_torchrun():
+    found = launch.detect(POD | {"RANK": "43", "WORLD_SIZE": "64", "LOCAL_RANK": "3", "PET_NPROC_PER_NODE": "8"})
+    assert (found.launcher, found.rank, found.size, found.local_rank) == ("torchrun", 43, 64, 3)
+
+
+def test_a_pod_for_several_processes_that_runs_one_is_refused_with_torchrun():
+    with pytest.raises(ConfigError, match=r"PET_NPROC_PER_NODE is 8, which torchrun reads: .*torchrun -m sixfold\.gpt"):
+        launch.detect(POD | {"PET_NPROC_PER_NODE": "8"})
+    assert launch.device_index(launch.detect(POD), 1) == 0
+    with pytest.raises(ConfigError, match=r"rank 5 is the only process of its pod .* sees 8 GPUs; .*nproc-per-node=8"):
+        launch.device_index(launch.detect(POD), 8)
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_rank_of_several_that_lacks_a_variable_is_refused_and_does_not_train_alone(missing):
     with pytest.raises(ConfigError, match=rf"RANK is 5 and WORLD_SIZE 8, and {missing} is not set"):
         launch.detect(without(TORCHRUN, missing))

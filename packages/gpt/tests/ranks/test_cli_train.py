@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import gpt_launch_helpers
 import pytest
 from gpt_helpers import tiny_config
 
@@ -67,6 +69,24 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(con
     assert "Traceback" not in error
     [resume] = records(run, "resume")
     assert resume["step"] == 2 and resume["layout"]["dp"] == 2
+
+
+def test_a_run_whose_rank_is_killed_is_started_again_from_its_newest_checkpoint(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "short.toml"
+    path.write_text(tiny_config(tmp_path, "train.steps=5", "checkpoint.every=2", "checkpoint.resume=never").to_toml())
+    start = cli.start_ranks
+
+    def started(target, ranks, args, **options):
+        return start(partial(gpt_launch_helpers.train_and_die_once, str(tmp_path)), ranks, args, **options)
+
+    monkeypatch.setattr(cli, "start_ranks", started)
+    assert cli.main(["train", str(path), "parallel.pp=2", "--max-restarts", "2"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sixfold: ")]
+    assert told == ["sixfold: rank 1 was killed by SIGKILL; the kernel does so when memory runs out; restart 1 of 2"]
+    assert [entry["step"] for entry in records(tmp_path / "run", "resume")] == [2]
+    losses = [(entry["step"], entry["loss"]) for entry in records(tmp_path / "run", "step")]
+    assert [step for step, _ in losses] == [1, 2, 3, 3, 4, 5]
+    assert losses[2] == losses[3], "the repeated step has the loss that it had"
 
 
 def test_an_error_that_every_rank_meets_is_said_once(config_file, tmp_path, capsys):

@@ -16,6 +16,9 @@ def rendezvous(rank, ranks, launcher, where):
     if launcher == "srun":
         slurm = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": ranks, "SLURM_STEP_NODELIST": "localhost"}
         return launch.detect({k: str(v) for k, v in slurm.items()} | {"MASTER_PORT": where})
+    if launcher == "pytorchjob":
+        pod = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": where}
+        return launch.detect(pod)
     return launch.detect({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": where})
 
 
@@ -31,10 +34,10 @@ def join_sum_leave(rank, ranks, launcher, where):
     return world.rank, world.size, world.device.type, total.item(), threads, dist.is_initialized()
 
 
-@pytest.mark.parametrize("launcher", ["sixfold", "srun"])
+@pytest.mark.parametrize("launcher", ["sixfold", "srun", "pytorchjob"])
 def test_ranks_meet_have_a_store_and_leave(tmp_path, launcher):
     with socket.create_server(("localhost", 0)) as free:
-        where = str(free.getsockname()[1]) if launcher == "srun" else str(tmp_path / "store")
+        where = str(tmp_path / "store") if launcher == "sixfold" else str(free.getsockname()[1])
     found = run_ranks(join_sum_leave, 2, launcher, where)
     assert found == [(0, 2, "cpu", 3.0, 1, False), (1, 2, "cpu", 3.0, 1, False)]
 

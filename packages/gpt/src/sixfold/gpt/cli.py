@@ -14,8 +14,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -26,6 +27,15 @@ from sixfold.gpt.processes import STOPPED, RankError, is_typed, start_ranks
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.launch import Rendezvous
+
+
+# Who starts ranks anew where sixfold did not start them.
+_RESTARTS = {
+    "torchrun": "torchrun --max-restarts",
+    "srun": "sbatch --requeue",
+    "pytorchjob": "backoffLimit of the PyTorchJob",
+    "sixfold": "the launcher",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--ranks", type=_positive, help="ranks to start here (default: product of the degrees; GPUs: all)"
     )
+    train.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="when a rank is killed or lost, start all again from the newest checkpoint, N times at most (%(default)s)",
+    )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=_train)
 
@@ -126,6 +143,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 0")
+    return int(text)
+
+
 def _minutes(text: str) -> float:
     try:
         value = float(text)
@@ -155,12 +178,36 @@ def _train(args: argparse.Namespace) -> int:
         from sixfold.gpt.launch import detect
 
         rendezvous = detect(os.environ)
+        if rendezvous is not None and args.max_restarts:
+            raise ConfigError(
+                f"--max-restarts is {args.max_restarts} and {rendezvous.launcher} started this rank; give the number "
+                f"to {_RESTARTS[rendezvous.launcher]}: a run that is started again goes on from its newest checkpoint"
+            )
         ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
         _check_world(config, ranks)
         preflight(config)
         if rendezvous is not None:
             return _be_a_rank(config, rendezvous)
-        return run_ranks(config, ranks)
+        return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
+
+
+def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int]) -> int:
+    """``run(config)``, and again from the newest checkpoint when a rank was killed or lost, ``most`` times at most.
+
+    A run that would fail again (its configuration or data are wrong, a value was not finite, the disk is full) is not
+    started again.
+    """
+    for number in range(1, most + 1):
+        try:
+            return run(config)
+        except RankError as error:
+            if error.final:
+                raise
+            sys.stdout.flush()
+            print(f"sixfold: {error}; restart {number} of {most}", file=sys.stderr, flush=True)
+        # Whoever wrote "never" or "must" meant the first start.
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    return run(config)
 
 
 def run_ranks(config: TrainConfig, ranks: int) -> int:
@@ -175,7 +222,7 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
 
 
 def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
-    """Train as the rank that torchrun or srun made this process; rank 0 shows the progress line."""
+    """Train as the rank that torchrun, srun or a PyTorchJob made this process; rank 0 shows the progress line."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from sixfold.gpt.metrics import ProgressLine

@@ -1,6 +1,7 @@
 """Which rank this process is, and how it joins the others.
 
-    torchrun, srun or processes.py set variables --> detect --> Rendezvous --> join --> World   (this file) --> loop.py
+    torchrun, srun, a PyTorchJob or processes.py set variables --> detect --> Rendezvous --> join --> World  (this file)
+                                                                                                          `-> loop.py
 
 The one place of the package that reads a launcher's variables and that makes or ends the default process group. A
 process without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
@@ -10,6 +11,10 @@ bind (``--gpus-per-task``, ``--gpu-bind``): a task then sees fewer devices than 
 than it asked for, and they are its own, the first of them is its device. ``--gpu-bind=none`` beside ``--gpus-per-task``
 shows all to all. A single visible device is taken in either case; that no two ranks share one, and that all have one
 or none, is checked when they meet.
+
+[Note: one process of a pod] Kubernetes' PyTorchJob sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, and no
+LOCAL_RANK: one process in each pod, whose devices are its own. torchrun inside the container reads variables of the
+same job (PET_...) and sets LOCAL_RANK for the ranks that it starts: then they are torchrun's.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PYTORCHJOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MPIRUN = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))  # Open MPI; MPICH and Intel MPI
 OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by processes.py in the ranks that it starts
@@ -44,7 +50,7 @@ class Rendezvous:
     """Where the ranks of a job meet.
 
     Attributes:
-        launcher: "torchrun", "srun" or "sixfold".
+        launcher: "torchrun", "srun", "pytorchjob" or "sixfold".
         url: ``tcp://host:port``, ``env://`` (torchrun's agent may host the store) or ``file:///path``.
         gpus_on_node: what srun says this machine has for the job step; 0 where nobody says.
         gpus_per_task: what srun was asked to give each task; 0 where it was not.
@@ -86,7 +92,7 @@ def detect(environ: Mapping[str, str]) -> Rendezvous | None:
 
     Raises:
         ConfigError: a variable that is not a number, a rank outside the world, or one of several processes that nobody
-            told how to meet (mpirun, a part of torchrun's variables): alone, each would train its own run in run.dir.
+            told how to meet (mpirun, a part of a launcher's variables): alone, each would train its own run in run.dir.
     """
     if all(name in environ for name in OWN):
         rank, size = _number(environ, "SIXFOLD_RANK"), _number(environ, "SIXFOLD_RANKS")
@@ -102,12 +108,28 @@ def detect(environ: Mapping[str, str]) -> Rendezvous | None:
         on_node = _optional(environ, "SLURM_GPUS_ON_NODE", 0)
         return replace(found, gpus_on_node=on_node, gpus_per_task=_gpus_per_task(environ))
     if "RANK" in environ and _optional(environ, "WORLD_SIZE", 1) > 1:
-        missing = ", ".join(name for name in TORCHRUN if name not in environ)
-        raise ConfigError(
-            f"RANK is {environ['RANK']} and WORLD_SIZE {environ['WORLD_SIZE']}, and {missing} is not set; start the "
-            f"ranks by torchrun, which sets {', '.join(TORCHRUN)}, or unset RANK and WORLD_SIZE for a run of its own"
-        )
+        return _pytorchjob(environ)
     return None
+
+
+def _pytorchjob(environ: Mapping[str, str]) -> Rendezvous:
+    """See [Note: one process of a pod]."""
+    told = f"RANK is {environ['RANK']} and WORLD_SIZE {environ['WORLD_SIZE']}"
+    missing = [name for name in PYTORCHJOB if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"{told}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks by "
+            f"torchrun or a PyTorchJob, which set {', '.join(PYTORCHJOB)}, or unset RANK and WORLD_SIZE for a run of "
+            f"its own"
+        )
+    processes = environ.get("PET_NPROC_PER_NODE", "1")
+    if processes not in ("", "1"):
+        raise ConfigError(
+            f"{told}, and PET_NPROC_PER_NODE is {processes}, which torchrun reads: let the container run "
+            f"`torchrun -m sixfold.gpt train ...`, or set nprocPerNode of the PyTorchJob to 1"
+        )
+    url = f"tcp://{environ['MASTER_ADDR']}:{_number(environ, 'MASTER_PORT')}"
+    return _checked("pytorchjob", _number(environ, "RANK"), _number(environ, "WORLD_SIZE"), 0, url)
 
 
 def _refuse_mpirun(environ: Mapping[str, str], tasks: int) -> None:
@@ -205,6 +227,11 @@ def device_index(rendezvous: Rendezvous | None, visible: int) -> int:
             return 0
     elif rendezvous.launcher == "torchrun" and visible == 1:
         return 0
+    elif rendezvous.launcher == "pytorchjob" and visible > 1:
+        raise ConfigError(
+            f"rank {rendezvous.rank} is the only process of its pod (LOCAL_RANK is not set) and sees {visible} GPUs; "
+            f"let the container run `torchrun --nproc-per-node={visible} -m sixfold.gpt train ...`, or give it one GPU"
+        )
     if local_rank >= visible:
         raise ConfigError(
             f"local rank {local_rank} needs a GPU of its own; this machine shows {visible}. Start at most {visible} "

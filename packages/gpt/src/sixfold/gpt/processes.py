@@ -11,6 +11,7 @@ imports no torch.
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import pickle
@@ -50,16 +51,18 @@ class Failure:
     text: str
     exit_code: int = 1
     killed_by: signal.Signals | None = None
+    final: bool = False  # it would fail again
 
 
 class RankError(TrainError):
-    """A rank failed: the text is its error, led by its number."""
+    """A rank failed: the text is its error, led by its number; ``final``: starting the run anew does not help."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
         self.rank = failure.rank
         self.exit_code = failure.exit_code
         self.killed_by = failure.killed_by
+        self.final = failure.final
 
 
 @dataclass(kw_only=True, slots=True)
@@ -244,7 +247,7 @@ def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
     if failures:
         first = _first(failures)
         held = "".join(f"; rank {rank} did not answer: a signal had stopped its process" for rank in stopped)
-        raise RankError(replace(first, text=first.text + held))
+        raise RankError(replace(first, text=first.text + held, final=any(f.final for f in failures)))
     return max(r.result or 0 for r in ranks)
 
 
@@ -272,7 +275,13 @@ def _rank_main(
         report: Any = target(*args)
     except BaseException as error:  # SystemExit too: the launcher must hear of it
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
-        report = Failure(rank=rank, time=time.time(), text=_text_of(error, rank, ranks), exit_code=_exit_code(error))
+        report = Failure(
+            rank=rank,
+            time=time.time(),
+            text=_text_of(error, rank, ranks),
+            exit_code=_exit_code(error),
+            final=is_final(error),
+        )
     try:
         channel.send(report)
     except (OSError, pickle.PicklingError):
@@ -298,6 +307,14 @@ def _die_with_parent() -> None:
 def is_typed(error: BaseException) -> bool:
     """Whether an error is one that a sixfold package defines: its text says all, a traceback would not help."""
     return any(kind.__module__.startswith("sixfold.") for kind in type(error).__mro__)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether a run that ended so would end so again: what was asked or read is wrong, or the disk is full."""
+    from sixfold.gpt.errors import FinalError
+
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+    return full or isinstance(error, FinalError) or (is_typed(error) and isinstance(error, ValueError))
 
 
 def _text_of(error: BaseException, rank: int, ranks: int) -> str:

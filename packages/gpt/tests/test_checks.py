@@ -50,8 +50,8 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
         "model.num_experts=4", "model.experts_per_token=3", "model.router_aux_loss=0.1", "train.precision=fp8",
         "pipeline.steps=3", "fsdp.user_buffers=require", "fsdp.nccl_min_ctas=4", "fsdp.nccl_max_ctas=4",
         "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon",
-        "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true", "log.tensorboard=true",
-        "log.profile_steps=[3]", "data.changes=[{at = 64, sequence_length = 64}]",
+        "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true",
+        "data.changes=[{at = 64, sequence_length = 64}]",
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_key_with_what_to_use(override):

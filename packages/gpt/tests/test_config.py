@@ -117,6 +117,7 @@ batches = 8
 every = 1
 tensorboard = false
 profile_steps = []
+timeline_steps = []
 
 [run]
 device = "auto"

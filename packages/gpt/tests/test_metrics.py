@@ -160,3 +160,14 @@ def test_every_kind_has_a_text():
     assert describe(where) == "step 3  gradient is not finite on rank 1 in layers.2.ffn"
     assert "2:00 left" in describe({"kind": "step", **step(80)} | {"seconds": 6.0}, 100)
     assert "not finite" in describe({"kind": "step", **step(80, None)}, 100)
+
+
+def test_a_step_is_shown_with_its_wait_for_data_and_its_memory():
+    shown = describe(
+        STEP | {"kind": "step", "step": 5, "seconds": 2.0, "data_seconds": 0.5, "memory_bytes": 3 * 2**30}, 8
+    )
+    assert "step 5/8" in shown and "data 25%" in shown and "3.0 GiB" in shown and shown.endswith("0:06 left")
+    older = {key: value for key, value in STEP.items() if key not in ("data_seconds", "loss_by_dataset")}
+    assert "data" not in describe(older | {"kind": "step", "step": 5}, 8), (
+        "a line of an older release says nothing of it"
+    )

@@ -95,3 +95,15 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'sixfold-gpt\[plot\]'"):
         plot([write_run(tmp_path / "run")], tmp_path / "loss.svg")
+
+
+def test_each_dataset_has_a_curve_of_the_steps_that_read_it(tmp_path):
+    entries = records(("step", 1, 3.0), ("step", 2, 2.0), ("step", 3, 1.0))
+    for record, losses in zip(entries, ({"wiki": 4.0, "code": 2.0}, {"wiki": 3.0}, {"code": 1.0}), strict=True):
+        record["loss_by_dataset"] = losses
+    assert curve(entries, "run", "step").datasets == {"code": ([1, 3], [2.0, 1.0]), "wiki": ([1, 2], [4.0, 3.0])}
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    write_run(tmp_path / "run", entries)
+    text = plot([tmp_path / "run"], tmp_path / "loss.svg", by_dataset=True).read_text()
+    assert "<!-- wiki -->" in text and "<!-- code -->" in text
+    assert "<!-- wiki -->" not in plot([tmp_path / "run"], tmp_path / "plain.svg").read_text()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.sample import next_token, sample
+from sixfold.gpt.sample import next_token, sample, stream
 from sixfold.gpt.score import boundaries, nats_per_byte, windows
 from sixfold.gpt.tokenizer import ByteTokenizer
 
@@ -105,3 +105,34 @@ def test_the_score_is_the_sum_of_surprises_over_the_bytes(document_mask):
     assert (model.cuts[0] is not None) == document_mask
     thirds = [nats_per_byte(model, ids, seq_length=8, eod=256, share=(k, 3)) for k in range(3)]
     assert sum(thirds) == pytest.approx(found, rel=1e-12)
+
+
+@pytest.mark.parametrize(("top_p", "allowed"), [(1.0, {0, 1, 2, 3}), (0.8, {0, 1}), (0.81, {0, 1, 2}), (1e-9, {0})])
+def test_top_p_draws_from_the_fewest_likeliest_tokens_that_reach_it(top_p, allowed):
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()  # 0.5 + 0.3 is below 0.8 in no digit: both are enough
+    generator = torch.Generator().manual_seed(1)
+    drawn = {next_token(logits, 1.0, 0, generator, top_p=top_p) for _ in range(400)}
+    assert drawn == allowed
+
+
+def test_top_p_is_of_what_temperature_and_top_k_leave():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    generator = torch.Generator().manual_seed(1)
+    drawn = {next_token(logits, 1.0, 2, generator, top_p=0.5) for _ in range(200)}
+    assert drawn == {0}, "of two left, the first has 4 of 7"
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.1, 1.1, math.nan])
+def test_a_top_p_outside_its_range_is_refused(top_p):
+    with pytest.raises(ConfigError, match="top_p is "):
+        sample(alphabet(), ByteTokenizer(), top_p=top_p)
+
+
+def test_the_pieces_of_a_stream_are_whole_characters_and_make_the_sample():
+    euro = "a€z".encode()
+    scores = torch.full((257, 257), -20.0)
+    for before, after in itertools.pairwise([256, *euro, 256]):
+        scores[before, after] = 20.0
+    pieces = list(stream(Table(scores), ByteTokenizer(), temperature=0))
+    assert pieces == ["a", "€", "z"]
+    assert list(stream(Table(scores), ByteTokenizer(), tokens=2, temperature=0)) == ["a", "\ufffd"], "cut by tokens"

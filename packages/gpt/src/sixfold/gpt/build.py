@@ -24,6 +24,7 @@ from torch import nn
 import sixfold.pipeline as pipeline
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 from sixfold.gpt.agree import gather, together
+from sixfold.gpt.by_source import token_loss
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.init import fill_elements
 from sixfold.gpt.mesh import RankMesh, pair_group
@@ -273,12 +274,13 @@ def build_rank(
         program,
         stages,
         mesh.pipeline,
-        lambda losses, _: losses.sum(),
+        token_loss,
         scale="sum",
         timeout_s=config.run.timeout_seconds,
         store=world.store,
         lookahead=config.pipeline.lookahead,
         dynamic_shapes=config.pipeline.dynamic_shapes,
+        profile=bool(config.log.timeline_steps),
     )
     return RankModel(
         config=config,

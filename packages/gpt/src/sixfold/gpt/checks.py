@@ -53,8 +53,6 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("fsdp.nccl_max_ctas", lambda value: value is None, "NCCL_MAX_CTAS of NCCL itself", "a bound of NCCL's blocks"),
     ("fsdp.user_buffers", lambda value: value != "require", "auto or off", "registering buffers with NCCL"),
     ("fsdp.offload", lambda value: not value, "parallel.sharding over more ranks", "optimizer state in host memory"),
-    ("log.tensorboard", lambda value: not value, "metrics.jsonl and `sixfold plot`", "a TensorBoard writer"),
-    ("log.profile_steps", lambda value: not value, "torch.profiler around train()", "profiler traces"),
 )
 
 # A resumed run may change these; train.batch_ramp and data.changes only in their future.

@@ -1,6 +1,6 @@
 """The command ``sixfold``: verbs, exit status, and one line for an error.
 
-    argv --> cli (this file) --> train | demo | prepare | plot | sample
+    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample
 
 Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 stopped by SIGTERM after saving. A verb imports
 what it needs when it runs; a wrong configuration is refused before torch is imported, a rank started or a folder made.
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or metrics.jsonl")
     plot.add_argument("--out", type=Path, default=Path("loss.svg"), help=".svg or .png (%(default)s)")
     plot.add_argument("--x", choices=("step", "tokens", "seconds"), default="step")
+    plot.add_argument("--by-dataset", action="store_true", help="a curve for each dataset of the blend as well")
     plot.set_defaults(run=_plot)
 
     sample = verbs.add_parser("sample", help="let a trained model write")
@@ -131,9 +132,18 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--tokens", type=_positive, default=200, help="tokens at most (%(default)s)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
     sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
+    sample.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that together have P; 1 is all")
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sample.set_defaults(run=_sample)
+
+    timeline = verbs.add_parser("timeline", help="draw a step as the pipeline ran it, beside the same on paper")
+    timeline.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with log.timeline_steps")
+    timeline.add_argument("--step", type=_positive, help="which of log.timeline_steps (default: the newest)")
+    timeline.add_argument(
+        "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
+    )
+    timeline.set_defaults(run=_timeline)
     return parser
 
 
@@ -308,18 +318,29 @@ def _prepare(args: argparse.Namespace) -> int:
 def _plot(args: argparse.Namespace) -> int:
     from sixfold.gpt.plot import plot
 
-    plot(args.runs, args.out, x=args.x)
+    plot(args.runs, args.out, x=args.x, by_dataset=args.by_dataset)
     print(args.out)
     return 0
 
 
 def _sample(args: argparse.Namespace) -> int:
-    from sixfold.gpt.sample import sample_run
+    from sixfold.gpt.sample import stream_run
 
-    written = sample_run(
-        args.path, args.prompt, tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-    )
-    print(
-        json.dumps({"prompt": args.prompt, "text": written, "seed": args.seed}) if args.json else args.prompt + written
-    )
+    draws = {name: getattr(args, name) for name in ("tokens", "temperature", "top_k", "top_p", "seed")}
+    pieces = stream_run(args.path, args.prompt, **draws)
+    if args.json:
+        print(json.dumps({"prompt": args.prompt, "text": "".join(pieces), "seed": args.seed}))
+        return 0
+    print(args.prompt, end="", flush=True)
+    for piece in pieces:  # as it is written
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    from sixfold.gpt.timeline import show
+
+    said = show(args.run_dir, args.out, step=args.step)
+    print(f"{args.out}: {said}")
     return 0

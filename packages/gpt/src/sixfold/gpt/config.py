@@ -362,7 +362,8 @@ class LogConfig(Table):
     TABLE: ClassVar[str] = "log"
     every: Positive = 1
     tensorboard: bool = False
-    profile_steps: tuple[Count, ...] = ()
+    profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
+    timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`
 
 
 @dataclass(frozen=True, kw_only=True)

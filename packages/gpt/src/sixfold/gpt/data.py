@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset
+    from sixfold.gpt.by_source import Rows
     from sixfold.gpt.config import TrainConfig
 
     Datasets = tuple[BlendedDataset, BlendedDataset | GPTDataset | None]  # train, valid
@@ -54,6 +55,7 @@ class Microbatch:
     tokens: torch.Tensor
     kwargs: dict[str, Any]
     targets: float  # unmasked targets in it: the share of this microbatch in the count that divides the gradients
+    rows: Rows | None = None  # its samples by dataset, where the data is a blend
 
 
 def preflight(config: TrainConfig) -> None:
@@ -200,6 +202,17 @@ def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -
     return (np.arange(int(cu_seqlens[-1]), dtype=np.int64) - starts).reshape(-1, seq_length)
 
 
+def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64]) -> Rows | None:
+    """Which dataset each sample of ``batch`` is of; None where the data does not tell."""
+    import torch
+
+    from sixfold.gpt.by_source import Rows
+
+    if "dataset_id" not in batch:
+        return None
+    return Rows(dataset=torch.from_numpy(batch["dataset_id"]), targets=torch.from_numpy(targets))
+
+
 class TokenStream:
     """Microbatches of one part of the data, by position. Holds no cursor: the position is always an argument."""
 
@@ -249,8 +262,9 @@ class TokenStream:
             cu_seqlens = batch["cu_seqlens"]
             kwargs["cu_seqlens"] = put(cu_seqlens)
             kwargs["position_ids"] = put(positions_in_documents(cu_seqlens, self.seq_length))
+        counted = batch["loss_mask"].sum(axis=1, dtype=np.float64)
         return Microbatch(
-            tokens=put(batch["tokens"]), kwargs=kwargs, targets=float(batch["loss_mask"].sum(dtype=np.float64))
+            tokens=put(batch["tokens"]), kwargs=kwargs, targets=float(counted.sum()), rows=_rows(batch, counted)
         )
 
     def step(

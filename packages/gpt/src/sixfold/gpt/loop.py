@@ -21,8 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+<<<<<<< HEAD
 from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
 from sixfold.gpt import checkpoint, launch
+=======
+from sixfold.dist_ckpt import AsyncSave, retention
+from sixfold.gpt import checkpoint, launch, timeline
+>>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
 from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
 from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
@@ -33,9 +38,15 @@ from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import first_nonfinite
+from sixfold.gpt.observe import Board, check_board, traced
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
+<<<<<<< HEAD
 from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
 from sixfold.gpt.step import NonFinite, evaluate, train_step
+=======
+from sixfold.gpt.start import initial_weights, same_config, starting_point, step_of
+from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
+>>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
 from sixfold.gpt.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -92,6 +103,7 @@ class Run:
         self.loss: float | None = None
         self.versions = versions()
         self.root = Path(config.run.dir) / "checkpoints"
+        self.board: Board | None = None  # on rank 0, where the config wants one
         self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
 
@@ -99,6 +111,8 @@ class Run:
         """One line of metrics.jsonl, written by one rank."""
         if self.metrics is not None:
             self.metrics.write(kind, **fields)
+        if self.board is not None:
+            self.board.poll()
 
     def close(self) -> None:
         """Let the data thread end, which reads files that its user may close or delete next; one that hangs is left."""
@@ -209,8 +223,10 @@ class Run:
         start = time.monotonic()
         at = self.progress
         batch = self.next_batch()
-        lr = learning_rate(self.config, at.step)
-        with wire_errors(f"step {at.step}"):
+        data_seconds = time.monotonic() - start
+        lr, log = learning_rate(self.config, at.step), self.config.log
+        traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
+        with wire_errors(f"step {at.step}"), traces:
             outcome = train_step(self.rank, batch, lr, stop=stop)
         if isinstance(outcome, NonFinite):
             self._end_nonfinite(outcome, batch)
@@ -219,7 +235,7 @@ class Run:
         self.progress = Progress(step=at.step + 1, samples=at.samples + size, tokens=at.tokens + tokens)
         self.loss = outcome.loss
         seconds = time.monotonic() - start
-        if self.progress.step % self.config.log.every == 0 or self.progress.step == self.config.train.steps:
+        if self.progress.step % log.every == 0 or self.progress.step == self.config.train.steps:
             self.note(
                 "step",
                 step=self.progress.step,
@@ -230,11 +246,33 @@ class Run:
                 samples=self.progress.samples,
                 batch_size=size,
                 seconds=seconds,
+                data_seconds=data_seconds,
                 tokens_per_second=tokens / seconds,
                 mfu=None if self.rank.device.type == "cpu" else self._mfu(tokens / seconds),
                 memory_bytes=outcome.memory_bytes,
+                loss_by_dataset={self.train_data.names[i]: x for i, x in outcome.loss_by_dataset.items()},
             )
+        if self.progress.step in log.timeline_steps:
+            self._keep_timeline(outcome)
         return outcome.stop
+
+    def _keep_timeline(self, outcome: StepOutcome) -> None:
+        """The step as rank 0's pipeline ran it, for `sixfold timeline`."""
+        if self.rank.mesh.dp_rank != 0:
+            return
+        step = self.progress.step
+        with wire_errors(f"timeline of step {step}"):
+            measured = self.rank.runner.gather_timeline(outcome.ran)
+        if measured is not None:
+            trace, ran = timeline.keep(self.config.run.dir, step, outcome.program, measured)
+            self.note(
+                "timeline",
+                step=step,
+                trace=str(trace),
+                seconds=measured.makespan,
+                bubble=measured.bubble_over_ideal,
+                bubble_on_paper=ran.predicted.bubble_over_ideal,
+            )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         name = torch.cuda.get_device_name(self.rank.device)
@@ -365,6 +403,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     if config.train.compile:
         together(mesh.control, mesh.size, lambda: check_compiler(world.device))
 
+    together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
     same_config(config, mesh)
     start = starting_point(config, mesh)
     newest = start.newest
@@ -375,6 +414,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
     data = _datasets(config, mesh)
     run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
+    if config.log.tensorboard and mesh.rank == 0:
+        run.board = Board(config.run.dir, step_of(newest))
     flag = StopFlag()
     try:
         _start_line(run, mesh, step_of(newest))
@@ -395,6 +436,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     finally:
         flag.disarm()
         run.close()
+        if run.board is not None:
+            run.board.close()
         if metrics is not None:
             metrics.close()
     return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)

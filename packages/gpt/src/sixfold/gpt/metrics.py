@@ -1,6 +1,6 @@
 """The run's record: metrics.jsonl, one JSON object per line.
 
-    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, demo.py
+    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, observe.py, demo.py
                                                                  `-> ProgressLine --> stderr
 
 One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written,
@@ -36,10 +36,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "samples",
         "batch_size",
         "seconds",
+        "data_seconds",
         "tokens_per_second",
         "mfu",
         "memory_bytes",
+        "loss_by_dataset",
     ),
+    "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "loss", "tokens"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
     "nonfinite": ("step", "rank", "where", "what"),
@@ -200,7 +203,7 @@ class ProgressLine:
         for record in self._tail.read():
             if record["kind"] == "step":
                 self._pending = record
-            elif record["kind"] in ("start", "resume", "eval", "nonfinite", "end"):
+            elif record["kind"] in ("start", "resume", "eval", "timeline", "nonfinite", "end"):
                 self._flush()
                 self._print(describe(record))
         if self._pending and time.monotonic() - self._shown_at >= self._every_s:
@@ -242,12 +245,7 @@ def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
     """One line of text for one record."""
     kind, step = record["kind"], record.get("step")
     if kind == "step":
-        of = f"/{steps}" if steps else ""
-        rate = record.get("tokens_per_second") or 0.0
-        left = (
-            f"  {_clock((steps - record['step']) * record['seconds'])} left" if steps and record.get("seconds") else ""
-        )
-        return f"step {step}{of}  loss {_number(record['loss'])}  lr {record['lr']:.2e}  {rate:,.0f} tokens/s{left}"
+        return _describe_step(record, steps)
     if kind == "eval":
         return f"step {step}  validation loss {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
     if kind == "start":
@@ -256,11 +254,32 @@ def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
     if kind == "resume":
         layout = " ".join(f"{axis}{size}" for axis, size in record["layout"].items() if size > 1) or "one process"
         return f"step {step}  resumed from {record['checkpoint']} as {layout}"
+    if kind == "timeline":
+        bubbles = f"bubble {record['bubble']:.3f}, on paper {record['bubble_on_paper']:.3f}"
+        return f"step {step}  {bubbles}; {record['trace']}"
     if kind == "nonfinite":
         return f"step {step}  {record['what']} is not finite on rank {record['rank']} in {record['where']}"
     if kind == "end":
         return f"step {step}  {record['reason']}"
     return f"step {step}  {kind}"
+
+
+def _describe_step(record: Mapping[str, Any], steps: int | None) -> str:
+    """``step 7/200  loss 2.1234  lr 1.00e-03  12,345 tokens/s  data 2%  1.2 GiB  0:41 left``."""
+    parts = [
+        f"step {record['step']}/{steps}" if steps else f"step {record['step']}",
+        f"loss {_number(record['loss'])}",
+        f"lr {record['lr']:.2e}",
+        f"{record.get('tokens_per_second') or 0.0:,.0f} tokens/s",
+    ]
+    seconds, waited, memory = (record.get(name) for name in ("seconds", "data_seconds", "memory_bytes"))
+    if seconds and waited is not None:
+        parts.append(f"data {waited / seconds:.0%}")
+    if memory:
+        parts.append(f"{memory / 2**30:.1f} GiB")
+    if steps and seconds:
+        parts.append(f"{_clock((steps - record['step']) * seconds)} left")
+    return "  ".join(parts)
 
 
 def _number(value: float | None) -> str:

@@ -24,6 +24,7 @@ AXIS_LABELS: dict[str, str] = {
 }
 COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
 GREY = "#8a8a8a"
+DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,7 @@ class Curve:
     eval_x: list[float]
     eval_loss: list[float]
     resumes: list[Resume]
+    datasets: dict[str, tuple[list[float], list[float]]]  # by name: x and smoothed loss
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
@@ -91,7 +93,23 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         eval_x=[at[int(r["step"])] for r in evals],
         eval_loss=[float(r["loss"]) for r in evals],
         resumes=_resumes(records, at, float(began), axis),
+        datasets=_by_dataset(steps, at),
     )
+
+
+def _by_dataset(
+    steps: Sequence[Mapping[str, Any]], at: Mapping[int, float]
+) -> dict[str, tuple[list[float], list[float]]]:
+    """x and smoothed loss of each dataset, of the steps that read it."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for record in steps:
+        for name, loss in record.get("loss_by_dataset", {}).items():
+            if loss is not None:
+                points.setdefault(name, []).append((at[int(record["step"])], float(loss)))
+    return {
+        name: ([x for x, _ in pairs], smoothed([loss for _, loss in pairs], len(pairs) // 30))
+        for name, pairs in sorted(points.items())
+    }
 
 
 def _resumes(records: Sequence[Mapping[str, Any]], at: Mapping[int, float], began: float, axis: Axis) -> list[Resume]:
@@ -113,6 +131,7 @@ def plot(
     out: str | Path,
     *,
     x: Axis = "step",
+    by_dataset: bool = False,
     references: Mapping[str, float] | None = None,
     marks: Mapping[str, tuple[float, float]] | None = None,
     unit: str = "nats per token",
@@ -124,6 +143,7 @@ def plot(
         runs: run folders or metrics.jsonl files; one colour each.
         out: ``.svg`` or ``.png``.
         x: what lies along the axis.
+        by_dataset: a thin line for each dataset of the blend as well.
         references: dashed lines by name, in ``unit``.
         marks: points by name, (x, loss) each.
     Raises:
@@ -142,6 +162,11 @@ def plot(
     _draw_references(axes, references or {})
     for number, one in enumerate(curves):
         _draw_curve(axes, one, COLOURS[number % len(COLOURS)])
+        for i, (name, (places, losses)) in enumerate(one.datasets.items() if by_dataset else ()):
+            # Datasets differ in dashes; and in colour, where colours do not tell runs apart.
+            colour = COLOURS[(i + 1) % len(COLOURS)] if len(curves) == 1 else COLOURS[number % len(COLOURS)]
+            axes.plot(places, losses, color=colour, linewidth=1.2, linestyle=DASHES[i % len(DASHES)], zorder=3,
+                      label=name if len(curves) == 1 else f"{one.name}, {name}")  # fmt: skip
     for name, (at, loss) in (marks or {}).items():
         axes.plot([at], [loss], "D", color=COLOURS[1], markersize=6, markeredgecolor="white", zorder=5)
         axes.annotate(
@@ -154,7 +179,7 @@ def plot(
             color=COLOURS[1],
             fontsize=9,
         )
-    _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title)
+    _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title, by_dataset)
     out.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same losses give the same bytes.
     figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
@@ -212,12 +237,21 @@ def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
 
 
 def _dress(
-    axes: Any, curves: Sequence[Curve], references: Mapping[str, float], x_label: str, unit: str, title: str
+    axes: Any,
+    curves: Sequence[Curve],
+    references: Mapping[str, float],
+    x_label: str,
+    unit: str,
+    title: str,
+    by_dataset: bool,
 ) -> None:
     """Limits that show where the curve is flat, not only its first fall; quiet frame and grid."""
     lowest = min([min(c.smooth) for c in curves] + list(references.values()))
+    sources = [losses for c in curves for _, losses in c.datasets.values() if by_dataset]
+    lowest = min([lowest, *(min(losses) for losses in sources)])
     first = max(c.smooth[0] for c in curves)
     typical = max(sorted(c.loss)[len(c.loss) * 9 // 10] for c in curves)
+    typical = max([typical, *(sorted(losses)[len(losses) * 9 // 10] for losses in sources)])
     highest = min(first, max([typical, lowest + 0.5, *references.values()]))
     room = 0.08 * max(highest - lowest, 1e-3)
     axes.set_ylim(lowest - 2 * room, highest + 2 * room)

@@ -1,6 +1,6 @@
 """Let a model write, one token at a time.
 
-    prompt --> tokenizer --> model --> temperature, top k, one draw --> next token   (this file) --> text
+    prompt --> tokenizer --> model --> temperature, top k, top p, one draw --> next token   (this file) --> text
 
 The model sees the last ``context`` tokens at each position; it keeps no cache. Draws come from a generator of
 their own on the CPU, so a seed gives the same text whatever ran before.
@@ -8,8 +8,10 @@ their own on the CPU, so a seed gives the same text whatever ran before.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,13 +23,16 @@ if TYPE_CHECKING:
     from sixfold.gpt.tokenizer import Tokenizer
 
 
-def next_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token.
+def next_token(
+    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator, *, top_p: float = 1.0
+) -> int:
+    """Draw a token: temperature, then the K likeliest, then of these the likeliest that together have ``top_p``.
 
     Args:
         logits: (vocab_size,), any float dtype, on the CPU.
         temperature: 0 takes the likeliest, the lowest id among equals.
         top_k: only the K likeliest can be drawn; 0 allows all.
+        top_p: in (0, 1]: the fewest tokens whose probabilities reach it (arXiv 1904.09751); 1 allows all.
     """
     scores = logits.double()
     if temperature == 0:
@@ -35,53 +40,89 @@ def next_token(logits: torch.Tensor, temperature: float, top_k: int, generator: 
     if 0 < top_k < len(scores):
         least = scores.topk(top_k).values[-1]
         scores = scores.masked_fill(scores < least, float("-inf"))
-    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator))
+    chances = (scores / temperature).softmax(0)
+    if top_p < 1:
+        falling, ids = chances.sort(descending=True, stable=True)
+        chances[ids[falling.cumsum(0) - falling >= top_p]] = 0.0  # multinomial takes weights of any sum
+    return int(torch.multinomial(chances, 1, generator=generator))
 
 
-@torch.inference_mode()
-def sample(
-    model: GPTModel,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    context: int = 1024,
-) -> str:
-    """What ``model`` writes after ``prompt``, the prompt not included.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draws:
+    """How tokens are drawn, see `next_token`; checked when made.
 
-    An empty prompt is the start of a document. The text ends with its document or after ``tokens`` tokens.
+    Attributes:
+        tokens: at most this many.
+        seed: of the draws' own generator.
+        context: tokens that the model sees at most; longer than it was trained on is of no use.
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 0
+    context: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("tokens", self.tokens, 0), ("top_k", self.top_k, 0), ("context", self.context, 1)):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it is >= {least}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it is >= 0, and 0 takes the likeliest token")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it is > 0 and <= 1, and 1 allows every token")
+
+
+def sample(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any) -> str:
+    """What ``model`` writes after ``prompt``, the prompt not included; arguments and errors as of `stream`."""
+    return "".join(stream(model, tokenizer, prompt, **draws))
+
+
+def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any) -> Iterator[str]:
+    """The text that ``model`` writes after ``prompt``, in pieces as it comes; together they are what `sample` gives.
+
+    An empty prompt is the start of a document. The text ends with its document or after so many tokens. A character
+    whose last token has not come yet waits for it.
 
     Args:
-        context: tokens that the model sees at most; longer than it was trained on is of no use.
+        draws: fields of `Draws`.
     Raises:
         ConfigError: a value outside its range, or a prompt with ids that the model does not have.
     """
-    _check(tokens, temperature, top_k, context)
+    how = Draws(**draws)
     ids = [tokenizer.eod, *tokenizer.encode(prompt)]
     # The lead token stands for the document before; with text to go on from, the text alone is the context.
     ids = ids[1:] or ids
-    vocab_size, written = model.config.vocab_size, list[int]()
+    vocab_size = model.config.vocab_size
     if max(ids) >= vocab_size:
         raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {max(ids)}, model.vocab_size is {vocab_size}")
-    generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
+    generator, device = torch.Generator().manual_seed(how.seed), next(model.parameters()).device
+
+    def draw(written: list[int]) -> int:
+        with torch.inference_mode():
+            logits = model(torch.tensor([(ids + written)[-how.context :]], device=device))[0, -1]
+            return next_token(logits.cpu(), how.temperature, how.top_k, generator, top_p=how.top_p)
+
+    return _pieces(draw, tokenizer, how.tokens)
+
+
+def _pieces(draw: Callable[[list[int]], int], tokenizer: Tokenizer, tokens: int) -> Iterator[str]:
+    """Text of the tokens that ``draw`` gives, from what was written before, until the document's end."""
+    written, shown = list[int](), 0
     for _ in range(tokens):
-        logits = model(torch.tensor([(ids + written)[-context:]], device=device))[0, -1]
-        token = next_token(logits.cpu(), temperature, top_k, generator)
+        token = draw(written)
         if token == tokenizer.eod:
             break
         written.append(token)
-    return tokenizer.decode(written)
-
-
-def _check(tokens: int, temperature: float, top_k: int, context: int) -> None:
-    for name, value, least in (("tokens", tokens, 0), ("top_k", top_k, 0), ("context", context, 1)):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; it is >= {least}")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature is {temperature}; it is >= 0, and 0 takes the likeliest token")
+        text = tokenizer.decode(written)
+        if len(whole := text.rstrip("\ufffd")) > shown:  # a part of a character is decoded as U+FFFD
+            yield whole[shown:]
+            shown = len(whole)
+    if rest := tokenizer.decode(written)[shown:]:
+        yield rest
 
 
 def open_run(path: str | Path) -> tuple[GPTModel, TrainConfig, Tokenizer]:
@@ -99,19 +140,13 @@ def open_run(path: str | Path) -> tuple[GPTModel, TrainConfig, Tokenizer]:
     return load_model(folder), config, tokenizer_of(config.data.blend, config.data.tokenizer)
 
 
-def sample_run(
-    path: str | Path, prompt: str = "", *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
-) -> str:
-    """``sample`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
-    _check(tokens, temperature, top_k, 1)
+def stream_run(path: str | Path, prompt: str = "", **draws: Any) -> Iterator[str]:
+    """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
+    Draws(**draws)  # refused before a model is read
     model, config, tokenizer = open_run(path)
-    return sample(
-        model,
-        tokenizer,
-        prompt,
-        tokens=tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        context=config.data.seq_length,
-    )
+    return stream(model, tokenizer, prompt, context=config.data.seq_length, **draws)
+
+
+def sample_run(path: str | Path, prompt: str = "", **draws: Any) -> str:
+    """``sample`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
+    return "".join(stream_run(path, prompt, **draws))

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sixfold.gpt.build import TIED, RankModel, canonical
+from sixfold.gpt.by_source import by_source, means
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
+from sixfold.pipeline import Program, StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +37,17 @@ class StepOutcome:
         grad_norm: global norm before clipping.
         stop: some rank was asked to stop; all of them know it at this step.
         memory_bytes: of the largest rank.
+        loss_by_dataset: the same loss of the targets of one dataset, by its number; those without a target left out.
+        ran, program: what the runner returned on this rank, and what it ran.
     """
 
     loss: float
     grad_norm: float
     stop: bool
     memory_bytes: int
+    loss_by_dataset: dict[int, float]
+    ran: StepResult
+    program: Program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +88,18 @@ def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Te
     return count, dist.all_reduce(count, group=rank.mesh.data, async_op=True)
 
 
-def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool) -> list[float]:
-    """[loss sum, stop flags, squares, memory of each rank ...], summed over the ranks that hold a part of each."""
+def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool, sources: torch.Tensor) -> list[float]:
+    """[loss sum, stop flags, squares, memory of each rank ..., sources], each summed over the ranks that hold a part.
+
+    Args:
+        sources: (2, datasets), flattened behind the rest.
+    """
     mesh = rank.mesh
-    values = torch.zeros(3 + mesh.size, dtype=torch.float64, device=rank.device)
+    values = torch.zeros(3 + mesh.size + sources.numel(), dtype=torch.float64, device=rank.device)
     values[0] = loss
     values[1] = float(stop)
     values[3 + mesh.rank] = float(memory_bytes(rank.device))
+    values[3 + mesh.size :] = sources.flatten()
     if mesh.data is not None:
         dist.all_reduce(values, group=mesh.data)
     values[2] = square  # fsdp has summed it over dp x cp already
@@ -111,11 +123,12 @@ def train_step(
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
     count, counted = _sum_targets(rank, batch)
+    program = rank.program(len(batch))
     result = rank.runner.step(
         [m.tokens for m in batch] if rank.is_first else None,
-        None,
+        [m.rows for m in batch] if rank.is_last else None,
         kwargs=[m.kwargs for m in batch],
-        program=rank.program(len(batch)),
+        program=program,
     )
     rank.model.finish_grad_sync()
     _sum_tied_embedding(rank)
@@ -125,9 +138,17 @@ def train_step(
     square = rank.model.grad_square_sum(rank.counts_in_norm)
     losses = result.losses
     loss_sum = torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+<<<<<<< HEAD
     loss, stopped, total, *memory = _agree(rank, loss_sum / count, square, stop)
     rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
     rank.model.check()
+=======
+    datasets = len(rank.config.data.train_prefixes)
+    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    loss, stopped, total, *rest = _agree(rank, loss_sum / count, square, stop, sources)
+    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    rank.model.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
+>>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
     norm = math.sqrt(total) if total >= 0 else total
     if not (math.isfinite(loss) and math.isfinite(norm)):
         stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))
@@ -138,7 +159,15 @@ def train_step(
         rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
     rank.optimizer.step()
     rank.model.zero_grad()
-    return StepOutcome(loss=loss, grad_norm=norm, stop=stopped > 0, memory_bytes=int(max(memory)))
+    return StepOutcome(
+        loss=loss,
+        grad_norm=norm,
+        stop=stopped > 0,
+        memory_bytes=int(max(memory)),
+        loss_by_dataset=means(rest[:datasets], rest[datasets:]),
+        ran=result,
+        program=program,
+    )
 
 
 @contextmanager

@@ -1,0 +1,56 @@
+"""The loss of a step by dataset: which source costs how much.
+
+    data.py: Rows --> token_loss (this file), the pipeline's loss --> Rows.nats --> by_source --> step.py's reduction
+
+A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``Rows`` as its
+target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class Rows:
+    """The b samples of a microbatch, one by one.
+
+    Attributes:
+        dataset: (b,) int64, number of the dataset in the blend, on the CPU.
+        targets: (b,) float64, unmasked targets, on the CPU.
+        nats: (b,) float64, summed losses, on the device: left by the forward where the last stage is, else None.
+    """
+
+    dataset: torch.Tensor
+    targets: torch.Tensor
+    nats: torch.Tensor | None = None
+
+
+def token_loss(losses: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    """The sum of per-token ``losses``, what the backward starts from; each sample's share is left in ``rows``.
+
+    Args:
+        losses: (b, S) or flattened, 0 where masked. A provider's loss of another size is not shared out.
+    """
+    if rows is not None and losses.numel() % len(rows.dataset) == 0:
+        rows.nats = losses.detach().reshape(len(rows.dataset), -1).sum(1, dtype=torch.float64)
+    return losses.sum()
+
+
+def by_source(batch: Iterable[Rows | None], datasets: int, device: torch.device) -> torch.Tensor:
+    """(2, datasets) float64 on ``device``: nats and targets of each, over the microbatches whose loss is known here."""
+    totals = torch.zeros(2, datasets, dtype=torch.float64, device=device)
+    for rows in batch:
+        if rows is not None and rows.nats is not None:
+            number = rows.dataset.to(device, non_blocking=True)
+            totals[0].index_add_(0, number, rows.nats)
+            totals[1].index_add_(0, number, rows.targets.to(device, non_blocking=True))
+    return totals
+
+
+def means(nats: Sequence[float], targets: Sequence[float]) -> dict[int, float]:
+    """Nats per target by dataset number; datasets without a target in the step are left out."""
+    return {i: nat / count for i, (nat, count) in enumerate(zip(nats, targets, strict=True)) if count}

@@ -1,0 +1,115 @@
+"""The pipeline's step as it ran, beside the same program on paper.
+
+    runner.gather_timeline --> keep (this file) --> RUN/timeline/step-N.json (Chrome trace), step-N.txt (the program)
+                                                `-> show (this file) --> .svg, .png, .json for Perfetto, text
+
+Costs are fitted to what was measured and the program is simulated with them: what is left between the two bubbles is
+what the schedule does not explain. No torch. ``sixfold-pipeline draw step-N.txt --measured step-N.json`` reads the
+same files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sixfold.gpt.errors import ConfigError
+from sixfold.pipeline import Costs, Program, Timeline, draw, simulate
+from sixfold.pipeline.draw import draw_png
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.trace import read_trace, write_trace
+
+FORMATS = {".svg": "svg", ".json": "trace", ".txt": "text"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """A measured step and the same program under the costs that it showed.
+
+    Attributes:
+        measured, predicted: in seconds, of the ranks of one pipeline.
+    """
+
+    program: Program
+    measured: Timeline
+    predicted: Timeline
+
+
+def beside_paper(program: Program, measured: Timeline) -> Ran:
+    """``measured`` beside a simulation of ``program`` with the costs fitted to it.
+
+    Raises:
+        ScheduleError: a stage's forward or backward was not measured.
+    """
+    costs = Costs.fit(measured, assume=Costs.per_rank(program))
+    return Ran(program=program, measured=measured, predicted=simulate(program, costs))
+
+
+def folder(run_dir: str | Path) -> Path:
+    """Where a run keeps its timelines."""
+    return Path(run_dir) / "timeline"
+
+
+def keep(run_dir: str | Path, step: int, program: Program, measured: Timeline) -> tuple[Path, Ran]:
+    """Write a measured step under ``run_dir``.
+
+    Args:
+        step: the update that was measured, the first being 1 as in metrics.jsonl.
+    Returns:
+        The trace's path, and what ``beside_paper`` says.
+    """
+    trace = folder(run_dir) / f"step-{step:08d}.json"
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    trace.with_suffix(".txt").write_text(str(program))
+    trace.write_text(write_trace({"measured": measured}))
+    return trace, beside_paper(program, measured)
+
+
+def kept(run_dir: str | Path, step: int | None = None) -> tuple[int, Ran]:
+    """A timeline of a run, the newest if ``step`` is None, and its step.
+
+    Raises:
+        ConfigError: the run has none, or none of that step.
+    """
+    there = {int(path.stem.removeprefix("step-")): path for path in sorted(folder(run_dir).glob("step-*.json"))}
+    if not there:
+        raise ConfigError(f"{folder(run_dir)} holds no timeline; train with log.timeline_steps = [10], say")
+    found = max(there) if step is None else step
+    if found not in there:
+        raise ConfigError(f"step {found} of {run_dir} was not timed; timed were {', '.join(map(str, there))}")
+    try:
+        program = Program.parse(there[found].with_suffix(".txt").read_text())
+        return found, beside_paper(program, read_trace(there[found].read_text(), program.weights))
+    except (OSError, ScheduleError) as error:
+        raise ConfigError(f"the timeline of step {found} in {folder(run_dir)} cannot be read: {error}") from error
+
+
+def show(run_dir: str | Path, out: str | Path, *, step: int | None = None) -> str:
+    """Draw a kept timeline, simulated above measured.
+
+    Args:
+        out: .svg, .png (needs matplotlib), .json (for Perfetto), .txt.
+    Returns:
+        One line that says both bubbles.
+    Raises:
+        ConfigError: another ending, or no such timeline. ScheduleError: a .png without matplotlib.
+    """
+    out = Path(out)
+    if out.suffix not in {*FORMATS, ".png"}:
+        raise ConfigError(f"--out is {str(out)!r}; a timeline ends in .svg, .png, .json (Perfetto) or .txt")
+    step, ran = kept(run_dir, step)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".png":
+        draw_png(ran.predicted, out, beside=ran.measured)
+    else:
+        out.write_text(draw(ran.predicted, format=FORMATS[out.suffix], beside=ran.measured))
+    return describe(step, ran)
+
+
+def describe(step: int, ran: Ran) -> str:
+    """``step 7: 0.412 s, bubble 0.310 measured, 0.270 on paper with the same costs; 2 ranks, 8 microbatches``."""
+    return (
+        f"step {step}: {ran.measured.makespan:.3f} s, bubble {ran.measured.bubble_over_ideal:.3f} measured, "
+        f"{ran.predicted.bubble_over_ideal:.3f} on paper with the same costs; "
+        f"{len(ran.program.ranks)} ranks, {ran.program.microbatches} microbatches"
+    )

@@ -1,0 +1,97 @@
+"""TensorBoard, timelines and losses by dataset: what is read, and what is refused."""
+
+import pytest
+import torch
+from config_helpers import words_of
+
+from sixfold.gpt import observe
+from sixfold.gpt.by_source import Rows, by_source, means, token_loss
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.metrics import FIELDS, MetricsWriter
+from sixfold.gpt.observe import Board, check_board
+from sixfold.gpt.timeline import kept, show
+
+STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "loss_by_dataset": {"wiki": 2.0, "code": None}}
+
+
+def board_of(folder, *losses, first=1, purge=0):
+    """Write steps with these losses and take them over into TensorBoard."""
+    board = Board(folder, purge)
+    with MetricsWriter(folder / "metrics.jsonl") as writer:
+        for step, loss in enumerate(losses, first):
+            writer.write("step", **STEP | {"step": step, "loss": loss})
+        board.poll()
+        writer.write("eval", step=first, loss=0.5, tokens=10)
+    board.close()
+
+
+def curves_of(folder):
+    """(step, value) by name, as TensorBoard itself reads them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_number_of_a_step_and_of_its_datasets(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
+    board_of(tmp_path, 4.0, 3.0)
+    found = curves_of(tmp_path)
+    assert found["train/loss"] == [(1, 4.0), (2, 3.0)] and found["valid/loss"] == [(1, 0.5)]
+    assert found["loss by dataset/wiki"] == [(1, 2.0), (2, 2.0)]
+    assert "train/mfu" not in found and "loss by dataset/code" not in found, "null is no number"
+    assert {f"train/{name}" for name in observe.CURVES} - found.keys() == {"train/mfu"}
+
+
+def test_steps_that_a_resumed_run_repeats_replace_the_first_ones(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
+    board_of(tmp_path, 5.0, 4.0, 3.0)
+    board_of(tmp_path, 9.0, first=2, purge=1)
+    assert curves_of(tmp_path)["train/loss"] == [(1, 5.0), (2, 9.0)]
+
+
+def test_tensorboard_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
+    monkeypatch.setattr(observe, "find_spec", lambda name: None)
+    check_board(False)
+    with pytest.raises(ConfigError) as error:
+        check_board(True)
+    assert words_of(error).startswith("log.tensorboard is true and ") and "sixfold-gpt[tensorboard]" in words_of(error)
+
+
+def rows(*datasets, targets=4.0):
+    return Rows(dataset=torch.tensor(datasets), targets=torch.full((len(datasets),), targets, dtype=torch.float64))
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_plain_sum():
+    losses = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).exp().requires_grad_()
+    assert torch.equal(token_loss(losses, rows(0, 1, 0)), losses.sum())
+    token_loss(losses, rows(0, 1, 0)).backward()
+    assert torch.equal(losses.grad, torch.ones(3, 4))
+
+
+def test_a_microbatch_that_is_computed_again_counts_once():
+    one = rows(0, 1)
+    for _ in range(2):  # as RECOMPUTE does
+        token_loss(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), one)
+    nats, targets = by_source([one], 3, torch.device("cpu")).tolist()
+    assert means(nats, targets) == {0: 0.5, 1: 1.5}, "of 2 and 6 nats over 4 targets each; dataset 2 gave nothing"
+
+
+def test_losses_that_are_not_per_token_are_not_shared_out():
+    one = rows(0, 1)
+    assert float(token_loss(torch.tensor([1.0, 2.0, 3.0]), one)) == 6.0
+    assert one.nats is None and not by_source([one, None], 2, torch.device("cpu")).any()
+
+
+def test_a_run_without_timelines_and_a_step_without_one_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no timeline; train with log\.timeline_steps"):
+        kept(tmp_path)
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "step-00000004.json").write_text("{")
+    (tmp_path / "timeline" / "step-00000004.txt").write_text("0: 0F0 0B0")
+    with pytest.raises(ConfigError, match=r"step 5 of .* was not timed; timed were 4"):
+        kept(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"timeline of step 4 .* cannot be read: "):
+        kept(tmp_path)
+    with pytest.raises(ConfigError, match=r"--out is 'a\.pdf'; a timeline ends in"):
+        show(tmp_path, "a.pdf")

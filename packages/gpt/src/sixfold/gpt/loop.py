@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-<<<<<<< HEAD
 from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
-from sixfold.gpt import checkpoint, launch
-=======
-from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch, timeline
->>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
 from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
 from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
@@ -40,13 +35,8 @@ from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import first_nonfinite
 from sixfold.gpt.observe import Board, check_board, traced
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
-<<<<<<< HEAD
 from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
-from sixfold.gpt.step import NonFinite, evaluate, train_step
-=======
-from sixfold.gpt.start import initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
->>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
 from sixfold.gpt.stop import StopFlag
 
 if TYPE_CHECKING:

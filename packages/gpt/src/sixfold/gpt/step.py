@@ -138,17 +138,12 @@ def train_step(
     square = rank.model.grad_square_sum(rank.counts_in_norm)
     losses = result.losses
     loss_sum = torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
-<<<<<<< HEAD
-    loss, stopped, total, *memory = _agree(rank, loss_sum / count, square, stop)
-    rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
-    rank.model.check()
-=======
     datasets = len(rank.config.data.train_prefixes)
     sources = by_source([m.rows for m in batch], datasets, rank.device)
     loss, stopped, total, *rest = _agree(rank, loss_sum / count, square, stop, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
-    rank.model.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
->>>>>>> e95d685 (gpt: losses by dataset, timelines beside paper, TensorBoard, profiler traces, top-p, streaming)
+    rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
+    rank.model.check()
     norm = math.sqrt(total) if total >= 0 else total
     if not (math.isfinite(loss) and math.isfinite(norm)):
         stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))

@@ -14,6 +14,7 @@ h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
 - ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -137,11 +138,16 @@ def _document_starts(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
 
 def _sdpa(documents: Documents) -> Attend:
     mask = None if documents.first is None else documents.additive_mask().unsqueeze(1)
-    repeats = documents.heads // documents.key_heads
+    # Of torch's kernels only CUDA's flash attention, in half precision and without a mask, groups queries itself.
+    half = documents.dtype in (torch.bfloat16, torch.float16)
+    grouped = documents.device.type == "cuda" and half and mask is None
+    repeats = 1 if grouped else documents.heads // documents.key_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        ).transpose(1, 2)
 
     return attend
 
@@ -150,7 +156,8 @@ def _varlen(documents: Documents) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     b, s = documents.b, documents.s
-    repeats = documents.heads // documents.key_heads
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    repeats = 1 if grouped else documents.heads // documents.key_heads
     cu = documents.cu_seqlens
     if cu is None:
         cu = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=documents.device)
@@ -159,7 +166,7 @@ def _varlen(documents: Documents) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.flatten(0, 1) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
         # s is the bound of any document's length: the true longest would be a host read.
-        out = varlen_attn(q, k, v, cu, cu, s, s, window_size=(-1, 0))
+        out = varlen_attn(q, k, v, cu, cu, s, s, window_size=(-1, 0), **grouped)
         assert isinstance(out, Tensor), f"varlen_attn gave {type(out).__name__}"
         return out.view(b, s, *out.shape[1:])
 

@@ -1,0 +1,187 @@
+"""A configuration at the degrees of a world, cut into stages and ranks, and what its stages cost.
+
+    TrainConfig, ParallelConfig --> Layout (this file) --> costs of stages (this file) --> on_paper.py, plan.py
+    sizes.py, activations.py, times.py
+
+From pure cores alone: no torch, no process group, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import sixfold.pipeline as pipeline
+from sixfold.gpt.activations import Shape, backward_bytes, stage_bytes
+from sixfold.gpt.checks import check_rules
+from sixfold.gpt.config import ParallelConfig, TrainConfig
+from sixfold.gpt.devices import Device
+from sixfold.gpt.sizes import Stored, Unit, largest_tensor, reduces_per_microbatch, stored, units_of_rank
+from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.times import StageTimes, overlapped_s, stage_flops, stage_times
+from sixfold.pipeline.schedules import by_name
+
+
+class PlannedConfig(TrainConfig):
+    """A configuration that may ask for what a run refuses."""
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A configuration at the degrees of a world, cut into stages and ranks."""
+
+    config: TrainConfig
+    parallel: ParallelConfig
+    kind: str  # of device, by which attention is chosen
+
+    @property
+    def microbatches(self) -> int:
+        """Of a rank in a step of ``train.global_batch_size``."""
+        return self.config.train.global_batch_size // (self.config.train.micro_batch_size * self.parallel.dp)
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """Rank of each stage."""
+        if self.parallel.schedule == "plan":
+            return tuple(stage % self.parallel.pp for stage in range(self.parallel.stages))
+        return by_name(self.parallel.schedule).placement(self.parallel.pp, self.parallel.stages_per_rank)
+
+    @cached_property
+    def layers(self) -> list[range]:
+        """Of each stage."""
+        return stage_layers(self.config.model.num_layers, self.parallel.stages, self.parallel.layers_per_stage)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Of a microbatch."""
+        return Shape.of(self.config, self.parallel)
+
+    @property
+    def split(self) -> bool:
+        """The schedule's backwards are input and weight gradients."""
+        return self.parallel.schedule == "plan" or by_name(self.parallel.schedule).split
+
+    @property
+    def per_microbatch(self) -> bool:
+        """Gradients are reduced in every backward; the only one of a step is its last."""
+        if self.microbatches == 1 and not self.split:
+            return True
+        return reduces_per_microbatch(self.config, stages=self.parallel.stages_per_rank, split=self.split)
+
+    def is_last(self, stage: int) -> bool:
+        """Has the head."""
+        return stage == self.parallel.stages - 1
+
+    def units(self, stages: Sequence[int]) -> tuple[Unit, ...]:
+        """The fsdp units of those stages on one rank."""
+        last = self.parallel.stages - 1
+        both_ends = self.config.model.tie_embeddings and {0, last} <= set(stages)
+        return units_of_rank(
+            self.config,
+            {stage: self.layers[stage] for stage in stages},
+            last,
+            tp=self.parallel.tp,
+            one_table=both_ends,
+        )
+
+    def stored(self, stages: Sequence[int], shard: int = 0) -> Stored:
+        """Bytes of a rank that holds those stages, activations apart."""
+        units = self.units(stages)
+        return stored(self.config, self.parallel, units, per_microbatch=self.per_microbatch, shard=shard)
+
+    def activation_bytes(self, stage: int) -> int:
+        """What autograd saves in one forward of a stage."""
+        return stage_bytes(
+            self.config,
+            self.shape,
+            self.kind,
+            layers=len(self.layers[stage]),
+            first=stage == 0,
+            last=self.is_last(stage),
+        )
+
+    def held_bytes(self, stage: int) -> int:
+        """Of a microbatch between forward and backward: what autograd saves, and the input that came from elsewhere."""
+        return self.activation_bytes(stage) + (self.shape.hidden_bytes if stage else 0)
+
+    def temporary_bytes(self, stages: Sequence[int]) -> int:
+        """Of a rank's backward at its worst."""
+        return max(
+            backward_bytes(
+                self.config,
+                self.shape,
+                self.kind,
+                layers=len(self.layers[stage]),
+                last=self.is_last(stage),
+                largest=largest_tensor(self.units([stage])),
+            )
+            for stage in stages
+        )
+
+    def stages_of(self, rank: int) -> list[int]:
+        """On a pipeline rank."""
+        return [stage for stage, where in enumerate(self.placement) if where == rank]
+
+
+# ---- costs and programs
+
+
+def program_of(config: TrainConfig, parallel: ParallelConfig, microbatches: int) -> pipeline.Program:
+    """The schedule of ``parallel`` as a program of compute actions."""
+    options = {"group": config.pipeline.group} if config.pipeline.group else {}
+    schedule = by_name(parallel.schedule)
+    if "steps" in schedule.arguments:
+        options["steps"] = config.pipeline.steps
+    return schedule.with_chunks(parallel.pp, microbatches, parallel.stages_per_rank, **options)
+
+
+def compute_costs(layout: Layout) -> pipeline.Costs:
+    """Costs of stages by floating point operations alone: for shares of time, where no rate is known."""
+    flops = [
+        stage_flops(layout.config, layout.parallel, layers=len(layers), last=layout.is_last(stage))
+        for stage, layers in enumerate(layout.layers)
+    ]
+    return _costs(layout, [(one.forward, one.backward_input, one.backward_weight) for one in flops])
+
+
+def device_costs(layout: Layout, device: Device) -> pipeline.Costs:
+    """Costs of stages in seconds on ``device``, with what sharding sends beside them and the messages between ranks."""
+    parallel = layout.parallel
+    gathers = parallel.sharding == "optim_grads_params"
+    seconds = []
+    for stage, times in enumerate(times_of(layout, device)):
+        gather = times.gather if gathers else 0.0
+        reduce = times.reduce if layout.per_microbatch else 0.0
+        whole = times.backward_input + times.backward_weight
+        back = overlapped_s(whole, gather + reduce)
+        weight = times.backward_weight * back / whole if whole else 0.0
+        seconds.append((overlapped_s(times.forward, gather), back - weight, weight))
+        assert len(seconds) == stage + 1, f"stage {stage} has no times"
+    inside = parallel.pp * parallel.dp * parallel.cp * parallel.tp <= device.per_node
+    rate = device.near_bytes_per_s if inside else device.far_bytes_per_s
+    hop = device.latency_s + layout.shape.hidden_bytes / rate if parallel.pp > 1 else 0.0
+    return replace(_costs(layout, seconds), hop=hop)
+
+
+def times_of(layout: Layout, device: Device) -> list[StageTimes]:
+    return [
+        stage_times(
+            layout.config,
+            layout.parallel,
+            device,
+            layout.units([stage]),
+            layers=len(layers),
+            last=layout.is_last(stage),
+        )
+        for stage, layers in enumerate(layout.layers)
+    ]
+
+
+def _costs(layout: Layout, times: Sequence[tuple[float, float, float]]) -> pipeline.Costs:
+    forward, backward_input, backward_weight = zip(*times, strict=True)
+    held = [layout.held_bytes(stage) for stage in range(layout.parallel.stages)]
+    return pipeline.Costs(forward, backward_input, backward_weight, activation=held)

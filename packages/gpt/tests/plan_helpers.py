@@ -1,0 +1,71 @@
+"""What a rank really holds: bytes of fsdp and the optimizer after a step, and what autograd saved in a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from run_helpers import world_of
+
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.build import build_rank
+from sixfold.gpt.checks import check_world
+from sixfold.gpt.data import Microbatch
+from sixfold.gpt.mesh import make_mesh
+from sixfold.gpt.step import train_step
+
+
+def microbatch_of(config: TrainConfig, seed: int) -> Microbatch:
+    """Random tokens in rows that hold two documents each, in the form in which data.py gives them."""
+    b, s = config.train.micro_batch_size, config.data.seq_length
+    tokens = torch.randint(0, config.model.vocab_size, (b, s), generator=torch.Generator().manual_seed(seed))
+    kwargs: dict[str, Any] = {"labels": tokens.roll(-1, 1), "loss_mask": torch.ones(b, s)}
+    if config.data.document_mask:
+        starts = [row * s + part for row in range(b) for part in (0, s // 3)]
+        kwargs["cu_seqlens"] = torch.tensor([*starts, b * s], dtype=torch.int32)
+        kwargs["position_ids"] = torch.cat((torch.arange(s // 3), torch.arange(s - s // 3))).repeat(b, 1)
+    return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(b * s))
+
+
+class Saved:
+    """Storages that autograd saves, each once, but for those of parameters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._kept: list[torch.Tensor] = []  # alive, so that no address comes twice
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For ``saved_tensors_hooks``."""
+        self._kept.append(tensor)
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of all storages."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._kept}
+        return sum(nbytes for at, nbytes in storages.items() if at not in self._own)
+
+
+def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
+    """Bytes of this rank for each configuration; activations are those of a microbatch."""
+    return [_measured(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
+
+
+def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
+    mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
+    found = build_rank(config, mesh, world)
+    count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
+    batch = [microbatch_of(config, count * world.rank + number) for number in range(count)]
+    saved = Saved(found.model.module)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        train_step(found, batch, 1e-3)
+    activations = saved.nbytes // count
+    train_step(found, batch, 1e-3)
+    held = found.model.report()["bytes"]
+    moments = [
+        t.untyped_storage().nbytes()
+        for state in found.optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor) and t.dim()
+    ]
+    return {**held, "moments": sum(moments), "activations": activations, "pp_rank": mesh.pp_rank, "shard": mesh.dp_rank}

@@ -1,0 +1,97 @@
+"""What ``sixfold plan`` says of a rank's memory, beside what a run of that layout holds on this machine."""
+
+from __future__ import annotations
+
+import pytest
+from config_helpers import MINIMAL
+from plan_helpers import measured_rank
+
+import ranktest
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.checks import check_world
+from sixfold.gpt.layout import Layout
+
+# Matrices of some size, so that alignment weighs as little as it does in a model of use.
+WIDE = (
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=320",
+    "model.num_query_groups=2",
+    "model.vocab_size=1000",
+    "data.seq_length=192",
+    "train.micro_batch_size=2",
+    "run.device=cpu",
+)
+ONE = {
+    "bf16": (),
+    "fp32": ("train.precision=fp32",),
+    "no_shard": ("parallel.sharding=no_shard",),
+    "untied": ("model.tie_embeddings=false",),
+    "qwen": ("model.qkv_bias=true", "model.qk_norm=true", "data.document_mask=false"),
+    "full": ("train.recompute=full",),
+    "selective": ("train.recompute=selective",),
+    "long rows": ("data.seq_length=520", "train.micro_batch_size=1", "model.num_layers=2"),
+    "long plain rows": ("data.seq_length=520", "data.document_mask=false", "model.num_query_groups=4"),
+    "rank order": ("fsdp.grad_sum=rank_order", "fsdp.reduce_buffers=3", "fsdp.gathered_bytes=all"),
+}
+TWO = {
+    f"{sharding} {precision}": (f"parallel.sharding={sharding}", f"train.precision={precision}")
+    for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    for precision in ("bf16", "fp32")
+} | {
+    "pp": ("parallel.pp=2",),
+    "pp fp32 untied": ("parallel.pp=2", "train.precision=fp32", "model.tie_embeddings=false"),
+    "pp wave": ("parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2"),
+    "pp uneven full": ("parallel.pp=2", "parallel.layers_per_stage=[1, 3]", "train.recompute=full"),
+    "rank order": ("fsdp.grad_sum=rank_order", "model.tie_embeddings=false"),
+    "narrow": ("fsdp.reduce_dtype=bfloat16", "fsdp.grad_dtype=bfloat16"),
+    "last": ("fsdp.grad_reduce=last",),
+    "replicas": ("parallel.dp_replicate=2", "parallel.sharding=optim_grads_params"),
+}
+
+
+def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
+    """One microbatch on each rank of dp; two where it is said that sums wait for the last one."""
+    config = TrainConfig.from_text(MINIMAL, (*WIDE, *overrides))
+    batch = config.train.micro_batch_size * ranks // config.parallel.pp * (1 + (config.fsdp.grad_reduce == "last"))
+    return TrainConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Bytes of every rank of every case."""
+    found = {}
+    for ranks, cases in ((1, ONE), (2, TWO)):
+        texts = [config_of(ranks, overrides).to_toml() for overrides in cases.values()]
+        if ranks == 1:
+            rows = [measured_rank(0, 1, texts)]
+        else:
+            rows = ranktest.run_ranks(measured_rank, ranks, texts, timeout=120)
+        for number, case in enumerate(cases):
+            found[ranks, case] = [row[number] for row in rows]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, case) for case in ONE] + [(2, case) for case in TWO], ids=lambda value: str(value)
+)
+def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
+    config = config_of(ranks, {1: ONE, 2: TWO}[ranks][case])
+    layout = Layout(config, check_world(config, ranks), "cpu")
+    for held in measured[ranks, case]:
+        stages = layout.stages_of(held["pp_rank"])
+        shard = held["shard"] % (ranks // config.parallel.dp_replicate)
+        plan = layout.stored(stages, shard)
+        sharded = config.parallel.sharding == "optim_grads_params"
+        fp32 = config.train.precision == "fp32"
+        gathered = held["kept_gathered"] + held["gather_arena"]
+        main = held["main_weights"]
+        weights = (main if fp32 else held["gather_source"]) if sharded else gathered
+        assert plan.parameters == pytest.approx(weights, rel=0.01)
+        assert plan.optimizer == pytest.approx(held["moments"] + (0 if fp32 else main), rel=0.01)
+        assert plan.gathered == pytest.approx(gathered if sharded else 0, rel=0.05)
+        gradients = held["main_gradients"] + held["local_gradients"]
+        reducing = held["reduce_buffers"] + held["reduce_scratch"]
+        assert plan.gradients + plan.reducing == pytest.approx(gradients + reducing, rel=0.05)
+        assert plan.total == pytest.approx(weights + plan.gathered + gradients + reducing + plan.optimizer, rel=0.05)
+        saved = sum(layout.activation_bytes(stage) for stage in stages)
+        assert saved == pytest.approx(held["activations"], rel=0.05)

@@ -110,3 +110,21 @@ def test_the_back_end_follows_device_dtype_and_length(device, dtype, s, document
         b=1, s=s, heads=4, key_heads=4, dtype=dtype, device=torch.device(device), cu_seqlens=None, first=first
     )
     assert choose_backend(layout) == backend
+
+
+@pytest.mark.parametrize("groups_itself", [True, False])
+def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkeypatch, groups_itself):
+    seen = {}
+
+    def grouping(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+        seen.update(keys=k.shape[1], enable_gqa=enable_gqa, window=window_size)
+        return torch.zeros_like(q)
+
+    def plain(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
+        return grouping(q, k, v, cu_q, cu_k, max_q, max_k, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", grouping if groups_itself else plain)
+    q, k, v = projections(2, 8, 4, 2, 8)
+    out = rows_of(small(num_query_groups=2), 2, 8, boundaries(2, 8, [3]), "varlen").attend(q, k, v)
+    assert out.shape == q.shape
+    assert seen == {"keys": 2 if groups_itself else 4, "enable_gqa": groups_itself, "window": (-1, 0)}

@@ -156,7 +156,7 @@ def _varlen(documents: Documents) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     b, s = documents.b, documents.s
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     repeats = 1 if grouped else documents.heads // documents.key_heads
     cu = documents.cu_seqlens
     if cu is None:

@@ -28,6 +28,7 @@ from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.initial import agree, agree_on_meshes, set_start_values
 from sixfold.fsdp.links import Links
 from sixfold.fsdp.meshes import Meshes
+from sixfold.fsdp.neighbours import Neighbours, myself
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.placement import placement_of
 from sixfold.fsdp.quantized import Fp8Scales
@@ -88,6 +89,8 @@ def build(module: nn.Module, options: Options) -> Built:
         def wait(work: Any) -> None:  # of no step and no unit
             faults.wait(work, None, None, "check", on_host=True)
 
+        if isinstance(control, StoreControl):
+            faults.neighbours = Neighbours(exchange(control, myself(), wait), boards.rank)
         problem, specs, meshes = look_at(module, options, device)
         # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
         names = {

@@ -2,8 +2,8 @@
 
     Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
 
-Ranks that meet a fault sign on the model's board (board.py), each with the place where it waits; who did not sign is
-lost or stuck, and who signed another place than most disagrees. Ranks are positions in the main mesh.
+The pulse finds faults while this rank waits (pulse.py), and survivors agree on who is to blame (meeting.py). Ranks are
+positions in the main mesh.
 
 [Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once, and after an abort it
 returns normally although nothing was received. So a failure is noted first (``failed``), then told, then the
@@ -17,23 +17,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 from sixfold.fsdp.board import PatientStore
-from sixfold.fsdp.checks import odd_ranks
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flight import active_collectives
-from sixfold.fsdp.pulse import Launched, Place, Pulse, beats
+from sixfold.fsdp.meeting import Meeting, Verdict, say_lost
+from sixfold.fsdp.neighbours import Neighbours
+from sixfold.fsdp.pulse import Cause, Launched, Place, Pulse
 
-_SLICE_S = 1.0  # between two looks at what the pulse found
+_SLICE_S = 0.25  # between two looks at what the pulse found
+_BEAT_S = 1.0  # between two beats of a rank that does not wait
 _BEATS = 12  # in a deadline
-_GRACE_S = 10.0  # for signs, when more than one rank is missing; the others may still compute
-_AFTER_DEADLINE_S = 3.0  # the same once the deadline is over
-_LAST_LOOK_S = 1.5  # for the sign, or a beat, of the last rank that is missing
+_TOLD_S = 20.0  # for all that will be known of a fault that is noted
 _STORE_S = 3.0  # for one answer of the store during a wait
-_FEW = 16  # missing ranks of which a fault tells whether they live
+
+
+class Found(NamedTuple):
+    """What the pulse found, in the wait that began then."""
+
+    cause: Cause
+    text: str
+    ranks: tuple[int, ...]
+    began: float
 
 
 class Faults:
@@ -43,7 +51,8 @@ class Faults:
         rank, size: position in the main mesh.
         store: the model's board; None: only a pair can name the other. Errors call it ``store_name``.
         timeout_s: longest wait for one collective.
-        first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds.
+        first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds. A rank without a
+            beat is lost after half of ``timeout_s`` in every step: compiling leaves the pulse its turns.
         host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a thread looks at the Work
             and calls ``abort`` at its deadline.
         launched: what each communicator was asked to do so far.
@@ -67,7 +76,9 @@ class Faults:
         self.timeout_s = timeout_s
         self.first_step_timeout_s = first_step_timeout_s
         self.failed: FsdpError | None = None
+        self.neighbours = Neighbours()  # known once ranks have met
         self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
+        self._meeting = None if self._store is None else Meeting(rank, size, self._store, timeout_s)
         self._host_waits = host_waits
         self._abort = abort
         self._launched = launched
@@ -79,7 +90,7 @@ class Faults:
         self._at: tuple[Place, float] | None = None  # where the host waits, and since when
         self._last: Place | None = None
         self._watched: deque[tuple[Any, Place, float]] = deque()  # Works that a stream waits for, and since when
-        self._found: tuple[str, tuple[int, ...], float] | None = None  # by the pulse, in the wait that began then
+        self._found: Found | None = None
         self._pulse = self._start(store) if size > 1 and store is not None else None
 
     def _start(self, store: Store | None) -> Pulse:
@@ -87,9 +98,10 @@ class Faults:
             None if store is None else PatientStore(store, _STORE_S),
             self.rank,
             self.size,
-            interval=lambda: min(_SLICE_S, self.timeout_s / _BEATS),
+            interval=lambda: min(_BEAT_S, self.timeout_s / _BEATS),
             here=self._here,
-            silent_s=lambda: self._limit_s(self._place()) / 2,
+            silent_s=lambda: self.timeout_s / 2,
+            ended=lambda: self.neighbours.ended(),
             found=self._find,
             late=self._look_at_works,
         )
@@ -99,7 +111,7 @@ class Faults:
     def check(self) -> None:
         """Raise if an earlier fault ended this model. Stands before every use of what collectives brought."""
         if self.failed is not None:
-            self._told.wait(_GRACE_S + _AFTER_DEADLINE_S)
+            self._told.wait(_TOLD_S)
             first = self.failed
             raise FsdpError(
                 f"this model ended with an earlier fault: {first}; make a new one",
@@ -153,13 +165,14 @@ class Faults:
                 return
             except RuntimeError as error:
                 if over:
-                    raise self._lost_on_host(place, str(error).partition(". ")[0], deadline) from error
-            if self._found is not None and self._found[2] == began:
-                raise self._lost_on_host(place, self._found[0], deadline, self._found[1])
+                    raise self._lost_on_host(place, Cause.BROKEN, str(error).partition(". ")[0]) from error
+            found = self._found
+            if found is not None and found.began == began:
+                raise self._lost_on_host(place, found.cause, found.text, found.ranks)
             if work.is_completed():
                 continue
             if time.monotonic() >= deadline:
-                raise self._lost_on_host(place, f"no answer within {limit_s:g} s", deadline)
+                raise self._lost_on_host(place, Cause.LATE, f"no answer within {limit_s:g} s")
 
     def _limit_s(self, place: Place | None) -> float:
         if place is not None and place.step == 0:
@@ -191,25 +204,25 @@ class Faults:
         _, place, began = self._watched[0]
         if time.monotonic() < began + self._limit_s(place):
             return False
-        self._end(place, f"no answer within {self._limit_s(place):g} s", ())
+        self._end(place, Cause.LATE, f"no answer within {self._limit_s(place):g} s", ())
         return True
 
-    def _find(self, cause: str, ranks: Sequence[int]) -> bool:
+    def _find(self, cause: Cause, text: str, ranks: Sequence[int]) -> bool:
         """The pulse found a fault: the host that waits raises it; where a stream waits, the model ends here (True)."""
         at = self._at
         if at is not None:
-            self._found = cause, tuple(ranks), at[1]
+            self._found = Found(cause, text, tuple(ranks), at[1])
         elif self._watched:
-            self._end(self._watched[0][1], cause, ranks)
+            self._end(self._watched[0][1], cause, text, ranks)
             return True
         return False
 
-    def _end(self, place: Place, cause: str, ranks: Sequence[int]) -> None:
+    def _end(self, place: Place, cause: Cause, text: str, ranks: Sequence[int]) -> None:
         """[Note: flag before abort]"""
         with self._lock:
             if self.failed is None:
-                self.failed = FsdpError(cause, unit=place.unit, step=place.step, op=place.op, ranks=ranks)
-        error = self._lost(place, cause, time.monotonic(), ranks)
+                self.failed = FsdpError(text, unit=place.unit, step=place.step, op=place.op, ranks=ranks)
+        error = self._lost(place, cause, text, ranks)
         self.failed = error
         self._told.set()
         print("\n  ".join([f"sixfold.fsdp: {error}", *active_collectives()]), flush=True)
@@ -218,19 +231,19 @@ class Faults:
 
     # ---- blame
 
-    def _lost_on_host(self, place: Place, cause: str, deadline: float, ranks: Sequence[int] = ()) -> FsdpError:
+    def _lost_on_host(self, place: Place, cause: Cause, text: str, ranks: Sequence[int] = ()) -> FsdpError:
         """[Note: flag before abort] Where streams wait for Works, those would stay behind a control message's fault."""
-        error = self._lost(place, cause, deadline, ranks)
+        error = self._lost(place, cause, text, ranks)
         if not self._host_waits and self._abort is not None:
             self._abort()
         return error
 
-    def _lost(self, place: Place, cause: str, deadline: float, ranks: Sequence[int] = ()) -> FsdpError:
-        """The error to raise, also noted; ``ranks``: whom the pulse found silent."""
-        text, guilty = self._blame(place, deadline, ranks)
+    def _lost(self, place: Place, cause: Cause, text: str, ranks: Sequence[int]) -> FsdpError:
+        """The error to raise, also noted; ``ranks``: whom the pulse found lost."""
+        said, guilty = self._blame(place, cause, ranks)
         return self.fail(
             FsdpError(
-                f"{text} ({cause}). Restart the job from its last checkpoint",
+                f"{said} ({text}). Restart the job from its last checkpoint",
                 unit=place.unit,
                 step=place.step,
                 op=place.op,
@@ -238,56 +251,21 @@ class Faults:
             )
         )
 
-    def _blame(self, place: Place, deadline: float, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    def _blame(self, place: Place, cause: Cause, ranks: Sequence[int]) -> Verdict:
         """What to say of the others, and the ranks at fault."""
-        if self._store is None:
-            missing: tuple[int, ...] = (1 - self.rank,) if self.size == 2 else ()
-            return (_silent(missing) if missing else "some rank is lost; give fault_store= to have it named"), missing
+        if self._meeting is None:
+            if self.size == 2:
+                return say_lost([1 - self.rank], (), ())
+            return "some rank is lost; give fault_store= to have it named", ()
         try:
-            missing, alive = self._meet(self._store, place, deadline)
-            if not missing:
-                return self._compare(self._store)
+            return self._meeting.judge(place, cause, self.neighbours, ranks)
         except RuntimeError:
-            return f"{self._store_name} does not answer: its process is probably lost or stopped", tuple(ranks)
-        stuck = [rank for rank in missing if rank in alive]
-        lost = [rank for rank in missing if rank not in alive]
-        parts = [_silent(lost)] if lost else []
-        parts += [
-            f"rank {rank} lives but did not come; it was last at {alive[rank] or 'no collective'}" for rank in stuck
-        ]
-        return "; ".join(parts), missing
-
-    def _meet(
-        self, store: PatientStore, place: Place, deadline: float
-    ) -> tuple[tuple[int, ...], dict[int, Place | None]]:
-        """Sign and wait for the signs of others: the ranks that gave none, and those of them that live."""
-        missing = [rank for rank in range(self.size) if rank != self.rank]
-        before = {rank: beat.count for rank, beat in beats(store, missing[:_FEW]).items()}
-        store.set(f"alive/{self.rank}", str(place))
-        store.set("fault", str(self.rank))
-        until = min(time.monotonic() + min(self.timeout_s, _GRACE_S), deadline + _AFTER_DEADLINE_S)
-        alive: dict[int, Place | None] = {}
-        last_one = 0
-        while (missing := _without_sign(store, missing)) and time.monotonic() < until:
-            last_one += len(missing) == 1
-            if last_one == 1:  # a last look: it may just have been slow
-                until = time.monotonic() + min(_LAST_LOOK_S, self.timeout_s)
-            store.set("ask", f"{self.rank} meets at {time.monotonic()}")
-            found = beats(store, missing[:_FEW])
-            alive |= {rank: beat.place for rank, beat in found.items() if before.get(rank) != beat.count}
-            time.sleep(0.02)
-        return tuple(missing), alive
-
-    def _compare(self, store: PatientStore) -> tuple[str, tuple[int, ...]]:
-        """All have signed: those that wait elsewhere than most."""
-        places = [store.get(f"alive/{rank}").decode() for rank in range(self.size)]
-        ids = {text: at for at, text in enumerate(dict.fromkeys(places))}
-        common, odd = odd_ranks([[ids[text]] for text in places])
-        if not odd:
-            return "all ranks are alive and wait for the same", ()
-        usual = next(text for text in places if ids[text] == common[0])
-        there = "; ".join(f"rank {rank} waits for {places[rank]}" for rank in odd)
-        return f"all ranks are alive and disagree: most wait for {usual}, {there}", odd
+            ended, stopped = self.neighbours.ended(), self.neighbours.stopped()
+            text = f"{self._store_name} does not answer: its process is probably lost or stopped"
+            if not ended and not stopped:
+                return text, tuple(ranks)
+            said, lost = say_lost(sorted({*ended, *stopped}), ended, stopped)
+            return f"{said}; {text}", lost
 
     def at_end(self, close: Callable[[], None], tidy: Callable[[], None]) -> None:
         """What else ends with the model: ``close`` always, ``tidy`` where it ends before its process."""
@@ -306,15 +284,3 @@ class Faults:
         self.close()
         while self._tidies:
             self._tidies.pop()()
-
-
-def _without_sign(store: PatientStore, ranks: list[int]) -> list[int]:
-    """Those of ``ranks`` that have not signed: few questions where few are missing."""
-    if not ranks or store.check([f"alive/{rank}" for rank in ranks]):
-        return []
-    half = len(ranks) // 2
-    return ranks if not half else _without_sign(store, ranks[:half]) + _without_sign(store, ranks[half:])
-
-
-def _silent(ranks: Sequence[int]) -> str:
-    return "no sign of life from rank " + ", ".join(map(str, ranks))

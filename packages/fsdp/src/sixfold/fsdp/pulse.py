@@ -4,7 +4,8 @@
 
 Nothing is written while nobody waits: a rank that waits asks, every pulse that sees a new question answers with a
 *beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
-read per beat, whatever the number of ranks, and what one finds it tells all by a key.
+read per beat, whatever the number of ranks, and what one finds it tells all by a key. A rank that waits looks more
+often, at the store and at the processes of its machine; a step without such waits costs none of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from sixfold.fsdp.board import NoAnswer, PatientStore
@@ -23,6 +25,18 @@ Launched = dict[str, tuple[int, list[int]]]
 
 
 _END_S = 0.2  # for the thread to end
+_LOOK_S = 0.25  # between two looks of a rank that waits
+_LOOKS_PER_S = 2048  # of all ranks together at one store, at most
+
+
+class Cause(Enum):
+    """How a fault was found."""
+
+    LATE = "late"  # a deadline passed
+    BROKEN = "broken"  # the back end raised: whoever lives and computes may be innocent
+    LOST = "lost"  # by a process or by beats
+    APART = "apart"  # two ranks wait for different collectives
+    TOLD = "told"  # another rank signed before
 
 
 class Place(NamedTuple):
@@ -86,11 +100,13 @@ class Pulse:
     Args:
         store: the model's board.
         rank, size: position in the main mesh.
-        interval: seconds between two beats, asked each time.
+        interval: seconds between two beats of a rank that does not wait, asked each time.
         here: where this rank is: place, whether its host waits there, for how many seconds, what it launched.
         silent_s: after how many seconds without a beat the next rank counts as lost, asked each time.
-        found: called on the thread with a cause and the ranks at fault (empty: another rank knows them); True ends it.
-        late: called at each beat: a chance to look at Works; True ends the thread.
+        ended: ranks whose process is known to be no more; asked while this rank waits.
+        found: called on the thread with how and what was found and the ranks at fault (empty: others know them); True
+            ends it.
+        late: called at each look: a chance to look at Works; True ends the thread.
     """
 
     def __init__(
@@ -102,17 +118,20 @@ class Pulse:
         interval: Callable[[], float],
         here: Callable[[], tuple[Place | None, bool, float, Launched]],
         silent_s: Callable[[], float],
-        found: Callable[[str, Sequence[int]], bool],
+        ended: Callable[[], Sequence[int]],
+        found: Callable[[Cause, str, Sequence[int]], bool],
         late: Callable[[], bool],
     ) -> None:
         self._store = store
         self._rank, self._next = rank, (rank + 1) % size
+        self._least_s = max(_LOOK_S, size / _LOOKS_PER_S)
         self._interval, self._here, self._silent_s = interval, here, silent_s
-        self._found, self._late = found, late
+        self._ended, self._found, self._late = ended, found, late
         self._stop = threading.Event()
-        self._ended = False  # the store's process
+        self._store_ended = False
         self._count = 0
         self._answered: bytes = b""
+        self._asks_at = 0.0
         self._seen: tuple[bytes, float] | None = None  # the neighbour's beat, and when it was new
         self._thread = threading.Thread(target=self._run, name="sixfold-fsdp-pulse", daemon=True)
         self._thread.start()
@@ -123,27 +142,37 @@ class Pulse:
         if self._thread is not threading.current_thread():
             self._thread.join(_END_S)
 
+    def _pause_s(self) -> float:
+        return min(self._least_s, self._interval())
+
     def _run(self) -> None:
-        while not self._stop.wait(self._interval()):
+        while not self._stop.wait(self._pause_s()):
             if self._late():
                 return
-            if self._ended and self._waits() and self._found("the store has ended", ()):
+            place, blocked, waited_s, launched = self._here()
+            waits = waited_s > self._pause_s()
+            if waits and self._gone():
                 return
+            if not waits and time.monotonic() < self._asks_at:
+                continue
+            self._asks_at = time.monotonic() + self._interval()
             try:
-                if self._store is not None and self._beat(self._store):
+                if self._store is not None and self._beat(self._store, place, blocked, waits, launched):
                     return
             except NoAnswer:  # a store that is stopped: deadlines hold without it
                 self._store = None
             except RuntimeError:  # it ended, and with it the rank that serves it; asked again, torch prints each time
-                self._store, self._ended = None, True
+                self._store, self._store_ended = None, True
 
-    def _waits(self) -> bool:
-        return self._here()[2] > self._interval()
+    def _gone(self) -> bool:
+        """A process has ended; True if that ended the model."""
+        ended = tuple(self._ended())
+        if ended:
+            return self._found(Cause.LOST, "while this rank waited", ended)
+        return self._store_ended and self._found(Cause.LOST, "the store has ended", ())
 
-    def _beat(self, store: PatientStore) -> bool:
+    def _beat(self, store: PatientStore, place: Place | None, blocked: bool, waits: bool, launched: Launched) -> bool:
         """Ask if this rank waits, answer if any does; True if a fault ended the model."""
-        place, blocked, waited_s, launched = self._here()
-        waits = waited_s > self._interval()
         self._count += 1
         if waits:
             store.set("ask", f"{self._rank} {self._count}")
@@ -159,18 +188,18 @@ class Pulse:
 
     def _look(self, store: PatientStore, blocked: bool, launched: Launched) -> bool:
         if store.check(["fault"]):
-            return self._found("another rank reported a fault", ())
+            return self._found(Cause.TOLD, "another rank reported a fault", ())
         key = f"beat/{self._next}"
         text = store.get(key) if store.check([key]) else b""
         if self._seen is None or text != self._seen[0]:
             self._seen = text, time.monotonic()
         silent_s = time.monotonic() - self._seen[1]
         if silent_s > self._silent_s():
-            return self._found(f"no beat for {silent_s:.1f} s", (self._next,))
+            return self._found(Cause.LOST, f"no beat for {silent_s:.1f} s", (self._next,))
         if text:
             beat = Beat.read(text)
             if contradict(launched, beat.launched, both_blocked=blocked and beat.blocked):
-                return self._found("ranks wait for different collectives", ())
+                return self._found(Cause.APART, "ranks wait for different collectives", ())
         return False
 
 

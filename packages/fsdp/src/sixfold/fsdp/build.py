@@ -89,8 +89,7 @@ def build(module: nn.Module, options: Options) -> Built:
         def wait(work: Any) -> None:  # of no step and no unit
             faults.wait(work, None, None, "check", on_host=True)
 
-        if isinstance(control, StoreControl):
-            faults.neighbours = Neighbours(exchange(control, myself(), wait), boards.rank)
+        faults.neighbours = _neighbours(control, boards.rank, wait)
         problem, specs, meshes = look_at(module, options, device)
         # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
         names = {
@@ -166,12 +165,21 @@ def build(module: nn.Module, options: Options) -> Built:
             initial=options.initial,
             elsewhere=elsewhere,
         )
-        for unit in units:
-            for stream in unit.streams:
-                stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
-        engine.draw_curtains()
+        _draw_curtains(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
+
+
+def _neighbours(control: Control, rank: int, wait: Callable[[Any], None]) -> Neighbours:
+    """The first thing that ranks tell each other."""
+    return Neighbours(exchange(control, myself(), wait), rank) if isinstance(control, StoreControl) else Neighbours()
+
+
+def _draw_curtains(engine: Engine) -> None:
+    for unit in engine.units:
+        for stream in unit.streams:
+            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
+    engine.draw_curtains()
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:

@@ -1,6 +1,6 @@
 """The command ``sixfold``: verbs, exit status, and one line for an error.
 
-    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample
+    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import
 
 Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 stopped by SIGTERM after saving. A verb imports
 what it needs when it runs; a wrong configuration is refused before torch is imported, a rank started or a folder made.
@@ -144,7 +144,25 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
     )
     timeline.set_defaults(run=_timeline)
+    _doors(verbs)
     return parser
+
+
+def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = verbs.add_parser("export", help="a run's model as a Hugging Face folder: Llama, Qwen2 or Qwen3")
+    export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
+    export.add_argument("out", type=Path, metavar="OUT_DIR", help="a folder that does not exist or is empty")
+    export.add_argument("--step", type=int, help="the checkpoint of that step (default: the newest)")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the checkpoint, fp32 of runs"
+    )
+    export.add_argument("--max-shard-bytes", type=_positive, metavar="N", help="of values in a file (5000000000)")
+    export.set_defaults(run=_export)
+
+    bring = verbs.add_parser("import", help="a Hugging Face folder as a run folder with a checkpoint of step 0")
+    bring.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    bring.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a folder that does not exist or is empty")
+    bring.set_defaults(run=_import)
 
 
 def _positive(text: str) -> int:
@@ -343,4 +361,19 @@ def _timeline(args: argparse.Namespace) -> int:
 
     said = show(args.run_dir, args.out, step=args.step)
     print(f"{args.out}: {said}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sixfold.gpt.hf import MAX_SHARD_BYTES, export_model
+
+    shard = args.max_shard_bytes or MAX_SHARD_BYTES
+    print(export_model(args.path, args.out, step=args.step, dtype=args.dtype, max_shard_bytes=shard))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from sixfold.gpt.hf import import_model
+
+    print(import_model(args.hf_dir, args.run_dir))
     return 0

@@ -6,14 +6,14 @@ run folder or checkpoint --> checkpoint.find --> dist_ckpt.load (group=None) -->
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sixfold import dist_ckpt
 from sixfold.gpt.checkpoint import find
 from sixfold.gpt.checks import forget_idle_keys
-from sixfold.gpt.config import TABLES, TrainConfig
+from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.tables import build
 from sixfold.gpt.toml import read_tables
@@ -22,15 +22,46 @@ if TYPE_CHECKING:
     from sixfold.gpt.model import GPTModel
 
 
-def saved_config(folder: Path) -> TrainConfig:
-    """The resolved config that a checkpoint carries.
+IMPORTED = "imported"  # key of the common data of a checkpoint that hf.py made: no run, a model alone
+
+
+def saved_common(folder: Path) -> dict[str, Any]:
+    """The common data of a checkpoint.
 
     Raises:
-        ConfigError: it carries none (it was not written by sixfold train).
+        ConfigError: it carries no config (it was written neither by sixfold train nor by sixfold import).
     """
     common = dist_ckpt.load_common_state_dict(folder)
     if "config" not in common:
         raise ConfigError(f"{folder} holds no config; only checkpoints of `sixfold train` can be loaded as a model")
+    return common
+
+
+def saved_model(folder: Path) -> GPTConfig:
+    """The [model] that a checkpoint carries.
+
+    Raises:
+        ConfigError: as ``saved_common``.
+    """
+    common = saved_common(folder)
+    if IMPORTED not in common:
+        return saved_config(folder).model
+    values = read_tables(common["config"], (), TABLES, str(folder))
+    model: GPTConfig = build(GPTConfig, values["model"], "model")
+    return model
+
+
+def saved_config(folder: Path) -> TrainConfig:
+    """The resolved config that a checkpoint carries.
+
+    Raises:
+        ConfigError: as ``saved_common``; or it is of an import, which knows its [model] alone.
+    """
+    common = saved_common(folder)
+    if IMPORTED in common:
+        raise ConfigError(
+            f"{folder} was imported and has a [model] and its weights alone; name it in checkpoint.init_from of a run"
+        )
     values = read_tables(common["config"], (), TABLES, str(folder))
     forget_idle_keys(values)
     return TrainConfig(**{name: build(table, values[name], name) for name, table in TABLES.items()})
@@ -51,6 +82,6 @@ def load_model(
     from sixfold.gpt.model import GPTModel
 
     folder = find(path, step)
-    model = GPTModel(saved_config(folder).model, device="meta").to_empty(device="cpu")
+    model = GPTModel(saved_model(folder), device="meta").to_empty(device="cpu")
     dist_ckpt.load(model.sharded_state_dict(), folder, group=None)
     return model.to(device=device, dtype=dtype).eval()

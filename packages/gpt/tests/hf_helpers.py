@@ -1,0 +1,64 @@
+"""Hugging Face folders as transformers itself writes them, small, with weights large enough to matter."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 8}),
+    "llama_wide_heads": ("llama", {"head_dim": 12, "rms_norm_eps": 1e-3}),
+    "llama_rope_scaling": ("llama", {"rope_parameters": {"rope_theta": 500.0, **LLAMA3}, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied_scaling": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, **LLAMA3}}),
+    "qwen3": ("qwen3", {"head_dim": 12, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen3_tied_scaling": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+}
+
+
+def peer(case: str) -> Any:
+    """transformers' model of a case, float32; 100 ids, which is no multiple of 128."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = copy.deepcopy(CASES[case])  # transformers writes into what it is given
+    shape = {
+        "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(drawn * 0.1 if parameter.dim() > 1 else 1.0 + 0.2 * drawn)
+    return model.eval()
+
+
+def write_folder(folder: Path, case: str, *, shard: int | str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
+    """``save_pretrained`` of ``peer(case)``; returns the model."""
+    model = peer(case).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a JSON file."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the safetensors files of a folder."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

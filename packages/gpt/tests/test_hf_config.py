@@ -1,0 +1,155 @@
+"""config.json: every key is read, must have its one value, or has no part in the logits; transformers is the judge."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hf_helpers import CASES, LLAMA3, edit_json, peer, write_folder
+
+from sixfold.gpt import GPTConfig
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.hf_config import ARCHITECTURES, FIXED, NEUTRAL, READ, read, write
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+
+KINDS = {kind.model_type: kind for kind in ARCHITECTURES}
+SMALL = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+# Another value than the default of each key, to see who minds.
+OTHER = {
+    "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1,
+    "use_sliding_window": True, "is_encoder_decoder": True, "chunk_size_feed_forward": 4, "use_mrope": True,
+    "add_cross_attention": True, "cross_attention_hidden_size": 8, "pruned_heads": {"0": [1]}, "torchscript": True,
+}  # fmt: skip
+
+
+def base(kind, **fields):
+    return {"architectures": [KINDS[kind].name], "model_type": kind, **SMALL, **copy.deepcopy(fields)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_that_transformers_has_is_judged(kind):
+    theirs = transformers.AutoConfig.for_model(kind).to_dict()
+    assert not theirs.keys() - READ - NEUTRAL - FIXED.keys()
+    assert {key: theirs[key] for key in FIXED if key in theirs} == {k: v for k, v in FIXED.items() if k in theirs}
+    assert not (NEUTRAL - {"initializer_range"}) & READ and not NEUTRAL & FIXED.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_left_out_has_the_default_of_transformers(kind):
+    theirs = transformers.AutoConfig.for_model(kind)
+    ours = read({"model_type": kind})
+    assert (ours.num_layers, ours.hidden_size, ours.ffn_hidden_size, ours.vocab_size) == (
+        theirs.num_hidden_layers, theirs.hidden_size, theirs.intermediate_size, theirs.vocab_size
+    )  # fmt: skip
+    assert (ours.num_attention_heads, ours.num_query_groups) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert (ours.init_std, ours.rope_theta) == (theirs.initializer_range, theirs.rope_parameters["rope_theta"])
+    longest = read({"model_type": kind, "rope_scaling": {k: v for k, v in LLAMA3.items() if "original" not in k}})
+    assert longest.rope_scaling["original_max_position_embeddings"] == theirs.max_position_embeddings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_called_neutral_leave_the_logits_of_transformers_alone(kind, tmp_path):
+    model = write_folder(tmp_path, {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[kind])
+    config = tmp_path / "config.json"
+    plain = json.loads(config.read_text())
+    for key in NEUTRAL & plain.keys() - {"model_type", "dtype", "transformers_version"}:
+        old = plain[key]
+        edit_json(config, lambda raw, key=key, old=old: raw.update({key: 3 if old is None else (not old) if
+                                                                    isinstance(old, bool) else old * 2}))  # fmt: skip
+    assert json.loads(config.read_text()) != plain
+    changed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(changed(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_that_may_not_change_is_refused_at_once(kind):
+    with pytest.raises(ConfigError) as error:
+        read(base(kind, **OTHER, embedding_multiplier=12.0, quantization_config={"bits": 4}, auto_map={"a": "b"}))
+    for key in (*FIXED, "embedding_multiplier", "quantization_config", "auto_map"):
+        assert f"{key} is " in str(error.value)
+    assert OTHER.keys() == FIXED.keys() and "\n" not in str(error.value)
+    assert read(base(kind, final_logit_softcapping=None)) == read(base(kind)), "null switches nothing on"
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_both_spellings_of_rope_are_read(spelling):
+    table = LLAMA3 | ({"rope_theta": 7.0} if spelling == "rope_parameters" else {})
+    found = read(base("llama", **{spelling: table}, **({} if "rope_theta" in table else {"rope_theta": 7.0})))
+    assert found.rope_theta == 7.0 and found.rope_scaling == LLAMA3
+    old = {"type" if key == "rope_type" else key: value for key, value in table.items()}
+    assert read(base("llama", **{spelling: old}, rope_theta=7.0)) == found
+    assert (
+        read(base("llama", rope_theta=7.0, rope_parameters={"rope_theta": 7.0, **LLAMA3}, rope_scaling=LLAMA3)) == found
+    )
+    assert read(base("llama", rope_theta=7.0, rope_scaling={"type": "default"})).rope_scaling == {}
+
+
+ROPES = {
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type 'linear'"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters has rope_type 'yarn'"),
+    "both": ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
+    "two": ({"rope_scaling": {"type": "llama3", "rope_type": "default"}}, "'default' and 'llama3'"),
+    "theta": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "which differ"),
+    "tables": ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, "differ"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial inside": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    "unknown": ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "rope_parameters.factor"),
+    "by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters.full_attention"),
+    "lacking": ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is None"),
+    "no number": ({"rope_theta": "many"}, "rope_theta is 'many'"),
+    "no table": ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3'"),
+    "wrong type": ({"rope_scaling": {"rope_type": 3}}, "rope_scaling has rope_type 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rope_that_is_not_understood_is_refused(case):
+    fields, says = ROPES[case]
+    with pytest.raises(ConfigError, match=r"^config\.json: ") as error:
+        read(base("llama", **fields))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "'MistralForCausalLM'"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "'Other'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification'"),
+        ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has ['sliding_attention']"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1"),
+        ({"hidden_size": "32", "rms_norm_eps": None, "tie_word_embeddings": 1}, "hidden_size is '32'"),
+    ],
+)
+def test_what_no_architecture_is_is_refused(fields, says):
+    with pytest.raises(ConfigError, match=r"^config\.json: ") as error:
+        read(base("llama") | fields)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_reads_back_in_both_generations(case):
+    raw = peer(case).config.to_dict()
+    config = read(raw)
+    written = write(config, max_positions=256, dtype="float32", tokens={})
+    assert read(written) == config
+    four = {key: value for key, value in written.items() if key != "rope_parameters"}
+    five = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    assert read(four) == read(five) == config
+    theirs = transformers.AutoConfig.for_model(**written).to_dict()
+    assert theirs["rope_parameters"] == raw["rope_parameters"]
+
+
+def test_a_head_size_of_its_own_is_kept():
+    assert read(base("qwen3")).head_dim == 128 and read(base("llama", head_dim=None)).head_dim == 8
+    assert isinstance(read(base("qwen2", head_dim=16)), GPTConfig)

@@ -1,0 +1,80 @@
+"""What import and export hold in memory: a few rows, never a model."""
+
+import ctypes
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from hf_helpers import tensors_of
+
+from sixfold.gpt import GPTConfig, hf, hf_config
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra hf")
+
+MIB = 2**20
+CONFIG = GPTConfig(
+    num_layers=6, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1536, vocab_size=4001, tie_embeddings=False
+)
+
+
+class Peak:
+    """The most anonymous memory (files that are mapped are not counted) beyond what there was, looked at every ms."""
+
+    def __enter__(self):
+        ctypes.CDLL(None).malloc_trim(0)  # what was let go of before must not hide what is taken now
+        self.start, self.most, self.over = self.now(), 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.over.wait(0.001):
+            self.most = max(self.most, self.now() - self.start)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+
+    @staticmethod
+    def now():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+def test_the_watch_sees_a_copy_that_is_there():
+    with Peak() as peak:
+        held = torch.ones(16 * MIB // 4)
+        peak.over.wait(0.05)
+    assert peak.most > 12 * MIB and held.numel()
+
+
+def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
+    source, size = tmp_path / "hf", 0
+    source.mkdir()
+    raw = hf_config.write(CONFIG, max_positions=64, dtype="float32", tokens={})
+    (source / "config.json").write_text(json.dumps(raw))
+    files, index = {}, {}
+    for number, (name, shape) in enumerate(hf.canonical_shapes(CONFIG).items()):
+        files.setdefault(f"part-{number % 3}.safetensors", {})[hf.hf_name(name)] = torch.rand(shape)
+        index[hf.hf_name(name)] = f"part-{number % 3}.safetensors"
+        size += 4 * torch.Size(shape).numel()
+    for file, tensors in files.items():
+        safetensors.save_file(tensors, source / file)
+    (source / hf.INDEX).write_text(json.dumps({"weight_map": index}))
+    del files, tensors
+    assert size > 80 * MIB
+    with Peak() as bringing:
+        hf.import_model(source, tmp_path / "run")
+    monkeypatch.setattr(hf, "PART_BYTES", MIB)
+    with Peak() as taking:
+        hf.export_model(tmp_path / "run", tmp_path / "out", max_shard_bytes=30 * MIB, dtype="bf16")
+    assert bringing.most < size / 8, f"import held {bringing.most / MIB:.1f} of {size / MIB:.0f} MiB"
+    assert taking.most < size / 8, f"export held {taking.most / MIB:.1f} of {size / MIB:.0f} MiB"
+    written = tensors_of(tmp_path / "out")
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in tensors_of(source).items())
+    print(f"import {bringing.most / MIB:.1f}, export {taking.most / MIB:.1f}, of {size / MIB:.0f} MiB")

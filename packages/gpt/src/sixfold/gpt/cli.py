@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from sixfold.gpt.cli_machines import add_verbs
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.processes import STOPPED, RankError, is_typed, start_ranks
 
@@ -72,7 +73,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # argparse stops filling a list at the next option; overrides may stand anywhere.
-    if rest and args.verb == "train" and not any(word.startswith("-") for word in rest):
+    if rest and args.verb in ("train", "plan") and not any(word.startswith("-") for word in rest):
         args.overrides += rest
         rest = []
     if rest:
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     timeline.set_defaults(run=_timeline)
     _doors(verbs)
+    add_verbs(verbs)
     return parser
 
 

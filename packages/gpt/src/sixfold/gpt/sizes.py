@@ -241,10 +241,12 @@ def stored(
     """
     formats, strategy = Formats.of(config), ShardingStrategy(parallel.sharding)
     ranks = parallel.dp * parallel.cp // parallel.dp_replicate
-    cuts = [Cut(unit, formats, strategy, ranks) for unit in units]
+    each = {unit: Cut(unit, formats, strategy, ranks) for unit in units}  # layers are alike: worked out once
+    cuts = [each[unit] for unit in units]
     held = [cut for cut in cuts if cut.unit.tensors]
     weights = sum(cut.main_numel * formats.compute if strategy.shards_params else cut.gathered_bytes for cut in held)
-    moments = sum(cut.state_numel(shard) for cut in held) * formats.main
+    states = {unit: cut.state_numel(shard) for unit, cut in each.items()}
+    moments = sum(states[cut.unit] for cut in held) * formats.main
     main = 0 if formats.aliased else sum(cut.main_numel for cut in held) * formats.main
     home = sum(cut.main_numel for cut in held) * formats.grad
     sums = sum(cut.sum_bytes for cut in held)

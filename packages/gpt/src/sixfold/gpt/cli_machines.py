@@ -1,0 +1,66 @@
+"""The verbs that need no run: ``plan`` and ``doctor``. They are parsed here; what they do is elsewhere.
+
+    cli.py --> add_verbs (this file) --> plan_text.py
+
+Imports nothing of them until one is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_verbs(verbs: Verbs) -> None:
+    """``plan`` to the parser of the command."""
+    plan = verbs.add_parser("plan", help="memory, traffic, bubble and time of a layout; no GPU, no ranks, no torch")
+    plan.add_argument("config", metavar="CONFIG", help="TOML file")
+    plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
+    plan.add_argument("--world", type=_count, metavar="N", help="ranks (default: product of the degrees)")
+    plan.add_argument("--memory-gb", type=_amount, metavar="G", help="of a rank, 10^9 bytes (default: the device's)")
+    plan.add_argument("--tflops", type=_amount, metavar="F", help="achieved in matrix products (default: the device's)")
+    plan.add_argument("--gbps", type=_amount, metavar="B", help="Gbit/s of the network for each device")
+    plan.add_argument("--device", metavar="NAME", help="a100, h100, h200, b200 or cpu (default: what run.device means)")
+    plan.add_argument("--machine", metavar="FILE", help="plan for the machine of which `sixfold doctor` wrote FILE")
+    plan.add_argument("--search", action="store_true", help="rank the layouts of this world that fit")
+    plan.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from sixfold.gpt.plan_text import run
+
+    print(
+        run(
+            args.config,
+            args.overrides,
+            world=args.world,
+            memory_gb=args.memory_gb,
+            tflops=args.tflops,
+            gbps=args.gbps,
+            device=args.device,
+            machine=args.machine,
+            look_further=args.search,
+            as_object=args.json,
+        )
+    )
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number > 0")
+    return value

@@ -1,0 +1,107 @@
+"""What is suggested and ranked fits, is in order, and is what ``plan`` says of the same overrides; and the verb."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from config_helpers import MINIMAL, config_with
+
+from sixfold.gpt.cli import main
+from sixfold.gpt.devices import DEVICES, device_named
+from sixfold.gpt.plan import PlannedConfig, plan_layout
+from sixfold.gpt.plan_search import changed, search, suggestions
+
+H100 = device_named("h100")
+BIG = (
+    "model.num_layers=32",
+    "model.hidden_size=4096",
+    "model.num_attention_heads=32",
+    "model.ffn_hidden_size=11008",
+    "model.vocab_size=32000",
+    "data.seq_length=4096",
+    "train.global_batch_size=64",
+    "train.micro_batch_size=4",
+    "run.device=cuda",
+)
+
+
+def big(*overrides: str) -> PlannedConfig:
+    return PlannedConfig.from_text(MINIMAL, (*BIG, *overrides))
+
+
+def test_suggestions_fit_where_what_is_given_does_not():
+    planned = plan_layout(big(), 8, H100)
+    assert not planned.fits
+    found = suggestions(planned)
+    assert found and all(one.planned.fits for one in found)
+    assert [one.order for one in found] == sorted(one.order for one in found)
+    first = plan_layout(changed(big(), found[0].changes), 8, H100)
+    assert first.peak_bytes == found[0].planned.peak_bytes and first.step_s == found[0].planned.step_s
+
+
+def test_a_search_ranks_what_fits_and_misses_nothing_better_that_was_tried_by_hand():
+    found = search(big(), 16, H100, most=5, time_limit_s=60.0)
+    assert found.complete and 0 < found.planned < found.candidates
+    times = [one.planned.step_s for one in found.best]
+    assert len(times) == 5 and times == sorted(times) and all(one.planned.fits for one in found.best)
+    for overrides in (
+        ("train.recompute=full",),
+        ("parallel.pp=2", "train.micro_batch_size=1"),
+        ("train.micro_batch_size=1",),
+    ):
+        by_hand = plan_layout(big(*overrides), 16, H100)
+        assert not by_hand.fits or by_hand.step_s >= times[0]
+    tight = search(big(), 16, H100, memory_bytes=20 * 10**9, most=2, time_limit_s=60.0)
+    assert all(one.planned.peak_bytes <= 20e9 for one in tight.best)
+    assert tight.best[0].planned.step_s >= times[0]
+
+
+def test_the_verb_prints_a_page_and_one_json_object(tmp_path, capsys):
+    path = tmp_path / "big.toml"
+    path.write_text(big().to_toml())
+    assert main(["plan", str(path), "--world", "16", "parallel.pp=2"]) == 0
+    page = capsys.readouterr().out
+    assert "pp 2 x dp 8" in page and "DOES NOT FIT" in page and "time on h100" in page and "refused" not in page
+    assert main(["plan", str(path), "parallel.tp=2", "--world", "16", "--json", "--memory-gb", "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["layout"]["tp"] == 2 and found["communication"]["tp_bytes"] > 0
+    assert any("tensor parallelism is not supported" in line for line in found["refused"])
+    assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
+    assert main(["plan", str(path), "--world", "16", "--tflops", "300", "--gbps", "100", "--json"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(path), "--world", "16", "--json"]) == 0
+    assert slow["step_seconds"] > json.loads(capsys.readouterr().out)["step_seconds"]
+
+
+def test_a_laptop_is_planned_without_a_time_and_mistakes_are_usage(tmp_path, capsys):
+    path = tmp_path / "tiny.toml"
+    path.write_text(config_with("run.device=cpu").to_toml())
+    assert main(["plan", str(path)]) == 0
+    page = capsys.readouterr().out
+    assert "time: not known for cpu" in page and "no bound is known" in page
+    for arguments, words in (
+        (["--world", "3", "parallel.pp=2"], "does not divide the world"),
+        (["--device", "h300"], "there is no device 'h300'"),
+        (["--machine", str(path)], "sixfold doctor"),
+        (["--memory-gb", "0"], "no number > 0"),
+        (["optimizer.learning_rate=1"], "the nearest is optimizer.lr"),
+    ):
+        assert main(["plan", str(path), *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_machine_file_changes_the_rates(tmp_path):
+    from sixfold.gpt.devices import device_of_machine
+    from sixfold.gpt.errors import ConfigError
+
+    path = tmp_path / "machine.json"
+    machine = {"device": "cpu", "flops": 5e10, "memory_bytes": 8 * 10**9, "near_bytes_per_s": 2e9, "latency_s": 1e-4}
+    path.write_text(json.dumps({"machine": machine}))
+    found = device_of_machine(path)
+    assert (found.flops, found.memory_bytes, found.near_bytes_per_s) == (5e10, 8 * 10**9, 2e9)
+    assert found.memory_bytes_per_s == DEVICES["cpu"].memory_bytes_per_s
+    assert plan_layout(config_with("run.device=cpu"), 4, found).step_s is not None
+    path.write_text(json.dumps({"machine": machine | {"flops": -1}}))
+    with pytest.raises(ConfigError, match="flops is not a number > 0"):
+        device_of_machine(path)

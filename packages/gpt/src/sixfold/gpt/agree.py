@@ -5,17 +5,26 @@ loop.py, start.py, checkpoint.py --> gather, together, from_first (this file) --
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
+
 T = TypeVar("T")
 
+# How torch says that memory ran out, on a CPU and on a GPU; the group is how much was asked for.
+MEMORY_WORDS = (
+    r"can't allocate memory: you tried to allocate (\d+ bytes)",
+    r"out of memory\. Tried to allocate ([\d.]+ \w+)",
+)
 # How torch's CPU back end says that a peer is gone; its errors are plain RuntimeErrors.
 WIRE_WORDS = ("gloo", "Connection closed by peer", "Timed out waiting", "Application timeout")
 
@@ -78,6 +87,22 @@ def any_of(control: dist.ProcessGroup | None, mine: bool) -> bool:
     with wire_errors("an agreement of all ranks"):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=control)
     return bool(flag)
+
+
+@contextmanager
+def memory_errors(rank: int, config: TrainConfig) -> Iterator[None]:
+    """Turn an allocation that fails into a FinalError that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        asked = next((m for word in MEMORY_WORDS if (m := re.search(word, str(error)))), None)
+        if asked is None:
+            raise
+        raise FinalError(
+            f"rank {rank}: memory ran out: {asked[1]} could not be allocated. The model has "
+            f"{config.model.num_parameters:,} parameters; more ranks, a smaller train.micro_batch_size or "
+            f'data.seq_length, or train.recompute = "full" takes less'
+        ) from error
 
 
 @contextmanager

@@ -206,6 +206,7 @@ def _train(args: argparse.Namespace) -> int:
             return 0
         from sixfold.gpt.data import preflight
         from sixfold.gpt.launch import detect
+        from sixfold.gpt.rundir import check_run_dir
 
         rendezvous = detect(os.environ)
         if rendezvous is not None and args.max_restarts:
@@ -216,6 +217,8 @@ def _train(args: argparse.Namespace) -> int:
         ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
         _check_world(config, ranks)
         preflight(config)
+        if rendezvous is None:
+            check_run_dir(config.run.dir)
         if rendezvous is not None:
             return _be_a_rank(config, rendezvous)
         return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))

@@ -373,7 +373,7 @@ class RunConfig(Table):
     TABLE: ClassVar[str] = "run"
     dir: str
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_seconds: Rate = 600.0
+    timeout_seconds: Annotated[float, AtLeast(1)] = 600.0  # ranks take seconds to meet
 
     def check(self) -> None:
         if not self.dir:

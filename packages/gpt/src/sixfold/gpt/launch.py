@@ -43,6 +43,7 @@ OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by processes.py 
 
 # A rank that leaves first closes what others still read; the host of the store waits this long for all to be done.
 LEAVE_S = 10.0
+CONNECT_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,12 +324,41 @@ def _make_group(rendezvous: Rendezvous, device: torch.device, timeout_s: float) 
             timeout=timeout,
             device_id=device if on_gpu else None,
         )
+    except TrainError:
+        raise
     except (dist.DistError, RuntimeError) as error:
-        raise TrainError(
-            f"{rendezvous} did not meet the others within {timeout_s:g} s: {error}. Are all {rendezvous.size} ranks "
-            f"started, and can they reach that address?"
-        ) from error
+        raise TrainError(_not_met(rendezvous, timeout_s, str(error))) from error
     return store
+
+
+def _not_met(rendezvous: Rendezvous, timeout_s: float, error: str) -> str:
+    first = error.splitlines()[0].rstrip(".")
+    if "EADDRINUSE" in error:
+        return f"{rendezvous}: the port is in use on this machine; set MASTER_PORT to a free one on all ranks"
+    return (
+        f"{rendezvous} did not meet the others within {timeout_s:g} s: {first}. Are all {rendezvous.size} ranks "
+        f"started, and can they reach that address?"
+    )
+
+
+def _await_host(rendezvous: Rendezvous, host: str, port: int, timeout_s: float) -> None:
+    """Return when rank 0 listens. torch's own client prints pages about each attempt that fails.
+
+    Raises:
+        TrainError: the name is not known, or nobody listens there in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except socket.gaierror as error:
+            why = f"the host name {host} is not known here ({error.strerror})"
+        except OSError as error:
+            why = f"nobody listens there ({error.strerror or error})"
+        if time.monotonic() > deadline:
+            raise TrainError(_not_met(rendezvous, timeout_s, why))
+        time.sleep(CONNECT_POLL_S)
 
 
 def _agree_on_places(store: Store, rendezvous: Rendezvous, device: torch.device) -> None:
@@ -369,6 +399,8 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
         store = next(iter(meet("env://", rendezvous.rank, rendezvous.size, timeout=timeout)))[0]
     else:
         host, _, port = rendezvous.url.removeprefix("tcp://").rpartition(":")
+        if rendezvous.rank != 0:
+            _await_host(rendezvous, host, int(port), timeout.total_seconds())
         store = TCPStore(host, int(port), rendezvous.size, is_master=rendezvous.rank == 0, timeout=timeout)
     store.set_timeout(timeout)
     return store

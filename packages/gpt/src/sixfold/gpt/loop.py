@@ -23,7 +23,7 @@ import torch
 
 from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
 from sixfold.gpt import checkpoint, launch, timeline
-from sixfold.gpt.agree import any_of, from_first, gather, together, wire_errors
+from sixfold.gpt.agree import any_of, from_first, gather, memory_errors, together, wire_errors
 from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
@@ -396,25 +396,36 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
     same_config(config, mesh)
     start = starting_point(config, mesh)
-    newest = start.newest
-    source = None if newest is not None else initial_weights(config, mesh)
-    fresh = newest is None and source is None
-    rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
+    source = None if start.newest is not None else initial_weights(config, mesh)
+    fresh = start.newest is None and source is None
+    with memory_errors(mesh.rank, config):
+        rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
     path = Path(config.run.dir) / "metrics.jsonl"
     metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
-    data = _datasets(config, mesh)
-    run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
-    if config.log.tensorboard and mesh.rank == 0:
-        run.board = Board(config.run.dir, step_of(newest))
-    flag = StopFlag()
     try:
-        _start_line(run, mesh, step_of(newest))
+        data = _datasets(config, mesh)
+        run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
+        reason = _train(run, start, source)
+    finally:
+        if metrics is not None:
+            metrics.close()
+    return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
+
+
+def _train(run: Run, start: Start, source: Path | None) -> str:
+    """From where the run begins to its end; the reason."""
+    flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
+    if run.config.log.tensorboard and mesh.rank == 0:
+        run.board = Board(run.config.run.dir, step_of(start.newest))
+    try:
+        _start_line(run, mesh, step_of(start.newest))
         _restore(run, start, source)
-        if config.checkpoint.save_initial and newest is None:
-            run.save(goes_on=config.train.steps > 0)
-        if newest is not None and run.evaluation_due() and not run.evaluated():
+        if run.config.checkpoint.save_initial and fresh:
+            run.save(goes_on=run.config.train.steps > 0)
+        if not fresh and run.evaluation_due() and not run.evaluated():
             run.evaluate(flag)  # the run ended between this step's save and its evaluation
-        reason = run.loop(flag)
+        with memory_errors(mesh.rank, run.config):
+            reason = run.loop(flag)
         run.finish_save()
         run.note("end", step=run.progress.step, reason=reason)
     except BaseException:
@@ -428,9 +439,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
         run.close()
         if run.board is not None:
             run.board.close()
-        if metrics is not None:
-            metrics.close()
-    return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
+    return reason
 
 
 def train(

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.rundir import hold
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "start": ("step", "world", "layout", "schedule", "sharding", "order", "epochs", "ranks", "parameters", "versions"),
@@ -62,12 +63,17 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends to one metrics.jsonl; opened by one rank of a run."""
+    """Appends to one metrics.jsonl; opened by one rank of a run, and held: a second writer is refused (ConfigError)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            hold(self._file, self.path)
+        except ConfigError:
+            os.close(self._file)
+            raise
         if _is_cut(self.path):
             os.write(self._file, b"\n")
 

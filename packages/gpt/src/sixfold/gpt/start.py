@@ -33,6 +33,7 @@ from sixfold.gpt.data import preflight
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh
+from sixfold.gpt.rundir import check_run_dir, make_run_dir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +77,7 @@ def starting_point(config: TrainConfig, mesh: RankMesh) -> Start:
         TrainError: every checkpoint there is damaged; on all ranks.
     """
     together(mesh.control, mesh.size, lambda: preflight(config))
+    together(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
     return _start(config, mesh, {})
 
 
@@ -176,8 +178,7 @@ def _damage(folder: Path) -> str:
 
 def _write_config(config: TrainConfig) -> None:
     """run.dir/config.toml, whole or not at all."""
-    folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_run_dir(config.run.dir)
     draft = folder / f".config.toml.{os.getpid()}"
     draft.write_text(config.to_toml(), encoding="utf-8")
     draft.replace(folder / "config.toml")

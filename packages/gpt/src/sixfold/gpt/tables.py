@@ -111,7 +111,10 @@ def build(table: type, values: Mapping[str, Any], name: str) -> Any:
     required = [field.name for field in fields(table) if field.default is MISSING and field.default_factory is MISSING]
     missing = [f"{name}.{key}" for key in required if key not in values]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given and without default")
+        raise ConfigError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given and without default; "
+            f"write it into the configuration, or {missing[0]}=VALUE behind it"
+        )
     return table(**values)
 
 

@@ -52,6 +52,12 @@ def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str
         raise ConfigError(f"{source}: not TOML: {problem}") from problem
     values: dict[str, dict[str, Any]] = {name: {} for name in tables}
     for name, table in found.items():
+        if name not in tables and not isinstance(table, dict):
+            near = _nearest_key(f".{name}", tables)
+            raise ConfigError(
+                f"{name} = {table!r} stands in no table"
+                + (f"; the nearest key is {near}" if near else "; write [table] above")
+            )
         _check_table(name, tables)
         if not isinstance(table, dict):
             raise ConfigError(f"{name} is {table!r}; it is a table: write [{name}] and its keys below")
@@ -111,6 +117,10 @@ def _toml(value: Any) -> str:
     raise TypeError(f"{value!r} ({type(value).__name__}) has no TOML form")
 
 
+def _nearest_key(wanted: str, tables: Tables) -> str:
+    return nearest(wanted, [f"{table}.{known}" for table in tables for known in keys_of(tables[table])])
+
+
 def _check_table(name: str, tables: Tables) -> None:
     if name not in tables:
         near = nearest(name, tables)
@@ -121,5 +131,5 @@ def _check_table(name: str, tables: Tables) -> None:
 
 def _check_key(name: str, key: str, tables: Tables) -> None:
     if key not in keys_of(tables[name]):
-        near = nearest(f"{name}.{key}", [f"{table}.{known}" for table in tables for known in keys_of(tables[table])])
+        near = _nearest_key(f"{name}.{key}", tables)
         raise ConfigError(f"{name}.{key} is not a key of [{name}]" + (f"; the nearest is {near}" if near else ""))

@@ -1,0 +1,100 @@
+"""The folder of a run: that it can be one, and that no other run writes there.
+
+    run.dir --> check_run_dir (this file) --> ConfigError before a rank starts
+    metrics.jsonl of a run that goes on --> hold, check_free (this file): a lock that ends with its process
+
+[Note: two runs in one folder] They would mix their lines and save over each other's checkpoints. The rank that writes
+metrics.jsonl holds a lock on it (flock): the kernel ends it with the process, so nothing stale is left behind. A file
+system without such locks is used without.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from sixfold.gpt.errors import ConfigError
+
+FOLDERS, FILES = ("checkpoints",), ("config.toml", "metrics.jsonl")
+
+
+def check_run_dir(directory: str) -> None:
+    """Refuse a folder that a run cannot write, before a rank starts; makes nothing.
+
+    Raises:
+        ConfigError: a file where a folder is to be, or the reverse; a folder that may not be written.
+    """
+    path = Path(directory)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
+    if not there.is_dir():
+        raise ConfigError(f"run.dir is {directory!r} and {there} is a file; choose another run.dir, or move the file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir is {directory!r} and {there} may not be written; choose another run.dir")
+    for name in FOLDERS:
+        if (path / name).exists() and not (path / name).is_dir():
+            raise ConfigError(f"run.dir is {directory!r} and {path / name} is a file; a run keeps a folder there")
+    for name in FILES:
+        if (path / name).is_dir():
+            raise ConfigError(f"run.dir is {directory!r} and {path / name} is a folder; a run keeps a file there")
+    check_free(path / "metrics.jsonl")
+
+
+def make_run_dir(directory: str) -> Path:
+    """The folder, made if it is not there.
+
+    Raises:
+        ConfigError: the system refuses.
+    """
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir is {directory!r} and cannot be made ({error.strerror}: {error.filename}); choose another run.dir"
+        ) from error
+    return path
+
+
+def check_free(metrics: Path) -> None:
+    """Refuse a folder in which another run is at work.
+
+    Raises:
+        ConfigError: with its process and host.
+    """
+    if metrics.is_file() and os.access(metrics, os.W_OK):
+        file = os.open(metrics, os.O_RDWR)
+        try:
+            hold(file, metrics)
+        finally:
+            os.close(file)
+
+
+def hold(file: int, metrics: Path) -> None:
+    """Lock the open file ``metrics`` for as long as it is open.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(
+                f"run.dir is {str(metrics.parent)!r} and another run is at work there ({_holder(metrics)}); choose "
+                f"another run.dir, or end that run"
+            ) from error
+
+
+def _holder(metrics: Path) -> str:
+    """Rank 0 of the last start, as metrics.jsonl has it."""
+    for line in reversed(metrics.read_bytes().splitlines()):
+        if b'"start"' in line:
+            try:
+                rank = json.loads(line)["ranks"][0]
+                return f"process {rank['pid']} on {rank['host']}"
+            except (ValueError, LookupError, TypeError):
+                continue
+    return "a process that has not begun its first step"

@@ -3,6 +3,7 @@
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
     ci --> three lanes, each a nox of its own that runs one of these sessions after the other
+    isolation --> .nox/ci/<package>.json: what passed --> in ci, tests runs the rest
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -34,6 +35,7 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
+ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
 # tools/check_isolation.py asserts that the package's own metadata asks for all of it.
 BASES_OF = {"indexed-data": ("numpy",), "blending": ("numpy",), "gpt": ("numpy", "torch")}
@@ -83,9 +85,11 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """The tests of one package that need one process."""
     environment = shared_environment(session)
-    environment.run(
-        session, *single_process_tests(package), *environment.arguments, success_codes=(0, NO_TESTS_COLLECTED)
+    environment.variables["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ONCE), environment.variables.get("PYTHONPATH")])
     )
+    command = [*single_process_tests(package), "-p", "once", *environment.arguments]
+    environment.run(session, *command, success_codes=(0, NO_TESTS_COLLECTED))
 
 
 @nox.session(venv_backend="none")
@@ -167,34 +171,43 @@ def ci(session: nox.Session) -> None:
     LOGS.mkdir(parents=True)
     start, failed = time.monotonic(), []
     with ThreadPoolExecutor(LANES) as lanes:
-        running = {lanes.submit(run_in_lane, name): name for name in sessions_of_ci()}
+        running = [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
         for done in as_completed(running):
-            name, (status, seconds, log) = running[done], done.result()
-            print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
-            if status:
-                failed.append(name)
-    session.log(f"{len(running)} sessions in {LANES} lanes, {(time.monotonic() - start) / 60:.1f} minutes")
+            failed += done.result()
+    count = sum(map(len, turns_of_ci()))
+    session.log(f"{count} sessions in {LANES} lanes, {(time.monotonic() - start) / 60:.1f} minutes")
     if failed:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
 
 
-def sessions_of_ci() -> list[str]:
-    """Names for ``nox -s``: those that last longest first, so that the lanes end together."""
+def turns_of_ci() -> list[list[list[str]]]:
+    """What follows ``nox -s``, in turns of one lane: those that last longest first, so that the lanes end together.
+
+    The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
+    is not there, follows in the shared venv. Without the file, because isolation broke early, all of them do.
+    """
     ranks_of = [name for name in [*PACKAGES, "ranktest"] if rank_tests(name)]
-    return [
-        "integration",
-        *(f"isolation({name})" for name in PACKAGES),
-        *(f"ranks({name})" for name in ranks_of),
-        *(f"tests({name})" for name in PACKAGES),
-        "types",
-        "lint",
-    ]
+    alone = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in PACKAGES]
+    return [[["integration"]], *alone, *([[f"ranks({name})"]] for name in ranks_of), [["types"]], [["lint"]]]
 
 
-def run_in_lane(name: str) -> tuple[int, float, Path]:
+def run_in_lane(turn: list[list[str]]) -> list[str]:
+    """Sessions one after the other, whatever the first comes to: the names of those that failed."""
+    failed = []
+    for arguments in turn:
+        status, seconds, log = run_session(arguments)
+        print(
+            f"{log.read_text(errors='replace')}\n==> {arguments[0]}: status {status} after {seconds:.0f} s", flush=True
+        )
+        if status:
+            failed.append(arguments[0])
+    return failed
+
+
+def run_session(arguments: list[str]) -> tuple[int, float, Path]:
     """One session in a nox of its own: its status, seconds, and the file with its output."""
-    log, start = LOGS / f"{name}.log", time.monotonic()
-    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", name]
+    log, start = LOGS / f"{arguments[0]}.log", time.monotonic()
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -228,8 +241,9 @@ def isolation(session: nox.Session, package: str) -> None:
     session.run("python", str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS)
     if "torch" in BASES_OF.get(package, BASE_DEFAULT):
         session.run("python", *pip, "ranktest")
-    variables = {"OMP_NUM_THREADS": "1"}
-    session.run("python", *single_process_tests(package), env=variables, success_codes=[0, NO_TESTS_COLLECTED])
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ONCE)}
+    command = [*single_process_tests(package), "-p", "once", "--proves", str(proof_of(package))]
+    session.run("python", *command, env=variables, success_codes=[0, NO_TESTS_COLLECTED])
     for arguments in ALSO_ISOLATED.get(package, []):
         session.run("python", *single_process_tests(package), *arguments, env=variables)
     shutil.rmtree(session.virtualenv.location)
@@ -325,6 +339,11 @@ def pytest_on(*folders: Path) -> list[str]:
 def single_process_tests(package: str) -> list[str]:
     folder = ROOT / "packages" / package / "tests"
     return [*pytest_on(folder), f"--ignore={folder / 'ranks'}", f"--ignore={folder / 'gpu'}"]
+
+
+def proof_of(package: str) -> Path:
+    """The file in which isolation says what passed."""
+    return LOGS / f"{package}.json"
 
 
 def rank_tests(package: str) -> list[Path]:

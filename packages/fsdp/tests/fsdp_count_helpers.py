@@ -1,6 +1,7 @@
 """Collectives as torch's dispatcher sees them, and many ranks in one process.
 
 Traffic (this file), a list of (kind, bytes) --> tests/ranks/test_matrix_traffic.py
+Calls (this file), names of what goes to a back end --> tests of groups of one rank
 fake_world (this file): a group of any size whose collectives do nothing
 """
 
@@ -61,6 +62,19 @@ class Traffic(TorchDispatchMode):
 
     def nbytes(self, kind: str) -> int:
         return sum(sent.nbytes for sent in self.sent if sent.kind == kind)
+
+
+class Calls(TorchDispatchMode):
+    """Names of the collectives that go to a back end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d."):
+            self.names.append(str(func).removeprefix("c10d.").removesuffix("_.default").strip("_"))
+        return func(*args, **(kwargs or {}))
 
 
 def fake_world(size: int) -> dist.ProcessGroup:

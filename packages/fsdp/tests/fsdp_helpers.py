@@ -1,6 +1,6 @@
 """Small models, and data parallel emulated in one process: the oracle of the bitwise tests.
 
-    tests --> Net, emulate, train_sharded (this file)
+    tests --> Net, emulate, train_steps, resumed (this file)
 
 ``emulate`` runs every rank's micro-batches on one plain copy of the model and adds gradients as spec'd: local fp32
 sums, ranks 0, 1, 2 ... from left to right, one true division. It imports nothing of sixfold.
@@ -92,6 +92,44 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def train_steps(model: Any, optimizer: Any, rank: int, *, steps: int, accumulate: int, hint: bool = True) -> None:
+    """The plain loop; without ``hint`` every backward may be the last of its step."""
+    for step in range(steps):
+        for k in range(accumulate):
+            tokens = batch(step, k, rank)
+            with model.microbatch(last=not hint or k == accumulate - 1):
+                loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed(
+    build: Callable[[], tuple[Any, Any]], rank: int, set_apart: Callable[[Any], None] = lambda optimizer: None
+) -> tuple[list, list[str]]:
+    """Two steps, and one beside a step after loading the first one's state records: those not taken, what differs.
+
+    ``build``: a model and its optimizer. ``set_apart``: sets what records do not hold.
+    """
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        loss_of(model(batch(number, 0, rank)), batch(number, 0, rank)).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    saved = {(r.name, r.key): r.tensor.clone() for r in model.state_records(optimizer)}
+    step(model, optimizer, 1)
+    again, other = build()
+    again.materialize_state(other)
+    for record in again.state_records(other):
+        record.tensor.copy_(saved.pop((record.name, record.key)))
+    set_apart(other)
+    again.refresh()
+    step(again, other, 1)
+    return sorted(saved), same(model.full_state_dict(), again.full_state_dict())
 
 
 Seen = Callable[[str, Tensor], Tensor]  # the weight that layers see of a main weight, by name

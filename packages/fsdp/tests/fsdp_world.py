@@ -5,10 +5,6 @@ test_uses.py, test_uses_refused.py, test_torch_optimizers.py --> World (this fil
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw
 from torch import nn
@@ -72,13 +68,3 @@ class World:
 
     def weights(self):
         return self.call.full_state_dict() if self.wrapped else self.net.state_dict()
-
-
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """``gc.collect()`` inside looks at what was made inside: the heap of a whole test run takes it a second."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_count_helpers import Calls
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
 from sixfold.fsdp.links import Links, nccl_options
@@ -29,19 +29,6 @@ def alone():
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=brief)
     yield store
     dist.destroy_process_group()
-
-
-class Calls(TorchDispatchMode):
-    """Names of the collectives that go to a back end."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func).startswith("c10d."):
-            self.names.append(str(func).removeprefix("c10d.").removesuffix("_.default").strip("_"))
-        return func(*args, **(kwargs or {}))
 
 
 def train(group=None, strategy="optim_grads_params", steps=2, **buffers):

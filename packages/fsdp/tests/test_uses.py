@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fsdp_helpers import Block, batch, make_adamw, same
-from fsdp_world import SETTINGS, WIDTH, Net, World, only_new_garbage
+from fsdp_world import SETTINGS, WIDTH, Net, World
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -343,7 +343,6 @@ def test_a_compiled_model_trains_as_the_plain_one():
     assert same(plain.weights(), world.weights()) == []
 
 
-@only_new_garbage()
 def test_fully_shard_needs_nobody_to_keep_what_it_returns():
     torch.manual_seed(0)
     plain, net = World(None), Net()

@@ -7,7 +7,6 @@ nox -s "tests(pipeline)" -- --random-runs 1000
 nox -s "tests(pipeline)" -- --full-matrix
 """
 
-import gc
 import time
 from types import SimpleNamespace
 
@@ -28,9 +27,3 @@ def pytest_addoption(parser):
     parser.addoption("--all-bubbles", action="store_true", help="V-Half and V-Min beside the authors' at all 60 sizes")
     parser.addoption("--random-runs", type=int, default=60, help="of programs with random delays over threads (60)")
     parser.addoption("--full-matrix", action="store_true", help="every schedule at every m from 1 to 4p")
-
-
-def pytest_collection_finish() -> None:
-    """What is there by now stays: the many ``gc.collect()`` of tests look at what tests made, 0.01 s for 0.3."""
-    gc.collect()
-    gc.freeze()

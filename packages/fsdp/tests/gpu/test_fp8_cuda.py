@@ -41,6 +41,7 @@ def test_layers_see_the_weights_that_the_definition_gives_on_a_cpu():
                 lambda module, args, output, key=key: seen.update({key: module.weight.detach().clone().cpu()})
             )
     model(batch(0, 0, 0).cuda())
+    assert len(seen) == 2 * len(net.blocks)
     for key, found in seen.items():
         q, scale = quantized(mains[key])
         assert torch.equal(found, (q.float() * scale).bfloat16()), key

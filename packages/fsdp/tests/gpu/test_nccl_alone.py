@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_count_helpers import Calls
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
 
@@ -24,19 +24,6 @@ def nccl():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-class Calls(TorchDispatchMode):
-    """Names of the collectives that go to a back end."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func).startswith("c10d."):
-            self.names.append(str(func).removeprefix("c10d.").removesuffix("_.default").strip("_"))
-        return func(*args, **(kwargs or {}))
 
 
 def train(group, strategy, **buffers):

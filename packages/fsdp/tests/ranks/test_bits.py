@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
+from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same, train_steps
 from torch import Tensor
 
 from ranktest import run_ranks
@@ -34,13 +34,7 @@ def train(rank: int, strategy: str, net_options: dict, hint: bool, **precision: 
         mixed_precision=MixedPrecision(**precision),
     )
     optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
-    for step in range(STEPS):
-        for k in range(ACCUMULATE):
-            tokens = batch(step, k, rank)
-            with model.microbatch(last=not hint or k == ACCUMULATE - 1):
-                loss_of(model(tokens), tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, rank, steps=STEPS, accumulate=ACCUMULATE, hint=hint)
     return model.full_state_dict()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fp8_oracle import quantized
-from fsdp_helpers import batch, loss_of, make_adamw, same
+from fsdp_helpers import make_adamw, same, train_steps
 from fsdp_mesh_helpers import MoeBlock, MoeNet, emulate_meshes, kind_of
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,12 +47,7 @@ def train(rank, ranks, layout, strategies):
             strategy=strategy,
         )
         optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
-        for step in range(STEPS):
-            for k in range(ACCUMULATE):
-                with model.microbatch(last=k == ACCUMULATE - 1):
-                    loss_of(model(batch(step, k, rank)), batch(step, k, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, rank, steps=STEPS, accumulate=ACCUMULATE)
         found.append((model.full_state_dict(), model.report()["fp8"]["scale_reductions"]))
     return found
 

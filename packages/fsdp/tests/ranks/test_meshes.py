@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from fsdp_count_helpers import Traffic
-from fsdp_helpers import batch, loss_of, make_adamw, same
+from fsdp_helpers import batch, loss_of, make_adamw, same, train_steps
 from fsdp_mesh_helpers import MoeBlock, MoeNet, emulate_meshes, kind_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -73,12 +73,7 @@ def train(rank, ranks, layout, strategies):
         checks = "unit" if strategy == "optim_grads_params" else "order"
         net, model = make(rank, layout, strategy=strategy, checks=checks)
         optimizer = fully_shard_optimizer(make_adamw([p for p in net.parameters() if p.requires_grad]), model)
-        for step in range(STEPS):
-            for k in range(ACCUMULATE):
-                with model.microbatch(last=k == ACCUMULATE - 1):
-                    loss_of(model(batch(step, k, rank)), batch(step, k, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, rank, steps=STEPS, accumulate=ACCUMULATE)
         records = [(r.name, r.key, r.start, r.stop, r.replica) for r in model.state_records(optimizer)]
         found.append((model.full_state_dict(), records, model.report()["own_meshes"]))
     return found

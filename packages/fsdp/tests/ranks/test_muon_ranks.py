@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_helpers import Block, Net, batch, loss_of, same
+from fsdp_helpers import Block, Net, batch, loss_of, resumed, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,28 +192,13 @@ def test_bf16_and_fp8_weights_have_the_bits_of_whole_matrices():
 
 
 def resume(rank, ranks):
-    def make():
+    def build():
         net = make_net()
         model = FullyShardedDataParallel(net, process_group=dist.group.WORLD, fsdp_unit_modules=[Block])
         inside = [p for p in net.blocks.parameters() if p.ndim == 2]
         return model, fully_shard_optimizer(torch.optim.Muon(inside, lr=0.02), model)
 
-    def step(model, optimizer, number):
-        loss_of(model(batch(number, 0, rank)), batch(number, 0, rank)).backward()
-        optimizer.step()
-        model.zero_grad()
-
-    model, optimizer = make()
-    step(model, optimizer, 0)
-    saved = {(r.name, r.key): r.tensor.clone() for r in model.state_records(optimizer)}
-    step(model, optimizer, 1)
-    again, other = make()
-    again.materialize_state(other)
-    for record in again.state_records(other):
-        record.tensor.copy_(saved.pop((record.name, record.key)))
-    again.refresh()
-    step(again, other, 1)
-    return sorted(saved), same(model.full_state_dict(), again.full_state_dict())
+    return resumed(build, rank)
 
 
 def test_momentum_is_saved_and_loaded_by_records():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_helpers import Block, Net, batch, loss_of, same
+from fsdp_helpers import Block, Net, batch, loss_of, resumed, same
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -131,24 +131,11 @@ def resume(rank, ranks, name):
         )
         return model, fully_shard_optimizer(make(list(net.parameters())), model)
 
-    def step(model, optimizer, number):
-        loss_of(model(batch(number, 0, rank)), batch(number, 0, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def steps_done(optimizer):
+        for state in optimizer.state.values():
+            state["step"].fill_(1.0)
 
-    model, optimizer = build()
-    step(model, optimizer, 0)
-    saved = {(r.name, r.key): r.tensor.clone() for r in model.state_records(optimizer)}
-    step(model, optimizer, 1)
-    again, other = build()
-    again.materialize_state(other)
-    for record in again.state_records(other):
-        record.tensor.copy_(saved.pop((record.name, record.key)))
-    for state in other.state.values():
-        state["step"].fill_(1.0)
-    again.refresh()
-    step(again, other, 1)
-    return sorted(saved), same(model.full_state_dict(), again.full_state_dict())
+    return resumed(build, rank, steps_done)
 
 
 @pytest.mark.parametrize("name", ["adamw fused", "adafactor", "adafactor offload"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_count_helpers import fake_world
-from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
+from fsdp_helpers import Block, emulate, make_adamw, make_net, same, train_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -34,12 +34,7 @@ def train(rank: int, strategy: str, mesh_shape: tuple[int, ...], bucket: int | N
         buffers=BufferConfig(bucket_bytes=bucket),
     )
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
-    for step in range(STEPS):
-        for k in range(ACCUMULATE):
-            with model.microbatch(last=k == ACCUMULATE - 1):
-                loss_of(model(batch(step, k, rank)), batch(step, k, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_steps(model, optimizer, rank, steps=STEPS, accumulate=ACCUMULATE)
     return model.full_state_dict()
 
 

@@ -30,7 +30,8 @@ class MixedPrecision:
         grad_dtype: storage of main gradients between reduction and step; None means ``main_dtype``. What rounds
             where: a micro-batch's gradients are summed locally, over ranks and divided in main_dtype (and reduce_dtype
             for what travels); the result is rounded to grad_dtype once, and so is each sum of it with what earlier
-            reductions left: one rounding a step with ``no_shard``, ``optim`` or one micro-batch, else one each.
+            reductions left: one rounding for each reduction of a step. With ``no_shard`` and ``optim`` that is one if
+            earlier micro-batches run under ``microbatch(last=False)`` or ``no_sync()``, else one a micro-batch.
             ``step()`` finds gradients in main_dtype: copies for its length, since torch's optimizers take no other.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
         fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after

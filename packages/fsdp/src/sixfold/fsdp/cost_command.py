@@ -106,15 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _from_flags(args: argparse.Namespace) -> tuple[Model, Cluster, Run]:
     model = Model(
-        layers=args.layers,
-        hidden=args.hidden,
-        ffn=args.ffn,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        vocab=args.vocab,
-        gated=args.swiglu,
-        experts=args.experts,
-        top_k=args.top_k,
+        **_picked(args, "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "top_k"), gated=args.swiglu
     )
     cluster = Cluster(
         gpus=args.gpus,
@@ -126,19 +118,15 @@ def _from_flags(args: argparse.Namespace) -> tuple[Model, Cluster, Run]:
         ring=not args.no_ring_factor,
     )
     run = Run(
-        tp=args.tp,
-        cp=args.cp,
-        ep=args.ep,
-        replicas=args.replicas,
-        accumulate=args.accumulate,
-        recompute=args.recompute,
-        fp8=args.fp8,
-        grad_bytes=args.grad_bytes,
+        **_picked(args, "tp", "cp", "ep", "replicas", "accumulate", "recompute", "fp8"),
+        **_picked(args, "grad_bytes", "seq_length", "micro_batch"),
         causal=not args.not_causal,
-        seq_length=args.seq_length,
-        micro_batch=args.micro_batch,
     )
     return model, cluster, run
+
+
+def _picked(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
 
 
 def of_model(model: Model, cluster: Cluster, run: Run) -> dict[str, Any]:

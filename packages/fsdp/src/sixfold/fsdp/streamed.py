@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,18 @@ class Target:
             self.record.buffer.weights.store_main(self.record, value)
         elif self.buffer is not None:
             self.buffer.copy_(value)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Load:
+    """One call of ``load`` as this rank has it."""
+
+    source: Source
+    targets: Sequence[Target]
+    expected: Mapping[str, tuple[int, Target]]  # by name: the target and its place
+    engine: Engine
+    wait: Callable[[Any], None]
+    loaded: set[int] = field(default_factory=set)  # places of targets that have their values
 
 
 def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
@@ -103,13 +115,13 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) ->
     problem = _problem_of_givers(givers, targets, engine) or (None if source is None else _look(source, expected))
     _raise_alike(problem, engine, wait)
     engine.gathering.settle()
-    loaded: set[int] = set()
+    job = _Load(source, targets, expected, engine, wait)
     try:
         with torch.no_grad():
             if shared:
-                _from_one(givers[0], source, targets, expected, loaded, engine, wait)
+                _from_one(job, givers[0])
             else:
-                _from_own(source, targets, expected, loaded, engine, wait, compare=compare)
+                _from_own(job, compare=compare)
     finally:
         engine.main_changed(frozen=True)
 
@@ -220,17 +232,10 @@ def _offers(
         raise FsdpError(_list("missing", missing))
 
 
-def _from_one(
-    giver: int,
-    source: Source,
-    targets: Sequence[Target],
-    expected: Mapping[str, tuple[int, Target]],
-    loaded: set[int],
-    engine: Engine,
-    wait: Callable[[Any], None],
-) -> None:
+def _from_one(job: _Load, giver: int) -> None:
     """One rank reads, all get each tensor and keep their part of it. [Note: told on all ranks]"""
-    offers = None if source is None else _offers(source, targets, expected, None)
+    targets, engine, wait = job.targets, job.engine, job.wait
+    offers = None if job.source is None else _offers(job.source, targets, job.expected, None)
     room: dict[torch.device, Tensor] = {}  # where others receive: one tensor's memory for all
     while True:
         row, value, error = [_END, 0, 0], None, None
@@ -244,7 +249,7 @@ def _from_one(
         kind, at, dtype = exchange(engine.control, row, wait)[giver]
         if kind == _PROBLEM:
             texts = exchange_text(engine.control, _said(error), wait)
-            raise _failed(texts[giver], (giver,), len(loaded), len(targets)) from error
+            raise _failed(texts[giver], (giver,), len(job.loaded), len(targets)) from error
         if kind == _END:
             return
         target = targets[at]
@@ -253,7 +258,7 @@ def _from_one(
         value = value.detach().to(target.device).contiguous()
         _broadcast(value, giver, engine.ranks, wait)
         target.store(value)
-        loaded.add(at)
+        job.loaded.add(at)
 
 
 def _room_for(
@@ -275,24 +280,16 @@ def _broadcast(value: Tensor, giver: int, ranks: Ranks, wait: Callable[[Any], No
     wait(ranks.outer.broadcast(value, row))
 
 
-def _from_own(
-    source: Source,
-    targets: Sequence[Target],
-    expected: Mapping[str, tuple[int, Target]],
-    loaded: set[int],
-    engine: Engine,
-    wait: Callable[[Any], None],
-    *,
-    compare: bool,
-) -> None:
+def _from_own(job: _Load, *, compare: bool) -> None:
     """Every rank reads for itself; at the end all say whether it went well, and what they read."""
-    assert source is not None, "every rank gives a source"
+    assert job.source is not None, "every rank gives a source"
+    targets, loaded, engine, wait = job.targets, job.loaded, job.engine, job.wait
     error: Exception | None = None
     # Of parameters of the main mesh: the same ones on all ranks. Others and buffers may differ from rank to rank.
     several = compare and engine.ranks.size > 1
     digests = dict.fromkeys((at for at, one in enumerate(targets) if several and _on_main(one, engine)), 0)
     try:
-        for at, value in _offers(source, targets, expected, engine):
+        for at, value in _offers(job.source, targets, job.expected, engine):
             target = targets[at]
             target.store(value)
             loaded.add(at)

@@ -423,3 +423,17 @@ def test_a_search_that_is_told_to_stop_stops(name):
     search_of = schedules.by_name(name).search
     assert search_of(8, 64, go_on=lambda: False) is None
     assert search_of(4, 16, go_on=lambda: True) == schedules.by_name(name).make(4, 16)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_an_expensive_last_chunk_makes_the_plan_a_v_unasked(cap):
+    """Where the head is 60 % longer its rank must begin at once: on a loop it begins last, on a V first."""
+    each = [0.5] * 7 + [0.8]
+    costs = Costs(each, each, each, activation=[0.5] * 8)
+    slowest = 8 * 3 * (0.5 + 0.8)
+    found = plan(costs, ranks=4, microbatches=8, memory_cap=cap, time_limit_s=5.0)
+    assert found.program.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert found.timeline.makespan == pytest.approx(slowest, rel=1e-9)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    loop = plan(costs, ranks=4, microbatches=8, memory_cap=cap, placement=looped(4, 2), time_limit_s=5.0)
+    assert loop.lower_bound == pytest.approx(slowest + 3 * 0.5, rel=1e-9)  # three forwards before it: 4.8 %

@@ -47,7 +47,7 @@ def change_shapes(rank: int, ranks: int, edges: str | None) -> None:
     assert equal_bits(gradients(modules[rank]), gradients(oracle[rank]))
 
 
-@pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.parametrize("edges", ["groups", "one", None])
 def test_shapes_and_programs_may_change_from_step_to_step(edges):
     run_ranks(change_shapes, 2, edges)
 

@@ -16,7 +16,7 @@ from torch import nn
 from sixfold.pipeline.action import Kind
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.passes import lower, reduce_grad
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.verify import verify
 
@@ -54,9 +54,13 @@ def check_stages(program: Program, stages: Sequence[Stage], rank: int | None) ->
         raise ScheduleError(f"stages {given} were given; the program places {wanted} on {where}", rank=rank or 0)
 
 
-def check_program(program: Program, stages: Mapping[int, Stage], rank: int | None, ranks: int) -> None:
+def check_program(
+    program: Program, stages: Mapping[int, Stage], rank: int | None, ranks: int, *, one: bool = False
+) -> None:
     """It is right, and the stages can run it.
 
+    Args:
+        one: all edges are one communicator.
     Raises:
         ScheduleError: it is for other ranks or stages, is refused by ``verify`` (a SEND never waits), or steps a
             stage without an optimizer.
@@ -65,6 +69,13 @@ def check_program(program: Program, stages: Mapping[int, Stage], rank: int | Non
         raise ScheduleError(f"the program has {len(program.ranks)} ranks, the group {ranks}; they are equal")
     check_stages(program, tuple(stages.values()), rank)
     verify(program, transport="buffered")  # one that lacks a backward would lose its gradient
+    if one:
+        if program.weights is not Weights.FLUSHED:
+            raise ScheduleError(
+                f"weights: {program.weights} let batches overlap without end, and edges='one' needs a proof of the "
+                "whole order; make the runner with edges=None or 'groups'"
+            )
+        verify(complete(program), transport="rendezvous")  # [Note: one communicator]
     for at, position, action in program.entries():
         if action.kind is Kind.STEP and (stage := stages.get(action.stage)) is not None:
             where = {"rank": at, "position": position, "action": action}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.compile import StepResult, signature, timeline_of
@@ -57,7 +57,7 @@ class Carried:
         goal: Goal,
         *,
         lookahead: int,
-        dynamic_shapes: bool,
+        dynamic_shapes: bool | Literal["announced"],
         number: int,
         profile: bool = False,
         overlap: str = "order",
@@ -105,6 +105,13 @@ class Carried:
         """Number of the batch to come, since the stages had W(0)."""
         made = [versions.made for versions in self.versions.values()]
         return self._first + self.batches if self.batches else made[0] if made else self._first
+
+    def renew(self) -> None:
+        """Refuse it: microbatches of the batch before may be in flight."""
+        raise ScheduleError(
+            f"new_shapes is for steps that end what they begin; with weights: {self.endless.program.weights} batches "
+            "overlap: make the runner with dynamic_shapes=True"
+        )
 
     def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
         """Fill the slots of a batch, and choose its list."""

@@ -9,9 +9,9 @@ their calls are merged in an order in which every message is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Compiled:
         goal: Goal,
         *,
         lookahead: int,
-        dynamic_shapes: bool,
+        dynamic_shapes: bool | Literal["announced"],
         number: int,
         profile: bool = False,
         stores: Callable[[Stage], Store] | None = None,
@@ -115,6 +115,11 @@ class Compiled:
         self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
+
+    def renew(self) -> None:
+        """Shapes of this step may differ from those of the one before."""
+        for lane in self._lanes.values():
+            lane.renew()
 
     def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
         """Fill the slots for a step; ``inputs`` is [] where another process has stage 0."""
@@ -168,7 +173,8 @@ class Compiled:
         rows = handed_on(entries, rows)
         if (side := self._sides.get(wiring.rank)) is not None:
             rows = side_by_side(entries, rows, wiring.runs, wiring.slots, side, on_the_side(actions))
-        return rows
+        together = getattr(self._lanes[wiring.rank], "together", None)
+        return rows if together is None else in_batches(rows, *together)
 
     def _token_count(self) -> TokenCount | None:
         if not (self._goal.train and self._goal.scale == "token"):
@@ -231,6 +237,25 @@ def handed_on(entries: Sequence[Action], rows: list[list[Call]]) -> list[list[Ca
             rows[behind] = []
             behind += 1
     return rows
+
+
+def in_batches(rows: list[list[Call]], begin: Callable[[], object], end: Callable[[], object]) -> list[list[Call]]:
+    """The calls with messages that follow each other put between ``begin`` and ``end``."""
+    made: list[list[Call]] = []
+    last: Call | None = None  # of an open batch
+    for calls in rows:
+        made.append([])
+        for call in calls:
+            message = call.action.kind in MESSAGES and call.awaits is None
+            if message and last is None:
+                made[-1].append(replace(call, run=begin, main=False))
+            elif last is not None and not message:
+                made[-1].append(replace(last, run=end, main=False))
+            last = call if message else None
+            made[-1].append(call)
+    if last is not None:
+        made[-1].append(replace(last, run=end, main=False))
+    return made
 
 
 def merged(posted: Program, rows: Mapping[int, list[list[Call]]]) -> list[tuple[int, Call]]:

@@ -15,6 +15,11 @@ messages, so it may begin in the midst of a step. A receive whose shape is not k
 yet waits in the edge's queue, and so do those behind it; the ``wait`` for it
 empties the queue. What is no tensor (None, int, float, bool) is part of a shape:
 it travels in headers only, and a change of it is a change of shape.
+
+[Note: announced shapes] A flag is waited for by the host, once per batch and edge. With ``dynamic_shapes="announced"``
+nothing is: shapes stay unless all ranks say before a step that they may change (``renew``), so both ends know which
+messages have headers: those whose shape they do not know. The number is sent all the same, asked for when a batch
+begins, and looked at when the next one does or the runner checks, long after it came.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -54,6 +59,9 @@ class TensorIncoming(Protocol):
     def wait(self, work: Any, action: Action) -> None:
         """Wait for a work of ``post``."""
 
+    def forget(self, specs: Sequence[TensorSpec]) -> object:
+        """No more messages of these shapes and dtypes come."""
+
 
 class TensorControl(Protocol):
     """What headers and flags travel on."""
@@ -63,6 +71,9 @@ class TensorControl(Protocol):
 
     def receive_number(self, peer: int, tag: int, action: Action) -> int:
         """Wait for the next."""
+
+    def ask_number(self, peer: int, tag: int, action: Action) -> Callable[[], int]:
+        """Ask for the next; what is returned waits for it."""
 
     def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
         """Start to send."""
@@ -79,6 +90,8 @@ class GroupLane:
         tag: the first of this lane's, the same on all ranks; there is one for each message of a batch, so that no
             message is taken for one that was lost.
         number: of the program and call, equal on ranks that run the same.
+        flush: starts what waits for its batch, where all edges are one communicator: a receive is then asked for where
+            it stands, though the host must wait for its shape.
     """
 
     def __init__(
@@ -92,15 +105,17 @@ class GroupLane:
         rank: int,
         tag: int,
         number: int,
-        dynamic_shapes: bool,
+        dynamic_shapes: bool | Literal["announced"],
+        flush: Callable[[], None] | None = None,
     ) -> None:
-        self.control, self.number = control, number
+        self.control, self.number, self.flush = control, number, flush
+        self.announced = dynamic_shapes == "announced"  # [Note: announced shapes]
         self._tag = tag
         self.sent: dict[Slot, Specs] = {}
         self.received: dict[Slot, Specs] = {}
         self._receipts: dict[Route, Receipt] = {}
-        self.open = True  # whether forward messages have headers in this batch
-        self._dynamic = dynamic_shapes
+        self.open = not self.announced  # whether forward messages have headers in this batch
+        self._dynamic = bool(dynamic_shapes) and not self.announced
         self._began = False
         self._signature: object = None
         self._rank, self._placement, self._microbatches = rank, placement, microbatches
@@ -110,8 +125,25 @@ class GroupLane:
 
     def begin(self, signature: object) -> None:
         """See Lane."""
-        self.open = self._dynamic or not self._began or signature != self._signature
+        changed = self._dynamic or not self._began or signature != self._signature
+        self.open = changed and not self.announced
         self._signature, self._began = signature, True
+
+    def renew(self) -> None:
+        """See Lane."""
+        self._began = False
+        self.sent.clear()
+        self.received.clear()
+
+    def settle(self) -> None:
+        """Look at the numbers of batches that began: all ranks make the same calls.
+
+        Raises:
+            ScheduleError: a rank does not.
+            PeerLost: a rank began no such batch before the deadline.
+        """
+        for inlet in self._inlets.values():
+            inlet.settle()
 
     def tag_of(self, route: Route) -> int:
         """Of its tensors and its header."""
@@ -163,17 +195,18 @@ class Outlet:
         same = specs == lane.sent.get(slot)
         if not self._left:
             self._left = self._batch
-            lane.open |= not same
+            lane.open |= not same and not lane.announced
             self._headers = lane.open
             lane.control.send_number(2 * lane.number + self._headers, self._peer, _FLAGS, action)
         self._left -= 1
-        if self._headers:
+        if self._headers or (lane.announced and slot not in lane.sent):
             lane.control.send(pack_specs(specs, action), self._peer, action, tag)
             lane.sent[slot] = specs
         elif not same:
+            say = "call step(..., new_shapes=True) on all ranks, or " if lane.announced else ""
             raise ScheduleError(
                 f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
-                f"{words_of(lane.sent[slot])}; make the runner with dynamic_shapes=True"
+                f"{words_of(lane.sent[slot])}; {say}make the runner with dynamic_shapes=True"
             )
         self._edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
 
@@ -188,7 +221,8 @@ class Inlet:
     def __init__(self, lane: GroupLane, edge: TensorIncoming, peer: int, batch: int) -> None:
         self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch
         self._asked = 0  # forward messages of this batch that are still to be asked for
-        self._headers = True  # of the batch whose flag was read last
+        self._headers = not lane.announced  # of the batch whose flag was read last
+        self._begun: Callable[[], int] | None = None  # the number of a batch, asked for and not looked at
         self._queue: deque[tuple[Receipt, bool]] = deque()  # receipts that wait for a shape; whether a flag precedes
 
     def post(self, receipt: Receipt) -> None:
@@ -198,8 +232,15 @@ class Inlet:
             if first := not self._asked:
                 self._asked = self._batch
             self._asked -= 1
-        if self._queue or first or (receipt.route.forward and self._headers):
+        if first and self._lane.announced:
+            self.settle()
+            self._begun = self._lane.control.ask_number(self._peer, _FLAGS, receipt.action)
+            first = False
+        if self._queue or first or self._has_header(receipt):
             self._queue.append((receipt, first))
+            if self._lane.flush is not None:
+                self._lane.flush()
+                self._ask_for_next(receipt)
         else:
             self._ask(receipt)
 
@@ -207,7 +248,7 @@ class Inlet:
         """The tensors of ``receipt``, waited for."""
         while receipt.works is None:
             self._ask_for_next(receipt)
-        while self._queue and not self._queue[0][1] and not (self._headers and self._queue[0][0].route.forward):
+        while self._queue and not self._queue[0][1] and not self._has_header(self._queue[0][0]):
             self._ask(self._queue.popleft()[0])
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
@@ -219,10 +260,22 @@ class Inlet:
         receipt, first = self._queue.popleft()
         if first:
             self._read_flag(wanted.action)
-        if receipt.route.forward and self._headers:
+        if self._has_header(receipt):
             header = self._lane.control.receive(self._peer, wanted.action, receipt.tag)
             self._lane.received[receipt.slot] = unpack_specs(header)
         self._ask(receipt)
+
+    def settle(self) -> None:
+        """Look at the number of the batch that began last."""
+        if (begun := self._begun) is not None:
+            self._begun = None
+            if begun() // 2 != self._lane.number:
+                raise other_call(self._peer)
+
+    def _has_header(self, receipt: Receipt) -> bool:
+        if not receipt.route.forward:
+            return False
+        return self._headers or (self._lane.announced and receipt.slot not in self._lane.received)
 
     def _read_flag(self, action: Action) -> None:
         call, flag = divmod(self._lane.control.receive_number(self._peer, _FLAGS, action), 2)
@@ -235,6 +288,9 @@ class Inlet:
         lane, forward = self._lane, receipt.route.forward
         specs = (lane.received if forward else lane.sent)[receipt.slot]
         wanted = [spec for spec in specs if isinstance(spec, tuple) and (forward or spec[2])]
+        if receipt.wanted != wanted:
+            self._edge.forget(receipt.wanted)
+            receipt.wanted = wanted
         receipt.buffers, receipt.works = self._edge.post(wanted, receipt.tag, receipt.action)
         receipt.specs = specs
 
@@ -242,13 +298,14 @@ class Inlet:
 class Receipt:
     """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "tag", "works")
+    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "tag", "wanted", "works")
 
     def __init__(self, inlet: Inlet, route: Route, tag: int, action: Action) -> None:
         self._inlet, self.route, self.tag, self.action = inlet, route, tag, action
         self.slot = (route.stage, route.slot)
         self.buffers: list[Tensor] = []
         self.specs: Specs = ()
+        self.wanted: list[TensorSpec] = []  # the last time
         self.works: list[Any] | None = None
 
     def post(self) -> None:

@@ -37,14 +37,22 @@ class Programs:
         here: this rank; None where all are in this process.
         ranks: of the group.
         links: of this rank, there before the first ``get``; empty where all are in this process.
+        one: all edges are one communicator.
         options: of every ``Compiled``.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], here: int | None, ranks: int, links: Mapping[int, Links], **options: Any
+        self,
+        stages: Mapping[int, Stage],
+        here: int | None,
+        ranks: int,
+        links: Mapping[int, Links],
+        *,
+        one: bool = False,
+        **options: Any,
     ) -> None:
         self._stages, self._here, self._ranks = stages, here, ranks
-        self._links, self._options = links, options
+        self._links, self._options, self._one = links, options, one
         self._checked: set[Program] = set()
         self._compiled: dict[tuple[Program, str, Goal], Compiled | Carried] = {}
         self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | Carried]] = {}
@@ -62,7 +70,7 @@ class Programs:
             ScheduleError: one of these does not hold.
         """
         if program not in self._checked:
-            check_program(program, self._stages, self._here, self._ranks)
+            check_program(program, self._stages, self._here, self._ranks, one=self._one)
             self._checked.add(program)
 
     def prepare(self, program: Program) -> None:
@@ -95,7 +103,8 @@ class Programs:
         return compiled
 
     def _make(self, program: Program, mode: str, goal: Goal) -> Compiled | Carried:
-        number = _number_of(program, mode, goal.scale)
+        told = mode if self._options["dynamic_shapes"] != "announced" else f"{mode} announced"
+        number = _number_of(program, told, goal.scale)
         if self._here is not None:
             self._agree_on(number, program, mode, goal.scale)
         links = one_process(program) if self._here is None else self._links

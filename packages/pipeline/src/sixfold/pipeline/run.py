@@ -59,10 +59,13 @@ class PipelineRunner:
         store: for ranks to tell each other where they stand after a failure.
         lookahead: compute actions by which a receive is posted before its place.
         profile: results hold when each action began and ended.
-        dynamic_shapes: shapes may differ in every step and microbatch without notice.
+        dynamic_shapes: shapes may differ in every step and microbatch without notice; "announced": only in a step that
+            all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
             memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
-            "groups" always the latter. One shared NCCL communicator serialises both directions.
+            "groups" always the latter. "one" is a single communicator for all edges, which takes less memory and runs
+            in order what it is given: messages that stand beside each other in a list start together, none ahead of
+            its place (no ``lookahead``), and the program must pass ``verify`` as a rendezvous.
         overlap: the parts of an OVERLAP_F_B run in "order", or where stages are on a CUDA device on two "streams",
             forward beside backward; with the same bits. A program whose overlaps cannot run so is refused by name.
     Raises:
@@ -83,13 +86,15 @@ class PipelineRunner:
         store: Store | None = None,
         lookahead: int = 2,
         profile: bool = False,
-        dynamic_shapes: bool = False,
-        edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups"] | None = None,
+        dynamic_shapes: bool | Literal["announced"] = False,
+        edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups", "one"] | None = None,
         overlap: Literal["order", "streams"] = "order",
     ) -> None:
         if overlap not in ("order", "streams"):
             raise ScheduleError(f"overlap is {overlap!r}; it is 'order' or 'streams'")
         check_loss(loss_fn, scale, stages)
+        if dynamic_shapes not in (True, False, "announced"):
+            raise ScheduleError(f"dynamic_shapes is {dynamic_shapes!r}; it is True, False or 'announced'")
         timeout_s = check_timeout(timeout_s)
         lookahead = whole("lookahead", lookahead, least=0)
         for stage in stages:
@@ -108,12 +113,14 @@ class PipelineRunner:
         self._here = None if group is None else self._rank  # None: all ranks are here
         transport = over(group, edges) if isinstance(group, dist.ProcessGroup) else group
         self._ranks = len(program.ranks) if transport is None else transport.ranks
+        one = bool(getattr(transport, "one", False))
         self._programs = Programs(
             self._stages,
             self._here,
             self._ranks,
             self._links,
-            lookahead=lookahead,
+            one=one,
+            lookahead=-1 if one else lookahead,  # each where it stands
             dynamic_shapes=dynamic_shapes,
             profile=self._profile,
             overlap=overlap,
@@ -139,6 +146,7 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
         keep_outputs: bool = False,
+        new_shapes: bool = False,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to what is there.
 
@@ -155,12 +163,14 @@ class PipelineRunner:
             kwargs: m dicts for the modules of all local stages; they are never sent.
             program: for this step, the same on all ranks; compiled once and kept.
             keep_outputs: the result holds the last stage's outputs too, detached.
+            new_shapes: shapes may differ from those of the step before; the same on all ranks. What
+                ``dynamic_shapes="announced"`` needs; otherwise ranks tell each other by themselves.
         Raises:
             ScheduleError: an argument, a stage or ``loss_fn`` failed here or on the rank it names.
             PipelineTimeout: another rank did not answer before the deadline.
         """
         with torch.enable_grad():
-            return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs)
+            return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs, new_shapes)
 
     def drain(self) -> None:
         """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
@@ -249,7 +259,7 @@ class PipelineRunner:
         try:
             for links in self._links.values():
                 links.check()
-        except PeerLost as error:
+        except (PeerLost, ScheduleError) as error:
             self._fail(error, ran, -1 if ran is None else len(ran.calls))
 
     def agree(self, program: Program | None = None, source: int = 0) -> Program:
@@ -312,6 +322,7 @@ class PipelineRunner:
         targets: Any,
         kwargs: Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool = False,
+        new_shapes: bool = False,
     ) -> StepResult:
         self._not_broken()
         program = self._program if program is None else program
@@ -327,6 +338,8 @@ class PipelineRunner:
             assert compiled is not None, "drain looks whether something is in flight"
             if ties is not None:
                 ties.begin()
+            if new_shapes:
+                compiled.renew()
             self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
             calls = iter(compiled.calls)
             for call in calls:

@@ -100,16 +100,23 @@ class HostWait:
         """What was waited for is there."""
 
 
+def _itself(work: Any) -> Any:
+    return work
+
+
 class StreamWait:
     """Lets the current stream wait for a work; a thread watches that it ends in time.
 
     Args:
         timeout_s: from the wait to the work's end.
         abort: ends the communicators; a method, called once, on the thread, when a work is overdue.
+        mark: of a work that the current stream waits for, what tells (``is_completed``) that the stream is past it. A
+            work holds the memory that it fills, and is itself that only where nothing else is at hand.
     """
 
-    def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, abort: Callable[[], None], mark: Callable[[Any], Any] | None = None) -> None:
         self._timeout_s = timeout_s
+        self._mark = _itself if mark is None else mark
         self._abort = weakref.WeakMethod(abort)  # so that the thread does not keep the owner alive
         self._watched: deque[tuple[float, Any, Action | None, int | None]] = deque()
         self._overdue: list[tuple[Action | None, int | None]] = []
@@ -119,7 +126,7 @@ class StreamWait:
         """Order the stream behind ``work``; returns at once."""
         self.check()
         work.wait()
-        self._watch(work, action, peer)
+        self._watch(self._mark(work), action, peer)
 
     def _watch(self, work: Any, action: Action | None, peer: int | None) -> None:
         self._watched.append((time.monotonic() + self._timeout_s, work, action, peer))

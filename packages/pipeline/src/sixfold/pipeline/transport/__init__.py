@@ -33,6 +33,7 @@ __all__ = ["Control", "EdgeFactory", "Lane", "Links", "Receipt", "Transport", "V
 
 Value = Tensor | float | None  # ints and bools are floats to a type checker
 Values = tuple[Value, ...]
+Shapes = bool | Literal["announced"]  # whether they may differ in every message, or only behind ``renew``
 EdgeFactory = Callable[[int, int], "dist.ProcessGroup"]
 
 
@@ -67,6 +68,9 @@ class Lane(Protocol):
 
     def resume(self, action: Action, values: Values) -> None:
         """This SEND_F was made in another life of the runner, and gradients of these values are to come."""
+
+    def renew(self) -> None:
+        """Shapes may differ from here on from those before; all ranks say so between the same two batches."""
 
     def clear(self) -> None:
         """Forget what is under way: a step has failed here."""
@@ -108,7 +112,7 @@ class Links(Protocol):
         """Equal on all ranks of this runner, and no other runner's."""
 
     def lane(
-        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> Lane:
         """The lane of one program; all ranks of its edges ask for it, in one order.
 
@@ -118,7 +122,7 @@ class Links(Protocol):
                 program share slots.
             backward: whether gradients travel too.
             number: equal on ranks that run the same program for the same call, below 2**56.
-            dynamic_shapes: shapes may differ in every message.
+            dynamic_shapes: shapes may differ in every message; "announced": only behind ``renew``.
         Raises:
             PeerLost: the other end of an edge did not come before the deadline, or failed and left.
         """
@@ -136,7 +140,10 @@ class Links(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's place among the ranks of a pipeline."""
+    """One rank's place among the ranks of a pipeline.
+
+    A transport may have an attribute ``one``: true where all edges run in one order (batched.py).
+    """
 
     rank: int
     ranks: int
@@ -149,7 +156,7 @@ class Transport(Protocol):
         """
 
 
-def over(group: Any, edges: EdgeFactory | Literal["groups"] | None = None) -> Transport:
+def over(group: Any, edges: EdgeFactory | Literal["groups", "one"] | None = None) -> Transport:
     """The transport over a process group; ``edges`` as in PipelineRunner."""
     from sixfold.pipeline.transport.groups import GroupTransport
 

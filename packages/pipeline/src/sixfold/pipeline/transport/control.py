@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from sys import byteorder
 from typing import Any
@@ -59,7 +60,17 @@ class GroupControl:
 
     def receive_number(self, peer: int, tag: int, action: Action) -> int:
         """What ``send_number`` sent."""
-        return int.from_bytes(self._receive(_LENGTH, peer, tag, action), byteorder, signed=True)
+        return self.ask_number(peer, tag, action)()
+
+    def ask_number(self, peer: int, tag: int, action: Action) -> Callable[[], int]:
+        """Ask for what ``send_number`` sends; what is returned waits for it, and gives it."""
+        data, work = self._ask(_LENGTH, peer, tag, action)
+
+        def number() -> int:
+            self._wait(work, action, peer)
+            return int.from_bytes(bytes(data.numpy()), byteorder, signed=True)
+
+        return number
 
     def gather(self, number: int) -> list[int]:
         """See Control."""
@@ -91,13 +102,16 @@ class GroupControl:
         self._wait.release(self._in_flight, _NOTES_IN_FLIGHT, peer)
 
     def _receive(self, size: int, peer: int, tag: int, action: Action | None) -> bytes:
-        data = torch.empty(size, dtype=torch.uint8)
-        try:
-            work = self._group.recv([data], peer, tag)
-        except RuntimeError as error:
-            raise PeerLost(action, peer) from error
+        data, work = self._ask(size, peer, tag, action)
         self._wait(work, action, peer)
         return bytes(data.numpy())
+
+    def _ask(self, size: int, peer: int, tag: int, action: Action | None) -> tuple[Tensor, Any]:
+        data = torch.empty(size, dtype=torch.uint8)
+        try:
+            return data, self._group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise PeerLost(action, peer) from error
 
 
 def wait_until_sent(in_flight: InFlight, deadline: float) -> None:

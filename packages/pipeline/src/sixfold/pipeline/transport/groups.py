@@ -45,8 +45,10 @@ from sixfold.pipeline.faults import Store
 from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.messages import Receipt as GroupReceipt
 from sixfold.pipeline.transport.alarm import Alarm
+from sixfold.pipeline.transport.batched import Batched
 from sixfold.pipeline.transport.control import GroupControl, close_connection, wait_until_sent
-from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, route_of, window_of
+from sixfold.pipeline.transport.ring import Ring
+from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, in_rounds, route_of, window_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.transport.specs import TensorSpec
 from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
@@ -54,7 +56,9 @@ from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
 __all__ = ["GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
 
 Values = tuple[Any, ...]
+Shapes = bool | Literal["announced"]
 EdgeFactory = Callable[[int, int], dist.ProcessGroup]
+Edges = EdgeFactory | Literal["groups", "one"] | None
 _WINDOW = 8  # tensors per edge that were sent and not waited for, at least
 _NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog comes behind ours, which says more
 
@@ -98,16 +102,17 @@ class Incoming:
         self._group = group
         self._receive = group.recv
         self._peer, self._rank = peer, rank
-        self._device = device
+        self.ring = Ring(device)
+        self.forget = self.ring.forget
         self._wait = wait
 
     def post(self, specs: Sequence[TensorSpec], tag: int, action: Action) -> tuple[list[Tensor], list[Any]]:
-        """Ask for one message into fresh buffers of these shapes and dtypes.
+        """Ask for one message into buffers of these shapes and dtypes that nobody holds.
 
         Returns:
             the buffers, and a work per buffer; the data is there when its work was waited for.
         """
-        buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in specs]
+        buffers = [self.ring.take(spec) for spec in specs]
         try:
             return buffers, [self._receive([buffer], self._peer, tag) for buffer in buffers]
         except RuntimeError as error:  # the connection has ended
@@ -129,13 +134,15 @@ class GroupTransport:
         group: the pipeline's ranks; group rank r runs the program's rank r.
         edges: makes the group of the edge (source, destination), group ranks; called on both
             ranks of each edge, in one order on all ranks. None makes an edge of shared memory where both ranks
-            have CPU tensors and are on one host, else a communicator of two; "groups" always the latter.
+            have CPU tensors and are on one host, else a communicator of two; "groups" always the latter; "one" a
+            single communicator for all edges (batched.py).
     """
 
-    def __init__(self, group: dist.ProcessGroup, edges: EdgeFactory | Literal["groups"] | None = None) -> None:
-        if not (edges is None or edges == "groups" or callable(edges)):
-            raise ScheduleError(f"edges is {edges!r}; it makes the group of an edge, or is 'groups', or None")
+    def __init__(self, group: dist.ProcessGroup, edges: Edges = None) -> None:
+        if not (edges in (None, "groups", "one") or callable(edges)):
+            raise ScheduleError(f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one' or None")
         self.rank, self.ranks = group.rank(), group.size()
+        self.one = edges == "one"
         self._group, self._edges = group, edges
 
     def join(self, device: torch.device, timeout_s: float) -> GroupLinks:
@@ -158,7 +165,7 @@ class GroupLinks:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout_s: float,
-        edges: EdgeFactory | Literal["groups"] | None,
+        edges: Edges,
     ) -> None:
         self.rank, self.ranks = group.rank(), group.size()
         self._group = group
@@ -167,7 +174,9 @@ class GroupLinks:
         self._factory = edges if callable(edges) else None
         self._share = edges is None and device.type == "cpu" and can_share()
         host = HostWait(timeout_s)
-        self._wait: HostWait | StreamWait = host if device.type == "cpu" else StreamWait(timeout_s, self.close)
+        self._wait: HostWait | StreamWait = host
+        if device.type != "cpu":
+            self._wait = StreamWait(timeout_s, self.close, partial(_Passed, device))
         everyone = within(timeout_s, self._meet)
         self.control = GroupControl(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
@@ -175,11 +184,13 @@ class GroupLinks:
         self._shared_outgoing: dict[int, SharedOutgoing] = {}
         self._shared_incoming: dict[int, SharedIncoming] = {}
         self._connected: set[Edge] = set()
+        self._lanes: list[GroupLane] = []
         self._tags = 2  # 0 and 1 are of the control channel
+        self._batched = Batched(within(timeout_s, self._one)) if edges == "one" else None
         self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s, os.getpid())
 
     def lane(
-        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
         edges = set(forward_edges(placement))
@@ -198,20 +209,23 @@ class GroupLinks:
             tag=self._tags,
             number=number,
             dynamic_shapes=dynamic_shapes,
+            flush=None if self._batched is None else self._batched.flush,
         )
         self._tags += 2 * len(placement) * microbatches
-        return _Lane(over_groups, self._shared_outgoing, self._shared_incoming, tuple(placement), microbatches)
+        self._lanes.append(over_groups)
+        lane = _Lane(over_groups, self._shared_outgoing, self._shared_incoming, tuple(placement), microbatches)
+        lane.together = None if self._batched is None else (self._batched.begin, self._batched.end)
+        return lane
 
     def connect(self, edges: set[Edge]) -> None:
         """Make the communicators of those directed edges of this rank that are new.
 
-        All ranks make theirs in one order, each by both its ends, so none waits in a circle: first those whose lower
-        rank is even, then the odd ones, so that a chain of ranks connects in two rounds and not one after another.
+        All ranks make theirs in one order, each by both its ends, so none waits in a circle.
 
         Raises:
             PeerLost: the other end of an edge did not come before the deadline, or failed and left.
         """
-        for source, destination in sorted(edges, key=lambda edge: (min(edge) % 2, edge)):
+        for source, destination in in_rounds(edges):
             peer = destination if source == self.rank else source
             try:
                 if (source, destination) not in self._connected:
@@ -222,7 +236,7 @@ class GroupLinks:
 
     def _connect(self, source: int, destination: int, peer: int) -> None:
         sends = source == self.rank
-        if self._factory is None:
+        if self._factory is None and self._batched is None:
             link = within(self._timeout_s, lambda: self._link(f"{source}>{destination}", sends))
             if link is not None and sends:
                 self._shared_outgoing[peer] = SharedOutgoing(link, peer, self._timeout_s, self._alarm)
@@ -254,6 +268,8 @@ class GroupLinks:
     def check(self) -> None:
         """See Links."""
         self._wait.settle()
+        for lane in self._lanes:
+            lane.settle()
         if self._alarm is not None and self._alarm.heard():
             raise PeerLost(None)
 
@@ -284,11 +300,23 @@ class GroupLinks:
         self._options._threads = 1  # collectives' own, which edges have none of
         return everyone
 
+    def _one(self) -> Any:
+        """The one communicator of all edges; all ranks are in its first operation."""
+        store = PrefixStore("one", self._store)
+        if self._device.type == "cpu":
+            return dist.ProcessGroupGloo(store, self.rank, self.ranks, self._options)
+        nccl: Any = dist.ProcessGroupNCCL(store, self.rank, self.ranks, nccl_options(self._timeout_s))
+        with torch.cuda.device(self._device):
+            nccl.allreduce([torch.zeros(1, device=self._device)]).wait()
+        return nccl
+
     def _gloo(self, name: str, rank: int) -> Any:
         return dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, 2, self._options)
 
     def _edge(self, source: int, destination: int, peer: int) -> tuple[Any, int]:
         """The communicator of an edge and the peer's rank in it."""
+        if self._batched is not None:
+            return self._batched, peer
         if self._factory is not None:
             made = self._factory(source, destination)
             return made, dist.get_group_rank(made, dist.get_global_rank(self._group, peer))
@@ -297,9 +325,7 @@ class GroupLinks:
             return within(self._timeout_s, partial(self._gloo, name, mine)), 1 - mine
         if self._device.type != "cuda":
             raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self._timeout_s + _NCCL_MARGIN_S)
-        nccl: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), mine, 2, options)
+        nccl: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), mine, 2, nccl_options(self._timeout_s))
         first = torch.zeros(1, device=self._device)
 
         def meet() -> None:
@@ -309,6 +335,22 @@ class GroupLinks:
 
         within(self._timeout_s, meet)
         return nccl, 1 - mine
+
+
+def nccl_options(timeout_s: float) -> Any:
+    """NCCL's own watchdog, which ends the process, comes behind ours."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s + _NCCL_MARGIN_S)
+    return options
+
+
+class _Passed:
+    """Whether the current stream of a device is past the work that it was just told to wait for."""
+
+    def __init__(self, device: torch.device, _: Any) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        self.is_completed: Callable[[], bool] = event.query
 
 
 def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: float, process: int) -> None:
@@ -325,7 +367,13 @@ def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: fl
 
 
 class _Lane:
-    """A lane whose edges are of both sorts."""
+    """A lane whose edges are of both sorts.
+
+    Attributes:
+        together: what begins and ends a batch of messages, where edges have one communicator.
+    """
+
+    together: tuple[Callable[[], None], Callable[[], None]] | None = None
 
     def __init__(
         self,
@@ -338,6 +386,7 @@ class _Lane:
         self._groups, self._outgoing, self._incoming = groups, outgoing, incoming
         self._placement, self._microbatches = placement, microbatches
         self.begin, self.clear, self.resume = groups.begin, groups.clear, groups.resume
+        self.renew = groups.renew
 
     def sender(self, action: Action) -> Callable[[Values], None]:
         """See Lane."""

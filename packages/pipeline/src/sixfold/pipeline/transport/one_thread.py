@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from sixfold.pipeline.faults import Store
 from sixfold.pipeline.transport.routes import Route, route_of
 
 __all__ = ["Shelf", "ShelfTransport", "leaves"]
+
+Shapes = bool | Literal["announced"]
 
 
 class Shelf:
@@ -48,7 +50,7 @@ class ShelfTransport:
         return self
 
     def lane(
-        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
         return _Lane(self._shelf, number, microbatches)
@@ -76,6 +78,9 @@ class _Lane:
         return _Receipt(partial(_take_leaves, take) if route.forward else take)
 
     def resume(self, action: Action, values: tuple[Any, ...]) -> None:
+        """Shapes are not looked at."""
+
+    def renew(self) -> None:
         """Shapes are not looked at."""
 
     def clear(self) -> None:

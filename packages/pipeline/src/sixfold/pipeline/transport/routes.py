@@ -7,13 +7,13 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from sixfold.pipeline.action import Action, Kind
 
-__all__ = ["Edge", "Route", "forward_edges", "route_of", "window_of"]
+__all__ = ["Edge", "Route", "forward_edges", "in_rounds", "route_of", "window_of"]
 
 Edge = tuple[int, int]  # source rank, destination rank
 
@@ -46,6 +46,15 @@ def forward_edges(placement: Sequence[int]) -> dict[Edge, int]:
         if edge[0] != edge[1]:
             edges[edge] = edges.get(edge, 0) + 1
     return edges
+
+
+def in_rounds(edges: Iterable[Edge]) -> list[Edge]:
+    """The order in which all ranks connect their edges, each with its other end.
+
+    First those whose lower rank is even, then the odd ones: a chain of any number of ranks is connected in as many
+    rounds as a rank has edges, not one edge after another.
+    """
+    return sorted(edges, key=lambda edge: (min(edge) % 2, edge))
 
 
 def window_of(placement: Sequence[int], microbatches: int, edge: Edge) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ __all__ = ["Meeting", "ThreadTransport"]
 
 _ENDED = object()
 
+Shapes = bool | Literal["announced"]
 Key = tuple[Any, ...]  # runner, what for
 
 
@@ -93,7 +94,7 @@ class _Links:
         self.control = _Control(self)
 
     def lane(
-        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: bool
+        self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
         return _Lane(self, tuple(placement), microbatches, number)
@@ -162,6 +163,9 @@ class _Lane:
         return window_of(self._placement, self._microbatches, edge)
 
     def resume(self, action: Action, values: tuple[Any, ...]) -> None:
+        """Shapes are not looked at."""
+
+    def renew(self) -> None:
         """Shapes are not looked at."""
 
     def clear(self) -> None:

@@ -1,0 +1,52 @@
+"""Receive buffers that are used again and again: fixed addresses, and no allocation once a step has run.
+
+    shape, dtype --> a buffer that nobody holds (this file) --> groups.py
+
+[Note: held memory] What is received lies in the buffer as long as anybody needs it: a graph that saved it, a send that
+is on its way, a module that keeps its input. Each of them holds the memory, and the memory counts who does. So a
+buffer is free when the ring alone holds it, and the first free one is taken: equal steps take equal buffers. On a
+device what used it was enqueued before, and a receive comes after what the compute stream holds where it is posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.transport.specs import TensorSpec
+
+__all__ = ["Ring"]
+
+_uses: Callable[[int], int] = torch._C._storage_Use_Count
+_ALONE = 2  # the tensor, and the object that is asked
+
+
+class Ring:
+    """The receive buffers of an edge, by shape and dtype.
+
+    Attributes:
+        made: buffers that were allocated.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.made = 0
+
+    def take(self, spec: TensorSpec) -> Tensor:
+        """A tensor of its own over the first buffer that is free. [Note: held memory]"""
+        shape, dtype, _ = spec
+        buffers = self._buffers.setdefault((shape, dtype), [])
+        for buffer in buffers:
+            if _uses(buffer.untyped_storage()._cdata) <= _ALONE:
+                return buffer.detach()
+        self.made += 1
+        buffers.append(torch.empty(shape, dtype=dtype, device=self._device))
+        return buffers[-1].detach()
+
+    def forget(self, specs: Iterable[TensorSpec]) -> None:
+        """No more of these come: whoever holds such memory is the last to."""
+        for shape, dtype, _ in specs:
+            self._buffers.pop((shape, dtype), None)

@@ -299,10 +299,15 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
-    background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 0 else "slow:0")
+    given_up = folder / "given-up"
+    background._WORKER = (ODD_WORKER, f"held:{given_up}" if rank == 0 else "slow:0")
     background._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
+    given_up.touch()
     saver.save(state(rank, ranks, 1), folder / "c").wait(60)
+    dist.barrier()
+    given_up.unlink(missing_ok=True)
+    dist.barrier()
     saver._timeout_s = 1.6
     w = torch.full((6 << 20,), 2.0)
     saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
@@ -312,7 +317,9 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
         subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
     end = ending(handle)
+    given_up.touch()  # by the second rank: however slow the machine, it gives up before the first one's worker decides
     dist.barrier()
+    time.sleep(0.5)  # for a worker that would commit
     return (*end, dist_ckpt.load_common_state_dict(folder / "c")["it"])
 
 

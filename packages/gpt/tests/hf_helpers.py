@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def peer(case: str) -> Any:
-    """transformers' model of a case, float32; 100 ids, which is no multiple of 128."""
+def peer(case: str, **sizes: int) -> Any:
+    """transformers' model of a case, float32; 100 ids, which is no multiple of 128, if nothing else is said."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = copy.deepcopy(CASES[case])  # transformers writes into what it is given
@@ -35,7 +38,7 @@ def peer(case: str) -> Any:
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape, **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **fields, **sizes}))
     with torch.no_grad():
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
@@ -43,9 +46,11 @@ def peer(case: str) -> Any:
     return model.eval()
 
 
-def write_folder(folder: Path, case: str, *, shard: int | str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
+def write_folder(
+    folder: Path, case: str, *, shard: int | str = "5GB", dtype: torch.dtype = torch.float32, **sizes: int
+) -> Any:
     """``save_pretrained`` of ``peer(case)``; returns the model."""
-    model = peer(case).to(dtype)
+    model = peer(case, **sizes).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 
@@ -62,3 +67,30 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+class Peak:
+    """The most anonymous memory (files that are mapped are not counted) beyond what there was, looked at every ms."""
+
+    def __enter__(self):
+        ctypes.CDLL(None).malloc_trim(0)  # what was let go of before must not hide what is taken now
+        self.start, self.most, self.over = self.now(), 0, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.over.wait(0.001):
+            self.most = max(self.most, self.now() - self.start)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+
+    @staticmethod
+    def now():
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))

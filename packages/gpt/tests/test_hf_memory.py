@@ -1,13 +1,10 @@
 """What import and export hold in memory: a few rows, never a model."""
 
-import ctypes
 import json
-import sys
-import threading
 
 import pytest
 import torch
-from hf_helpers import tensors_of
+from hf_helpers import Peak, tensors_of
 
 from sixfold.gpt import GPTConfig, hf, hf_config
 
@@ -17,33 +14,6 @@ MIB = 2**20
 CONFIG = GPTConfig(
     num_layers=6, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1536, vocab_size=4001, tie_embeddings=False
 )
-
-
-class Peak:
-    """The most anonymous memory (files that are mapped are not counted) beyond what there was, looked at every ms."""
-
-    def __enter__(self):
-        ctypes.CDLL(None).malloc_trim(0)  # what was let go of before must not hide what is taken now
-        self.start, self.most, self.over = self.now(), 0, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
-        self.thread.start()
-        return self
-
-    def watch(self):
-        while not self.over.wait(0.001):
-            self.most = max(self.most, self.now() - self.start)
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join()
-        sys.setswitchinterval(self.interval)
-
-    @staticmethod
-    def now():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
 def test_the_watch_sees_a_copy_that_is_there():

@@ -16,7 +16,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,10 +31,10 @@ from sixfold.gpt.checkpoint import find
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.folders import new_folder, refuse_taken
-from sixfold.gpt.load import IMPORTED, saved_common, saved_model
+from sixfold.gpt.load import IMPORTED, longest_row, saved_common, saved_model, saved_tokenizer
 from sixfold.gpt.model import GPTModel
 from sixfold.gpt.tables import keys_of
-from sixfold.gpt.tokenizer import FileTokenizer, tokenizer_of
+from sixfold.gpt.tokenizer import FileTokenizer
 from sixfold.gpt.toml import write_tables
 
 INDEX = "model.safetensors.index.json"
@@ -97,7 +97,8 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
         found = _open_files(library, source, stack)
         tensors = _matched(source, config, found)
         text = write_tables({"model": {key: getattr(config, key) for key in _written_keys(config)}})
-        origin = {key: raw[key] for key in (*_TOKENS, "max_position_embeddings") if raw.get(key) is not None}
+        origin = {key: raw[key] for key in _TOKENS if raw.get(key) is not None}
+        origin["max_position_embeddings"] = hf_config.longest(raw)
         common = {"step": 0, "samples": 0, "tokens": 0, "config": text, IMPORTED: origin}
         with new_folder(target, "a run folder") as draft:
             (draft / "config.toml").write_text(text, encoding="utf-8")
@@ -352,30 +353,20 @@ def _converted(
 def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> None:
     """config.json, and what the run knows of its tokenizer: files of an import, else the tokenizer.json it names."""
     common = saved_common(folder)
-    tokens: dict[str, Any] = dict(common.get(IMPORTED, {}))
-    longest = tokens.pop("max_position_embeddings", None)
-    run = folder.parent.parent
+    tokens: dict[str, Any] = {key: value for key, value in common.get(IMPORTED, {}).items() if key in _TOKENS}
     if IMPORTED in common:
-        if folder.parent.name == "checkpoints":
-            _carry(run, draft)
+        _carry(folder.parent.parent, draft)
     else:
-        from sixfold.gpt.load import saved_config
-
-        data = saved_config(folder).data
-        longest = data.seq_length
-        try:
-            tokenizer = tokenizer_of(data.blend, data.tokenizer)
-        except ConfigError:  # moved away, or its library is not installed
-            tokenizer = None
-        if tokenizer is not None:
+        tokenizer = None
+        with suppress(ConfigError):  # moved away, or its library is not installed
+            tokenizer = saved_tokenizer(folder)
             tokens["eos_token_id"] = tokenizer.eod
         if isinstance(tokenizer, FileTokenizer):
             shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
-    written = hf_config.write(config, max_positions=int(longest or 2048), dtype=dtype, tokens=tokens)
+    written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)
     _write_json(draft / "config.json", written)
-    known = {key: value for key, value in tokens.items() if key in _TOKENS}
-    if known and not (draft / "generation_config.json").exists():
-        _write_json(draft / "generation_config.json", known)
+    if tokens and not (draft / "generation_config.json").exists():
+        _write_json(draft / "generation_config.json", tokens)
 
 
 # ---- files

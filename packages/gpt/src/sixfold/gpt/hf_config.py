@@ -103,6 +103,13 @@ def read(raw: Mapping[str, Any]) -> GPTConfig:
     return GPTConfig(**values, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
 
 
+def longest(raw: Mapping[str, Any]) -> int:
+    """The longest row that the model of a config.json, which ``read`` took, is made for."""
+    kind = _architecture(raw, [])
+    assert kind is not None, f"read refuses {raw.get('architectures')}"
+    return int(raw.get("max_position_embeddings", kind.defaults["max_position_embeddings"]))
+
+
 def write(
     config: GPTConfig, *, max_positions: int, dtype: str, tokens: Mapping[str, Any], transformers: str = "4.51.0"
 ) -> dict[str, Any]:

@@ -5,6 +5,7 @@ run folder or checkpoint --> checkpoint.find --> dist_ckpt.load (group=None) -->
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from sixfold.gpt.checks import forget_idle_keys
 from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.tables import build
+from sixfold.gpt.tokenizer import Tokenizer, tokenizer_for, tokenizer_of
 from sixfold.gpt.toml import read_tables
 
 if TYPE_CHECKING:
@@ -65,6 +67,39 @@ def saved_config(folder: Path) -> TrainConfig:
     values = read_tables(common["config"], (), TABLES, str(folder))
     forget_idle_keys(values)
     return TrainConfig(**{name: build(table, values[name], name) for name, table in TABLES.items()})
+
+
+def model_differences(folder: Path, model: GPTConfig) -> list[str]:
+    """What a checkpoint's [model] has otherwise than ``model``, a phrase for each key; none if it does not tell."""
+    if "config" not in dist_ckpt.load_common_state_dict(folder):
+        return []
+    then, now = asdict(saved_model(folder)), asdict(model)
+    # How the first weights were drawn is nothing that loaded ones have.
+    return [
+        f"model.{key} (was {then[key]!r}, is {now[key]!r})"
+        for key in then
+        if then[key] != now[key] and key != "init_std"
+    ]
+
+
+def longest_row(folder: Path) -> int:
+    """Tokens in a row of what a checkpoint's model has been trained on."""
+    common = saved_common(folder)
+    if IMPORTED in common:
+        return int(common[IMPORTED]["max_position_embeddings"])
+    return saved_config(folder).data.seq_length
+
+
+def saved_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's run, or that of an import: tokenizer.json in the run folder.
+
+    Raises:
+        ConfigError: it is not there, or its library is not installed.
+    """
+    if IMPORTED in saved_common(folder):
+        return tokenizer_for(str(folder.parent.parent / "tokenizer.json"))
+    data = saved_config(folder).data
+    return tokenizer_of(data.blend, data.tokenizer)
 
 
 def load_model(

@@ -326,7 +326,8 @@ def _restore(run: Run, start: Start, source: Path | None) -> None:
     mesh = run.rank.mesh
     if start.newest is not None:
         start, common = _load_newest(run, start)
-        together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
+        if "data" in common:  # an imported model has read none of ours
+            together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
         together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
         run.note("resume", step=run.progress.step, checkpoint=str(start.newest), layout=mesh.layout)
     elif source is not None:

@@ -18,7 +18,6 @@ import torch
 from sixfold.gpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.model import GPTModel
     from sixfold.gpt.tokenizer import Tokenizer
 
@@ -125,26 +124,25 @@ def _pieces(draw: Callable[[list[int]], int], tokenizer: Tokenizer, tokens: int)
         yield rest
 
 
-def open_run(path: str | Path) -> tuple[GPTModel, TrainConfig, Tokenizer]:
-    """Model, config and tokenizer of a run folder or checkpoint folder, for one process on the CPU.
+def open_run(path: str | Path) -> tuple[GPTModel, int, Tokenizer]:
+    """Model, length of its rows and tokenizer of a run folder or checkpoint folder, for one process on the CPU.
 
     Raises:
-        ConfigError: no checkpoint there. CheckpointError: it is damaged.
+        ConfigError: no checkpoint or no tokenizer there. CheckpointError: it is damaged.
     """
     from sixfold.gpt.checkpoint import find
-    from sixfold.gpt.load import load_model, saved_config
-    from sixfold.gpt.tokenizer import tokenizer_of
+    from sixfold.gpt.load import load_model, longest_row, saved_tokenizer
 
     folder = find(path)
-    config = saved_config(folder)
-    return load_model(folder), config, tokenizer_of(config.data.blend, config.data.tokenizer)
+    tokenizer = saved_tokenizer(folder)
+    return load_model(folder), longest_row(folder), tokenizer
 
 
 def stream_run(path: str | Path, prompt: str = "", **draws: Any) -> Iterator[str]:
     """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
     Draws(**draws)  # refused before a model is read
-    model, config, tokenizer = open_run(path)
-    return stream(model, tokenizer, prompt, context=config.data.seq_length, **draws)
+    model, context, tokenizer = open_run(path)
+    return stream(model, tokenizer, prompt, context=context, **draws)
 
 
 def sample_run(path: str | Path, prompt: str = "", **draws: Any) -> str:

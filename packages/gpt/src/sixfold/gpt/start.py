@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import secrets
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from sixfold.gpt.checks import resume_changes
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.data import preflight
 from sixfold.gpt.errors import ConfigError, FinalError
-from sixfold.gpt.load import saved_config
+from sixfold.gpt.load import IMPORTED, model_differences, saved_common, saved_config
 from sixfold.gpt.mesh import RankMesh
 from sixfold.gpt.rundir import check_run_dir, make_run_dir
 
@@ -102,10 +103,20 @@ def set_aside(start: Start) -> list[tuple[int, Path, str]]:
 
 
 def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
-    """The checkpoint that ``checkpoint.init_from`` means, None if it is empty; the same on all ranks."""
+    """The checkpoint that ``checkpoint.init_from`` means, None if it is empty; the same on all ranks.
+
+    What its [model] has otherwise is told on stderr: other shapes do not load, and another rope_theta may be meant.
+    """
     if not config.checkpoint.init_from:
         return None
-    return checkpoint.chosen(mesh, lambda: checkpoint.find(config.checkpoint.init_from), config.run.timeout_seconds)
+
+    def choose() -> Path:
+        folder = checkpoint.find(config.checkpoint.init_from)
+        for differ in model_differences(folder, config.model):
+            print(f"sixfold: checkpoint.init_from is of another {differ}", file=sys.stderr, flush=True)
+        return folder
+
+    return checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
 
 
 def step_of(checkpoint_folder: Path | None) -> int:
@@ -119,12 +130,20 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
     def choose() -> Path | None:
         newest = _newest(config, known)
         if newest is not None:
-            resume_changes(saved_config(newest), config, step=step_of(newest))
+            _check_past(newest, config)
         _write_config(config)
         return newest
 
     newest = checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
     return Start(newest=newest, damaged=known)
+
+
+def _check_past(newest: Path, config: TrainConfig) -> None:
+    """Refuse a configuration with which the past of ``newest`` would have been another; an import has a model alone."""
+    if IMPORTED not in saved_common(newest):
+        resume_changes(saved_config(newest), config, step=step_of(newest))
+    elif differ := model_differences(newest, config.model):
+        raise ConfigError(f"{newest} was imported with another {', '.join(differ)}; take its [model] over as it is")
 
 
 def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:

@@ -1,0 +1,110 @@
+"""A published model as the start of a run: transformers' own loss at the first step, at a layout of four ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpt_helpers import tiny_config
+from hf_helpers import Peak, write_folder
+from run_helpers import JOB_S, lines, losses, run, world_of
+
+import ranktest
+import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
+from sixfold.gpt import ConfigError, TrainConfig, checkpoint, global_batches
+from sixfold.gpt.hf import import_model
+from sixfold.gpt.loop import train_in
+from sixfold.gpt.sample import open_run
+
+pytest.importorskip("safetensors", reason="needs the extra hf")
+transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+
+SIZES = {"vocab_size": 257, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+
+
+def config_of(tmp_path, *overrides, run="run"):
+    """The tiny run with the [model] that the import wrote, and with packed documents."""
+    config = tiny_config(tmp_path, "train.steps=1", *overrides, run=run).to_toml()
+    model = (tmp_path / "imported/config.toml").read_text()
+    return TrainConfig.from_text(model + config[config.index("[data]") :])
+
+
+def loss_of(peer, config):
+    """Nats per target of the first batch, each document read alone by transformers."""
+    batch = next(global_batches(config))
+    tokens, labels, mask = (getattr(batch, name).flatten() for name in ("tokens", "labels", "loss_mask"))
+    total = 0.0
+    with torch.no_grad():
+        for begin, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+            logits = peer(tokens[None, begin:end]).logits[0]
+            nats = torch.nn.functional.cross_entropy(logits, labels[begin:end], reduction="none")
+            total += float((nats * mask[begin:end]).sum())
+    return total / float(mask.sum())
+
+
+def held_by_the_load(rank: int, ranks: int, text: str) -> int:
+    """Train; the most memory that loading the weights took beyond what the rank had: its shards are there already."""
+    found, load = [], checkpoint.load_weights
+
+    def watched(*args):
+        with Peak() as peak:
+            load(*args)
+        found.append(peak.most)
+
+    checkpoint.load_weights = watched
+    try:
+        train_in(TrainConfig.from_text(text), world_of(rank, ranks))
+    finally:
+        checkpoint.load_weights = load
+    return found[0]
+
+
+def test_an_import_trains_at_pp2_dp2_from_the_loss_of_transformers_and_no_rank_holds_the_model(tmp_path):
+    write_folder(tmp_path / "hf", "qwen3_tied_scaling", dtype=torch.bfloat16, shard="1MB", **SIZES)
+    # Read anew: .float() of a bf16 model would keep RoPE's frequencies rounded.
+    peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    config = config_of(
+        tmp_path,
+        "parallel.pp=2",
+        "parallel.dp=2",
+        f"checkpoint.init_from={tmp_path / 'imported'}",
+        "checkpoint.every=9",
+    )
+    held = ranktest.run_ranks(held_by_the_load, 4, config.to_toml(), timeout=JOB_S)
+    assert losses(config) == pytest.approx([loss_of(peer, config)], rel=1e-6)
+    model = 4 * config.model.num_parameters
+    print(f"each rank held {held} bytes beside its shards, of {model}")
+    assert max(held) < model / 3, f"ranks took {held} bytes beside their shards to load a model of {model}"
+
+
+def test_a_run_in_the_imported_folder_goes_on_from_step_0_and_keeps_its_model(tmp_path):
+    peer = write_folder(tmp_path / "hf", "llama", vocab_size=257)
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    config, other = (config_of(tmp_path, run=run) for run in ("imported", "other"))
+    run(config, 1)
+    assert losses(config) == pytest.approx([loss_of(peer, config)], rel=1e-6)
+    assert lines(config, "resume")[0]["step"] == 0
+    import_model(tmp_path / "hf", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model\.rope_theta \(was 10000\.0, is 5\.0\)"):
+        run(TrainConfig.from_text(other.to_toml(), ["model.rope_theta=5"]), 1)
+
+
+def test_init_from_says_what_its_model_has_otherwise(tmp_path, capfd):
+    write_folder(tmp_path / "hf", "llama", vocab_size=257)
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    config = config_of(tmp_path, f"checkpoint.init_from={tmp_path / 'imported'}")
+    run(TrainConfig.from_text(config.to_toml(), ["model.rope_theta=5"]), 1)
+    assert "init_from is of another model.rope_theta (was 10000.0, is 5.0)" in capfd.readouterr().err
+
+
+def test_an_imported_model_writes_with_the_tokenizer_that_came_with_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    write_folder(tmp_path / "hf", "llama")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        import_model(tmp_path / "hf", tmp_path / "without")
+        open_run(tmp_path / "without")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 7}, unk_token="a"))
+    made.save(str(tmp_path / "hf/tokenizer.json"))
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    model, context, tokenizer = open_run(tmp_path / "imported")
+    assert (model.config.vocab_size, context, tokenizer.eod) == (100, 256, 7)

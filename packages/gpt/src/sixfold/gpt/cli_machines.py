@@ -1,6 +1,6 @@
 """The verbs that need no run: ``plan`` and ``doctor``. They are parsed here; what they do is elsewhere.
 
-    cli.py --> add_verbs (this file) --> plan_text.py
+    cli.py --> add_verbs (this file) --> plan_text.py, doctor.py
 
 Imports nothing of them until one is asked for.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Verbs) -> None:
-    """``plan`` to the parser of the command."""
+    """``plan`` and ``doctor`` to the parser of the command."""
     plan = verbs.add_parser("plan", help="memory, traffic, bubble and time of a layout; no GPU, no ranks, no torch")
     plan.add_argument("config", metavar="CONFIG", help="TOML file")
     plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
@@ -28,6 +28,19 @@ def add_verbs(verbs: Verbs) -> None:
     plan.add_argument("--search", action="store_true", help="rank the layouts of this world that fit")
     plan.add_argument("--json", action="store_true", help="one JSON object on stdout")
     plan.set_defaults(run=_plan)
+
+    doctor = verbs.add_parser("doctor", help="check a machine, or an allocation under torchrun or srun, and measure it")
+    doctor.add_argument("--ranks", type=_count, metavar="N", help="ranks to start here (default: GPUs, else 2)")
+    doctor.add_argument("--dir", default=".", metavar="FOLDER", help="where runs are to lie (%(default)s)")
+    doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    doctor.add_argument(
+        "--timeout", type=_amount, default=30.0, metavar="S", help="longest wait for another rank (%(default)s)"
+    )
+    doctor.add_argument(
+        "--out", default="sixfold-machine.json", metavar="FILE", help="for `sixfold plan --machine` (%(default)s)"
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    doctor.set_defaults(run=_doctor)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -48,6 +61,13 @@ def _plan(args: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sixfold.gpt.doctor import Options, run
+
+    options = Options(folder=args.dir, device=args.device, timeout_s=args.timeout)
+    return run(options, ranks=args.ranks, out=args.out, as_object=args.json)
 
 
 def _count(text: str) -> int:

@@ -76,6 +76,7 @@ class Faults:
         self.timeout_s = timeout_s
         self.first_step_timeout_s = first_step_timeout_s
         self.failed: FsdpError | None = None
+        self.waited_s = 0.0  # of the host, for other ranks
         self.neighbours = Neighbours()  # known once ranks have met
         self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
         self._meeting = None if self._store is None else Meeting(rank, size, self._store, timeout_s)
@@ -152,6 +153,7 @@ class Faults:
             self._wait_on_host(work, place, began)
         finally:
             self._at, self._last = None, place
+            self.waited_s += time.monotonic() - began
 
     def _wait_on_host(self, work: Any, place: Place, began: float) -> None:
         limit_s = self._limit_s(place)

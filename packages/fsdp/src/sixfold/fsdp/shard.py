@@ -233,6 +233,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._engine.alive()
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this host has waited for other ranks so far; none of what a device waits for."""
+        return self._engine.wait.faults.waited_s
+
     def finish_grad_sync(self) -> None:
         """Reduce what is local and wait; ``main.grad`` is final after it."""
         self._engine.finish_grad_sync()

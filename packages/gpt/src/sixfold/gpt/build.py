@@ -31,6 +31,7 @@ from sixfold.gpt.mesh import RankMesh, pair_group
 from sixfold.gpt.model import Block, GPTModel
 from sixfold.gpt.optimizer import build_optimizer
 from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.straggler import Clock
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -83,6 +84,7 @@ class RankModel:
     tied_group: dist.ProcessGroup | None = None
     tied_copy: bool = False
     programs: dict[int, pipeline.Program] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
 
     @property
     def is_first(self) -> bool:
@@ -206,6 +208,11 @@ def _mixed_precision(config: TrainConfig) -> MixedPrecision:
     )
 
 
+def times_messages(config: TrainConfig, mesh: RankMesh, device: torch.device) -> bool:
+    """Whether the straggler report needs the times of messages; a GPU's cannot be had without waiting for it."""
+    return bool(config.log.straggler_every) and mesh.pipeline is not None and device.type == "cpu"
+
+
 def _leave_empty(name: str, module: nn.Module) -> None:
     """For fsdp: the shards are filled after it has cut them, see ``_draw_start_values``."""
 
@@ -280,7 +287,7 @@ def build_rank(
         store=world.store,
         lookahead=config.pipeline.lookahead,
         dynamic_shapes=config.pipeline.dynamic_shapes,
-        profile=bool(config.log.timeline_steps),
+        profile=bool(config.log.timeline_steps or times_messages(config, mesh, world.device)),
     )
     return RankModel(
         config=config,

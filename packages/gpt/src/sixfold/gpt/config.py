@@ -363,6 +363,8 @@ class LogConfig(Table):
     every: Positive = 1
     tensorboard: bool = False
     profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
+    straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
+    straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank that takes so many times the others' is told of
     timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`
 
 

@@ -9,7 +9,6 @@ is a step number, ``samples`` consumed, and what checkpoint.py saves: a killed r
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 import time
@@ -32,12 +31,14 @@ from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, continue_d
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
-from sixfold.gpt.nonfinite import first_nonfinite
+from sixfold.gpt.nonfinite import blamed
 from sixfold.gpt.observe import Board, check_board, traced
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
 from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
+from sixfold.gpt.straggler import StragglerReport
+from sixfold.gpt.versions import versions
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -61,19 +62,6 @@ class TrainResult:
     reason: str
 
 
-def versions() -> dict[str, str]:
-    """What made a run: python, torch and the six packages."""
-    from importlib import metadata
-
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp", "gpt"):
-        try:
-            found[f"sixfold-{name}"] = metadata.version(f"sixfold-{name}")
-        except metadata.PackageNotFoundError:
-            found[f"sixfold-{name}"] = "not installed"
-    return found
-
-
 class Run:
     """One rank's view of a run: what it trains, where it stands, and what it writes."""
 
@@ -94,6 +82,7 @@ class Run:
         self.versions = versions()
         self.root = Path(config.run.dir) / "checkpoints"
         self.board: Board | None = None  # on rank 0, where the config wants one
+        self._stragglers = StragglerReport(rank, config.log)
         self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
 
@@ -150,7 +139,7 @@ class Run:
         folder = retention.step_path(self.root, step)
         data = self.train_data.state_dict(self.progress.samples)
         background = goes_on and self.config.checkpoint.background
-        with wire_errors(f"save of step {step}"):
+        with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
             blocked, handle = checkpoint.save(
                 self.rank, folder, self.progress, data, self.versions, background=background
             )
@@ -167,7 +156,7 @@ class Run:
             return
         (step, blocked, handle), self._saved = self._saved, None
         if handle is not None:
-            with wire_errors(f"save of step {step}"):
+            with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
                 handle.wait()
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
@@ -212,11 +201,12 @@ class Run:
         """One update. Returns whether all ranks agreed to stop after it."""
         start = time.monotonic()
         at = self.progress
-        batch = self.next_batch()
+        with self.rank.clock.part("data"):
+            batch = self.next_batch()
         data_seconds = time.monotonic() - start
         lr, log = learning_rate(self.config, at.step), self.config.log
         traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
-        with wire_errors(f"step {at.step}"), traces:
+        with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
             outcome = train_step(self.rank, batch, lr, stop=stop)
         if isinstance(outcome, NonFinite):
             self._end_nonfinite(outcome, batch)
@@ -244,6 +234,7 @@ class Run:
             )
         if self.progress.step in log.timeline_steps:
             self._keep_timeline(outcome)
+        self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
         return outcome.stop
 
     def _keep_timeline(self, outcome: StepOutcome) -> None:
@@ -274,21 +265,7 @@ class Run:
 
     def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
-        mine = (first_nonfinite(self.rank, batch), outcome.gradient, sum(m.targets for m in batch))
-        found = gather(self.rank.mesh.control, self.rank.mesh.size, mine)
-        if not any(targets for _, _, targets in found):  # 0 / 0: nothing is wrong with the model
-            raise FinalError(
-                f"step {self.progress.step}: no token of the global batch is a target; data.eod_mask_loss is "
-                f"{self.config.data.eod_mask_loss}, and the loss mask leaves nothing: look at the data"
-            )
-        outputs = [(place[0], rank, place[1]) for rank, (place, _, _) in enumerate(found) if place]
-        gradients = [(place[0], rank, place[1]) for rank, (_, place, _) in enumerate(found) if place]
-        if outputs:
-            _, rank, where = min(outputs)  # forward runs through the stages upwards, backward downwards
-            what = "output" if where else "loss"
-        else:
-            _, rank, where = max(gradients, default=(0, 0, ""))
-            what = "gradient"
+        what, rank, where = blamed(self.rank, batch, outcome.gradient, self.progress.step)
         self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
         raise FinalError(
             f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "

@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "loss", "tokens"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
+    "straggler": ("step", "steps", "factor", "parts", "slow"),
     "nonfinite": ("step", "rank", "where", "what"),
     "end": ("step", "reason"),
 }
@@ -209,6 +210,10 @@ class ProgressLine:
         for record in self._tail.read():
             if record["kind"] == "step":
                 self._pending = record
+            elif record["kind"] == "straggler":
+                if record["slow"]:
+                    self._flush()
+                    self._print(describe(record))
             elif record["kind"] in ("start", "resume", "eval", "timeline", "nonfinite", "end"):
                 self._flush()
                 self._print(describe(record))
@@ -263,11 +268,22 @@ def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
     if kind == "timeline":
         bubbles = f"bubble {record['bubble']:.3f}, on paper {record['bubble_on_paper']:.3f}"
         return f"step {step}  {bubbles}; {record['trace']}"
+    if kind == "straggler":
+        return "\n".join(_describe_slow(step, slow) for slow in record["slow"][:3]) or f"step {step}  no rank is slow"
     if kind == "nonfinite":
         return f"step {step}  {record['what']} is not finite on rank {record['rank']} in {record['where']}"
     if kind == "end":
         return f"step {step}  {record['reason']}"
     return f"step {step}  {kind}"
+
+
+def _describe_slow(step: int | None, slow: Mapping[str, Any]) -> str:
+    """One line of text for one slow rank."""
+    return (
+        f"step {step}  rank {slow['rank']} on {slow['host']} is slow: {slow['seconds']:.3f} s of its own in a step, "
+        f"the others {slow['others_seconds']:.3f} s; most in {slow['part']}: {slow['part_seconds']:.3f} s, the others "
+        f"{slow['others_part_seconds']:.3f} s"
+    )
 
 
 def _describe_step(record: Mapping[str, Any], steps: int | None) -> str:

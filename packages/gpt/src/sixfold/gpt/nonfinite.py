@@ -1,7 +1,8 @@
 """Where a non-finite value arose first.
 
-a step's gradients --> nonfinite_gradient                                 (this file) --> (stage, module) --> loop.py
-a step's batch --> first_nonfinite, a replay of the forward with hooks    (this file) --> (stage, module) --> loop.py
+a step's gradients --> nonfinite_gradient                                 (this file) --> (stage, module) --> blamed
+a step's batch --> first_nonfinite, a replay of the forward with hooks    (this file) --> (stage, module) --> blamed
+blamed: of all ranks the first                                            (this file) --> loop.py
 """
 
 from __future__ import annotations
@@ -12,10 +13,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from sixfold.gpt.agree import gather
 from sixfold.gpt.build import RankModel, canonical
 from sixfold.gpt.data import Microbatch
+from sixfold.gpt.errors import FinalError
 
 Place = tuple[int, str]  # stage, canonical name of a module; "" is the output of the stage itself
+
+
+def blamed(rank: RankModel, batch: list[Microbatch], gradient: Place | None, step: int) -> tuple[str, int, str]:
+    """What was not finite first ("output", "gradient" or "loss"), on which rank, in which module; alike on all ranks.
+
+    Args:
+        gradient: this rank's, of ``nonfinite_gradient``.
+    Raises:
+        FinalError: nothing is wrong with the model: no token of the global batch is a target.
+    """
+    mine = (first_nonfinite(rank, batch), gradient, sum(m.targets for m in batch))
+    found = gather(rank.mesh.control, rank.mesh.size, mine)
+    if not any(targets for _, _, targets in found):  # 0 / 0
+        raise FinalError(
+            f"step {step}: no token of the global batch is a target; data.eod_mask_loss is "
+            f"{rank.config.data.eod_mask_loss}, and the loss mask leaves nothing: look at the data"
+        )
+    outputs = [(place[0], number, place[1]) for number, (place, _, _) in enumerate(found) if place]
+    if outputs:
+        _, first, where = min(outputs)  # forward runs through the stages upwards, backward downwards
+        return "output" if where else "loss", first, where
+    gradients = [(place[0], number, place[1]) for number, (_, place, _) in enumerate(found) if place]
+    _, first, where = max(gradients, default=(0, 0, ""))
+    return "gradient", first, where
 
 
 def nonfinite_gradient(rank: RankModel) -> Place | None:

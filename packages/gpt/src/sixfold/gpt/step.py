@@ -25,6 +25,7 @@ from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.by_source import by_source, means
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
+from sixfold.gpt.straggler import communicates
 from sixfold.pipeline import Program, StepResult
 
 
@@ -70,6 +71,7 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@communicates
 def _sum_tied_embedding(rank: RankModel) -> None:
     """Add the gradients of the two copies of the tied embedding; two terms have one sum in any order."""
     if rank.tied_group is None:
@@ -88,6 +90,7 @@ def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Te
     return count, dist.all_reduce(count, group=rank.mesh.data, async_op=True)
 
 
+@communicates
 def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool, sources: torch.Tensor) -> list[float]:
     """[loss sum, stop flags, squares, memory of each rank ..., sources], each summed over the ranks that hold a part.
 

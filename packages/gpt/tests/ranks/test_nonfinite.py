@@ -1,0 +1,50 @@
+"""A value that is not finite, deep in a model that is cut: its module, rank and step are named, and nothing changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpt_helpers import tiny_config
+from run_helpers import JOB_S, assert_same_tensors, final_tensors, lines, train_rank
+
+import ranktest
+from sixfold.dist_ckpt import retention
+from sixfold.gpt import model
+
+
+def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float) -> None:
+    """Train; from the third step on the ffn of one layer puts ``value`` into what it returns."""
+    forward, seen = model.GPTModel.forward, []
+
+    def stepping(self, *args, **options):
+        seen.append(1)
+        block = dict(self.layers.items()).get(str(layer))
+        if block is not None and len(seen) == 2 * 2 + 1:  # two microbatches in a step
+            block.ffn.register_forward_hook(lambda module, inputs, output: output * value)
+        return forward(self, *args, **options)
+
+    model.GPTModel.forward = stepping
+    train_rank(rank, ranks, text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layer", "value", "rank"),
+    [("parallel.pp=2", 3, torch.nan, 1), ("parallel.pp=2", 1, torch.inf, 0)],
+    ids=["nan in the last stage", "inf in the first"],
+)
+def test_the_module_the_rank_and_the_step_are_named_and_nothing_is_saved_after(tmp_path, layout, layer, value, rank):
+    config = tiny_config(tmp_path, "train.global_batch_size=4", "checkpoint.every=1", layout)
+    where = rf"step 2, rank {rank}: .* not finite; the first such value is the output of layers\.{layer}\.ffn\."
+    with pytest.raises(ranktest.RankFailed, match=where):
+        ranktest.run_ranks(spoilt_rank, 2, config.to_toml(), layer, value, timeout=JOB_S)
+    [entry] = lines(config, "nonfinite")
+    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (2, rank, f"layers.{layer}.ffn", "output")
+    assert [saved["step"] for saved in lines(config, "save")] == [1, 2]
+    assert lines(config, "end")[-1]["reason"] == "error"
+    root = Path(config.run.dir) / "checkpoints"
+    assert [step for step, _ in retention.checkpoints(root)] == [1, 2]
+    whole = tiny_config(tmp_path, "train.global_batch_size=4", "train.steps=2", layout, run="whole")
+    ranktest.run_ranks(train_rank, 2, whole.to_toml(), timeout=JOB_S)
+    assert_same_tensors(final_tensors(config), final_tensors(whole))

@@ -1,0 +1,39 @@
+"""A rank that is slow in its data or in its computation is named, also where all ranks take equally long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from gpt_helpers import tiny_config
+from run_helpers import JOB_S, lines, train_rank
+
+import ranktest
+from sixfold.gpt import loop
+
+SLEEP_S = 0.4
+
+
+def slow_rank(rank: int, ranks: int, text: str, part: str) -> None:
+    """Train; rank 1 sleeps in each step."""
+    owner, name = (loop.TokenStream, "step") if part == "data" else (loop, "train_step")
+    call = getattr(owner, name)
+
+    def slowly(*args, **options):
+        time.sleep(SLEEP_S)
+        return call(*args, **options)
+
+    if rank == 1:
+        setattr(owner, name, slowly)
+    train_rank(rank, ranks, text)
+
+
+@pytest.mark.parametrize(("layout", "part"), [("parallel.dp=2", "compute"), ("parallel.pp=2", "data")])
+def test_a_slow_rank_is_named_with_what_it_is_slow_in(tmp_path, layout, part):
+    config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "log.straggler_every=3", layout)
+    ranktest.run_ranks(slow_rank, 2, config.to_toml(), part, timeout=JOB_S)
+    [line] = lines(config, "straggler")
+    assert [(slow["rank"], slow["part"]) for slow in line["slow"]] == [(1, part)]
+    waited, seconds = line["parts"]["communication"], line["parts"]["seconds"]
+    assert waited[0] > SLEEP_S / 2 > waited[1], "the other rank waits for it"
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.5), "and takes as long"

@@ -167,8 +167,7 @@ def test_to_toml_reads_back_as_the_same_configuration(overrides, tmp_path):
     assert TrainConfig.from_toml(path).to_toml() == config.to_toml()
 
 
-@settings(max_examples=40)
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(name=st.text(min_size=1).filter(str.isprintable) | st.characters(codec="utf-8"), lr=st.floats(0, 1e300))
 def test_any_text_and_number_survives_to_toml(name, lr):
     assume("://" not in name and not name.startswith("~"))  # refused in run.dir

@@ -1,17 +1,32 @@
-"""How many bytes of tensors were alive at most.
+"""How many bytes of tensors are alive, and were at most.
 
 tests of streamed state and of start values --> peak_bytes (this file)
+tests of what a report states --> storages (this file)
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def storages() -> dict[int, int]:
+    """Place and bytes of all storages of tensors that are alive, but for those that were loaded with the tests.
+
+    Fake tensors, which the compiler keeps of tests before, have none.
+    """
+    gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+        found = [one.untyped_storage() for one in tensors if not isinstance(one, FakeTensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 class _Alive(TorchDispatchMode):

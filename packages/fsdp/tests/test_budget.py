@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -84,6 +85,7 @@ def uses_of(program):
     return uses
 
 
+@functools.cache
 def unit_bytes():
     return Driver("0F0 0B0", gathered_bytes="all").model.report()["units"]["0.0"]["gathered_bytes"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
-from torch import Tensor, nn
+from fsdp_memory_helpers import storages
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -19,12 +19,8 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SCALAR_BYTES = 8  # divisors and step counters are not counted
 
 
-def storages() -> int:
-    """Bytes of all storages of tensors that are alive (those of imports were frozen when tests were collected)."""
-    gc.collect()
-    found = (item.untyped_storage() for item in gc.get_objects() if issubclass(type(item), Tensor))
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
-    return sum(nbytes for nbytes in sizes.values() if nbytes > SCALAR_BYTES)
+def held_bytes() -> int:
+    return sum(nbytes for nbytes in storages().values() if nbytes > SCALAR_BYTES)
 
 
 def sizes_of(**options):
@@ -43,7 +39,7 @@ def test_the_report_states_every_byte_in_every_mode(strategy, dtype):
 
 
 def held_and_stated_bytes_agree(strategy, dtype, gathered):
-    before = storages()
+    before = held_bytes()
     net = make_net()
     model = FullyShardedDataParallel(
         net,
@@ -65,7 +61,7 @@ def held_and_stated_bytes_agree(strategy, dtype, gathered):
         value.nbytes for values in optimizer.state.values() for value in values.values() if value.nbytes > SCALAR_BYTES
     )
     stated = model.report()["bytes"]
-    held = storages() - tokens.nbytes - before
+    held = held_bytes() - tokens.nbytes - before
     assert held == sum(stated.values()) + state, (gathered, stated)
     if strategy == "optim_grads_params" and isinstance(gathered, int):
         assert stated["kept_gathered"] + stated["gather_arena"] <= gathered

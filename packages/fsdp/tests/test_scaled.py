@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
 from fp8_oracle import is_fp8, narrowed, quantized
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
+from fsdp_memory_helpers import storages
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -201,16 +200,6 @@ def test_units_of_one_depth_take_turns_and_those_around_them_keep_theirs():
     assert copies.alive == ("root", "b")
     copies.use("c", in_backward=False)
     assert copies.alive == () and copies.dropped == 3
-
-
-def storages():
-    gc.collect()
-    found = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for one in gc.get_objects():
-            if isinstance(one, torch.Tensor):
-                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-    return found
 
 
 @pytest.mark.parametrize("matmul", ["emulate", "scaled"])

@@ -18,3 +18,4 @@ for _name in filter(None, os.environ.pop(TESTED_MODULES, "").split(",")):
         importlib.import_module(_name)
 gc.collect()
 gc.freeze()
+gc.collect()  # the next ones count from what is left

@@ -1,0 +1,37 @@
+"""Two nodes under a real torchrun: two agents on this machine, each with a rank."""
+
+import socket
+import time
+
+import pytest
+from gpt_helpers import tiny_config
+from run_helpers import lines
+from torchrun_helpers import end_with_descendants
+from two_nodes_helpers import start_node
+
+DEADLINE_S = 240.0  # ends what hangs and nothing else
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_torchrun_on_two_nodes_trains_one_run(tmp_path):
+    config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "checkpoint.every=1", "parallel.pp=2")
+    path = tmp_path / "job.toml"
+    path.write_text(config.to_toml())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outputs = [tmp_path / f"node-{node}.out" for node in (0, 1)]
+    nodes = [start_node(node, path, port, output=outputs[node]) for node in (0, 1)]
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        told = "\n".join(output.read_text() for output in outputs)
+        assert [node.poll() for node in nodes] == [0, 0], told
+    finally:
+        for node in nodes:
+            end_with_descendants(node)
+    [start] = lines(config, "start")
+    assert (start["world"], start["layout"]["pp"]) == (2, 2)
+    assert len({entry["pid"] for entry in start["ranks"]}) == 2
+    assert [entry["step"] for entry in lines(config, "step")] == [1, 2, 3]
+    assert [entry["reason"] for entry in lines(config, "end")] == ["finished"]

@@ -181,14 +181,17 @@ def ci(session: nox.Session) -> None:
 
 
 def turns_of_ci() -> list[list[list[str]]]:
-    """What follows ``nox -s``, in turns of one lane: those that last longest first, so that the lanes end together.
+    """What follows ``nox -s``, in turns of one lane: those with most files first, so that the lanes end together.
 
     The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
     is not there, follows in the shared venv. Without the file, because isolation broke early, all of them do.
     """
-    ranks_of = [name for name in [*PACKAGES, "ranktest"] if rank_tests(name)]
-    alone = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in PACKAGES]
-    return [[["integration"]], *alone, *([[f"ranks({name})"]] for name in ranks_of), [["types"]], [["lint"]]]
+    several = sorted(
+        (name for name in [*PACKAGES, "ranktest"] if rank_tests(name)), key=lambda name: -len(rank_tests(name))
+    )
+    single = sorted(PACKAGES, key=lambda name: -len(list((ROOT / "packages" / name / "tests").glob("test_*.py"))))
+    alone = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in single]
+    return [[["integration"]], *alone, *([[f"ranks({name})"]] for name in several), [["types"]], [["lint"]]]
 
 
 def run_in_lane(turn: list[list[str]]) -> list[str]:

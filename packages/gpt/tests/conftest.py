@@ -1,10 +1,14 @@
 """Options of gpt's large tests.
 
 nox -s "tests(gpt)" -- --instants 400
+nox -s "ranks(gpt)" -- --resume-matrix
 """
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--instants", type=int, default=8, help="at which a run is asked to stop, spread over its calls (8)"
+    )
+    parser.addoption(
+        "--resume-matrix", action="store_true", help="resumes at every layout, schedule and step, and between layouts"
     )

@@ -5,6 +5,7 @@ from config_helpers import config_with, words_of
 
 from sixfold.gpt.config import check_world, resume_changes
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.past import noted_changes
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,38 @@ def test_tables_that_contradict_each_other_are_named_with_both_numbers(override,
     assert expected in words_of(error)
 
 
+VERSIONS = ("parallel.pp=2", "parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embeddings=false")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("parallel.sharding=optim", "parallel.sharding is 'optim' and parallel.schedule 'pipedream_2bw'"),
+        ("train.clip_grad=1.0", "train.clip_grad = 0.0 works"),
+        ("model.tie_embeddings=true", "first and last stage are updated at different times"),
+        ("train.compile=true", "train.compile = false works"),
+        ("fsdp.gathered_bytes=100000", "fsdp.gathered_bytes is 100000"),
+        ("fsdp.prefetch_bytes=1", "leave the key out"),
+        ("fsdp.offload=true", "fsdp.offload = false works"),
+        ("parallel.pp=8 and parallel.dp=1 and train.global_batch_size=8", "takes 7 or more"),
+        ("parallel.schedule=pipedream and parallel.dp=1", "updates after each: train.global_batch_size = 4 works"),
+    ],
+)
+def test_what_versions_of_weights_cannot_do_is_refused(override, expected):
+    with pytest.raises(ConfigError) as error:
+        config_with("parallel.schedule=pipedream_2bw", *VERSIONS, *override.split(" and "))
+    assert expected in words_of(error)
+    config_with("parallel.schedule=pipedream_2bw", *VERSIONS, "fsdp.grad_sum=rank_order")
+    config_with("parallel.schedule=pipedream", *VERSIONS, "train.global_batch_size=4")
+
+
+def test_microbatches_of_pipedream_are_counted_again_in_its_world():
+    config = config_with("parallel.schedule=pipedream", *VERSIONS)
+    assert check_world(config, 8).dp == 4
+    with pytest.raises(ConfigError, match=r"updates after each: train\.global_batch_size = 8 works"):
+        check_world(config, 4)
+
+
 def test_groups_smaller_than_the_pipeline_are_refused_with_one_that_works():
     with pytest.raises(ConfigError, match=r"pipeline\.group is 1 and parallel\.pp 2; .* pipeline\.group = 2 works"):
         config_with("parallel.pp=2", "parallel.schedule=interleaved", "pipeline.group=1")
@@ -46,12 +79,10 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
 @pytest.mark.parametrize(
     "override",
     [
-        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.schedule=pipedream",
-        "model.num_experts=4", "model.experts_per_token=3", "model.router_aux_loss=0.1", "train.precision=fp8",
+        "parallel.tp=2", "parallel.cp=2", "parallel.ep=2",
+        "model.num_experts=4", "model.experts_per_token=3", "model.router_aux_loss=0.1",
         "pipeline.steps=3", "fsdp.user_buffers=require", "fsdp.nccl_min_ctas=4", "fsdp.nccl_max_ctas=4",
-        "train.offload_activations=true", "train.cuda_graphs=true", "optimizer.name=muon",
-        "fsdp.gathered_bytes=1000000", "fsdp.bucket_bytes=1000000", "fsdp.offload=true",
-        "data.changes=[{at = 64, sequence_length = 64}]",
+        "train.cuda_graphs=true", "data.changes=[{at = 64, sequence_length = 64}]",
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_key_with_what_to_use(override):
@@ -160,8 +191,8 @@ def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
     [
         ("model.norm_eps=1e-6", "model.norm_eps"), ("data.seq_length=64", "data.seq_length"),
         ("data.blend=['data/code', 'data/wiki']", "data.blend"), ("train.seed=1", "train.seed"),
-        ("train.global_batch_size=32", "train.global_batch_size"), ("optimizer.lr=1", "optimizer.lr"),
-        ("schedule.warmup_steps=3", "schedule.warmup_steps"), ("train.batch_ramp=[[49, 32]]", "train.batch_ramp"),
+        ("train.global_batch_size=32", "train.global_batch_size"), ("optimizer.eps=1", "optimizer.eps"),
+        ("optimizer.name=muon", "optimizer.name"), ("train.batch_ramp=[[49, 32]]", "train.batch_ramp"),
         ("train.precision=fp32", "train.precision"), ("data.names=['a', 'b']", "data.blend"),
     ],
 )  # fmt: skip
@@ -172,6 +203,17 @@ def test_a_resumed_run_refuses_what_would_have_changed_its_past(override, key):
 
 def test_all_changes_of_a_resumed_run_are_named_at_once():
     with pytest.raises(ConfigError) as error:
-        resume_changes(config_with(), config_with("train.seed=1", "optimizer.lr=1"))
+        resume_changes(config_with(), config_with("train.seed=1", "optimizer.eps=1"))
     assert "train.seed (was 1234, is 1)" in words_of(error)
-    assert "optimizer.lr (was 0.001, is 1.0)" in words_of(error)
+    assert "optimizer.eps (was 1e-08, is 1.0)" in words_of(error)
+
+
+def test_a_branch_changes_learning_rate_schedule_and_clipping_and_says_so():
+    trunk = config_with("schedule.shape=constant")
+    branch = config_with("schedule.shape=wsd", "schedule.decay_steps=20", "optimizer.lr=2e-3", "train.clip_grad=0.5")
+    resume_changes(trunk, branch, step=50)
+    assert noted_changes(trunk, trunk) == {}
+    assert noted_changes(trunk, branch) == {
+        "optimizer.lr": [1e-3, 2e-3], "train.clip_grad": [1.0, 0.5], "schedule.shape": ["constant", "wsd"],
+        "schedule.decay_steps": [0, 20],
+    }  # fmt: skip

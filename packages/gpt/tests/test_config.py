@@ -63,6 +63,9 @@ steps = 2
 group = 0
 lookahead = 2
 dynamic_shapes = false
+memory_cap = 0.0
+plan_steps = 2
+plan_seconds = 5.0
 
 [fsdp]
 main_dtype = "float32"

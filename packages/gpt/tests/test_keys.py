@@ -17,7 +17,7 @@ from sixfold.gpt.toml import read_tables, write_tables
 REFUSED = {
     "parallel.tp": "2", "parallel.cp": "2", "parallel.ep": "2", "model.num_experts": "4",
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "pipeline.steps": "3", "pipeline.waves": "2",
-    "train.offload_activations": "true", "train.cuda_graphs": "true", "optimizer.name": "muon",
+    "train.cuda_graphs": "true",
 }  # fmt: skip
 HELD = {"parallel.sequence": "sequence parallelism is a part of tensor parallelism, and tp is 1"}
 BY_NAME = {"fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS}}  # handed on as a mapping

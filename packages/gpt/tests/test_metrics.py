@@ -60,7 +60,7 @@ def test_the_last_line_of_a_repeated_step_counts_and_restarts_stay(tmp_path):
     with MetricsWriter(path) as writer:
         for i in (1, 2, 3):
             writer.write("step", **step(i, float(i)))
-        writer.write("resume", step=1, checkpoint="c", layout={})
+        writer.write("resume", step=1, checkpoint="c", layout={}, changed={})
         for i in (2, 3, 4):
             writer.write("step", **step(i, 10.0 * i))
     records = read_metrics(tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from config_helpers import config_with
 from model_helpers import small
 from torch import nn
 
@@ -35,6 +36,25 @@ def test_a_stage_without_parameters_has_an_optimizer_that_steps():
     build_optimizer(OptimizerConfig(lr=0.5), []).step()
 
 
-def test_muon_is_refused_with_what_to_use():
-    with pytest.raises(ConfigError, match="Muon is not supported: use adamw"):
-        build_optimizer(OptimizerConfig(lr=0.5, name="muon"), [])
+def test_muon_has_the_matrices_inside_layers_apart_and_adamw_the_rest():
+    model = GPTModel(small(qkv_bias=True, qk_norm=True, tie_embeddings=False), device="meta")
+    adamw, muon = build_optimizer(OptimizerConfig(lr=0.5, name="muon"), model.named_parameters()).parts
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    parts = ("attention.q", "attention.k", "attention.v", "attention.out", "ffn.gate", "ffn.up", "ffn.down")
+    assert own == {f"layers.{i}.{part}.weight" for i in range(3) for part in parts}
+    assert {names[id(p)] for group in adamw.param_groups for p in group["params"]} == set(names.values()) - own
+    (group,) = muon.param_groups
+    assert (group["adjust_lr_fn"], group["momentum"], group["nesterov"]) == ("match_rms_adamw", 0.95, True)
+
+
+def test_a_stage_without_matrices_has_no_muon():
+    (only,) = build_optimizer(
+        OptimizerConfig(lr=0.5, name="muon"), [("norm.weight", nn.Parameter(torch.ones(2)))]
+    ).parts
+    assert isinstance(only, torch.optim.AdamW)
+
+
+def test_muon_and_offloaded_state_are_refused_together():
+    with pytest.raises(ConfigError, match=r"fsdp\.offload is true and optimizer\.name 'muon'.*'adamw' works"):
+        config_with("optimizer.name=muon", "fsdp.offload=true")

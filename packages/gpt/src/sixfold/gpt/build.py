@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,20 +23,38 @@ import torch.distributed as dist
 from torch import nn
 
 import sixfold.pipeline as pipeline
-from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp import FullyShardedDataParallel, StateRecord, fully_shard_optimizer
+from sixfold.fsdp.residency import Action
 from sixfold.gpt.agree import gather, together
 from sixfold.gpt.by_source import token_loss
+from sixfold.gpt.config import PLAN
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.host_memory import HostActivations, hooks_of
 from sixfold.gpt.init import fill_elements
 from sixfold.gpt.mesh import RankMesh, pair_group
 from sixfold.gpt.model import Block, GPTModel
-from sixfold.gpt.optimizer import build_optimizer
+from sixfold.gpt.optimizer import Optimizers, build_optimizer
+from sixfold.gpt.residency import gather_plan
 from sixfold.gpt.stages import stage_layers
 from sixfold.gpt.straggler import Clock
+from sixfold.gpt.versioned import VersionedModel
+from sixfold.gpt.wrap import canonical, has_budget, wrapped
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
+    from sixfold.gpt.data import Microbatch
     from sixfold.gpt.launch import World
+
+__all__ = [
+    "TIED",
+    "ModelProvider",
+    "RankModel",
+    "build_rank",
+    "canonical",
+    "check_compiler",
+    "check_provider",
+    "make_program",
+]
 
 TIED = "embedding.weight"
 
@@ -52,15 +71,14 @@ class ModelProvider(Protocol):
     def __call__(self, pre_process: bool, post_process: bool, vp_stage: int, **which: Any) -> nn.Module: ...
 
 
-def canonical(name: str) -> str:
-    """``1.layers.3.ffn.up.weight`` in the rank's container -> ``layers.3.ffn.up.weight``."""
-    return name.partition(".")[2]
-
-
 def make_program(config: TrainConfig, microbatches: int) -> pipeline.Program:
     """The lowered program of a step of ``microbatches`` microbatches, for every rank of a pipeline."""
     p = config.parallel
-    schedule = pipeline.schedules.by_name(p.schedule)
+    schedule = p.entry
+    if not schedule.flushed:  # a value of several batches, which the runner continues without end
+        if schedule.name == "pipedream":
+            return pipeline.pipedream(p.pp, 2 * p.pp)
+        return pipeline.pipedream_2bw(p.pp, microbatches)
     options = {"group": config.pipeline.group} if config.pipeline.group else {}
     return pipeline.passes.lower(schedule.with_chunks(p.pp, microbatches, p.stages_per_rank, **options))
 
@@ -77,14 +95,17 @@ class RankModel:
     config: TrainConfig
     mesh: RankMesh
     device: torch.device
-    model: FullyShardedDataParallel
-    optimizer: torch.optim.Optimizer
+    model: FullyShardedDataParallel | VersionedModel
+    optimizer: Optimizers
     runner: pipeline.PipelineRunner
     placement: tuple[int, ...]
     tied_group: dist.ProcessGroup | None = None
     tied_copy: bool = False
+    activations: HostActivations | None = None  # where they wait for their backward; None: on the device
+    stored_plan: dict[str, Any] | None = None  # of planned.py, or of a checkpoint
     programs: dict[int, pipeline.Program] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
+    plans: dict[int, list[Action] | None] | None = None  # by microbatches; None where there is no byte budget
 
     @property
     def is_first(self) -> bool:
@@ -101,6 +122,68 @@ class RankModel:
         if microbatches not in self.programs:
             self.programs[microbatches] = make_program(self.config, microbatches)
         return self.programs[microbatches]
+
+    def follow(self, microbatches: int) -> pipeline.Program:
+        """The program of the step that begins now; under a byte budget fsdp gathers as planned for it."""
+        program = self.program(microbatches)
+        if self.plans is not None:
+            assert isinstance(self.model, FullyShardedDataParallel), "only fsdp gathers"
+            if microbatches not in self.plans:
+                units = self.model.report()["units"]
+                unit_bytes = {name: unit["gathered_bytes"] for name, unit in units.items()}
+                budget = self.config.fsdp.gathered_bytes
+                assert isinstance(budget, int), f"gathered_bytes is {budget!r} and there are plans"
+                self.plans[microbatches] = gather_plan(program, self.mesh.pp_rank, unit_bytes, budget_bytes=budget)
+            if (plan := self.plans[microbatches]) is not None:
+                self.model.use_plan(plan)
+        return program
+
+    def expect_older(self) -> bool:
+        """Make room for a checkpoint's older version of the weights, if this schedule reads one."""
+        if not isinstance(self.model, VersionedModel) or not self.model.delayed:
+            return False
+        self.model.expect_older()
+        return True
+
+    def go_on_behind(self, step: int) -> None:
+        """The batch behind ``step`` reads the older version, which was loaded."""
+        assert isinstance(self.model, VersionedModel), "expect_older said so"
+        # A runner's state is of the program that it was made with; one of other microbatches goes on from there.
+        self.model.go_on(self.runner, make_program(self.config, self.mesh.pp), step)
+
+    def state_records(self, *, weights_only: bool = False) -> list[StateRecord]:
+        """Live aliases of everything to save that lies here: weights and, unless ``weights_only``, optimizer state."""
+        found = self.model.state_records()
+        for part in () if weights_only else self.optimizer.parts:
+            found += [record for record in self.model.state_records(part) if record.key != "param"]
+        if not weights_only and isinstance(self.model, VersionedModel):
+            found += self.model.older_records()
+        return found
+
+    def run_program(self, batch: Sequence[Microbatch], program: pipeline.Program) -> pipeline.StepResult:
+        """Forwards and backwards of this rank's microbatches."""
+        with hooks_of(self.activations):
+            return self.runner.step(
+                [m.tokens for m in batch] if self.is_first else None,
+                [m.rows for m in batch] if self.is_last else None,
+                kwargs=[m.kwargs for m in batch],
+                program=program,
+            )
+
+    def finish_grad_sync(self) -> None:
+        """The step's gradients are summed over the data-parallel ranks."""
+        assert isinstance(self.model, FullyShardedDataParallel), "with versions of weights the program sums them"
+        self.model.finish_grad_sync()
+
+    def settle(self) -> None:
+        """Nothing is in flight after it: weights are those of all batches so far. Collective over the pipeline."""
+        if isinstance(self.model, VersionedModel):
+            self.model.drain(self.runner)
+
+    def materialize_state(self) -> None:
+        """Make the optimizer's state as its first step would, without a step."""
+        for part in self.optimizer.parts:
+            self.model.materialize_state(part)
 
     def counts_in_norm(self, name: str) -> bool:
         """Whether a main parameter, named as in the container, is counted on this rank: a tied copy is not."""
@@ -140,9 +223,16 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
     Raises:
         ConfigError: naming the key.
     """
+    flushed = config.parallel.entry.flushed
+    if provider is not None and not flushed:
+        raise ConfigError(
+            f"parallel.schedule is {config.parallel.schedule!r}, whose weights gpt fills itself, and there is a "
+            "model_provider: parallel.schedule = 'one_f_one_b' works"
+        )
     for key, value, off in (
         ("train.compile", config.train.compile, False),
         ("train.recompute", config.train.recompute, "none"),
+        ("optimizer.name", config.optimizer.name, "adamw"),
     ):
         if provider is not None and value != off:
             raise ConfigError(
@@ -200,11 +290,38 @@ def _draw_start_values(model: FullyShardedDataParallel, config: TrainConfig) -> 
     model.refresh()
 
 
-def _mixed_precision(config: TrainConfig) -> MixedPrecision:
-    dtypes = {k: getattr(torch, v) for k, v in config.fsdp.dtypes().items()}
-    compute = torch.bfloat16 if config.train.precision == "bf16" else None
-    return MixedPrecision(
-        param_dtype=compute, grad_sum=config.fsdp.grad_sum, cast_inputs=config.fsdp.cast_inputs, **dtypes
+def _versioned_rank(
+    config: TrainConfig,
+    mesh: RankMesh,
+    world: World,
+    container: nn.ModuleDict,
+    program: pipeline.Program,
+    *,
+    draw: bool,
+) -> RankModel:
+    """The rank of a run whose schedule keeps versions of the weights: no fsdp, optimizers step in the program."""
+    if config.train.precision == "bf16":
+        container.to(torch.bfloat16)
+    container.to_empty(device=world.device)
+    model = VersionedModel(container, config, mesh)
+    if draw:
+        for record in model.state_records():
+            name, shape = canonical(record.name), record.global_shape
+            fill_elements(config.model, config.train.seed, name, shape, record.start, record.tensor)
+        model.refresh()
+    stages = [
+        pipeline.Stage(container[str(s)], s, data_parallel=weights, optimizer=weights)  # type: ignore[arg-type]
+        for s, weights in model.weights.items()
+    ]
+    return RankModel(
+        config=config,
+        mesh=mesh,
+        device=world.device,
+        model=model,
+        optimizer=model.optimizer,
+        runner=_runner(config, mesh, world, program, stages),
+        placement=program.placement,
+        activations=_activations(config, world),
     )
 
 
@@ -213,8 +330,26 @@ def times_messages(config: TrainConfig, mesh: RankMesh, device: torch.device) ->
     return bool(config.log.straggler_every) and mesh.pipeline is not None and device.type == "cpu"
 
 
-def _leave_empty(name: str, module: nn.Module) -> None:
-    """For fsdp: the shards are filled after it has cut them, see ``_draw_start_values``."""
+def _runner(
+    config: TrainConfig, mesh: RankMesh, world: World, program: pipeline.Program, stages: list[pipeline.Stage]
+) -> pipeline.PipelineRunner:
+    timed = config.parallel.schedule == PLAN or times_messages(config, mesh, world.device)
+    return pipeline.PipelineRunner(
+        program,
+        stages,
+        mesh.pipeline,
+        token_loss,
+        scale="sum",
+        timeout_s=config.run.timeout_seconds,
+        store=world.store,
+        lookahead=config.pipeline.lookahead,
+        dynamic_shapes=config.pipeline.dynamic_shapes,
+        profile=timed or bool(config.log.timeline_steps),
+    )
+
+
+def _activations(config: TrainConfig, world: World) -> HostActivations | None:
+    return HostActivations(world.device) if config.train.offload_activations else None
 
 
 def build_rank(
@@ -242,6 +377,8 @@ def build_rank(
     container = together(mesh.control, mesh.size, lambda: _stage_modules(config, mine, placement, model_provider))
     if model_provider is not None:
         _check_names(container, mesh)
+    if not config.parallel.entry.flushed:
+        return _versioned_rank(config, mesh, world, container, program, draw=draw)
     first, last = placement[0], placement[-1]
     tied = config.model.tie_embeddings and model_provider is None and first != last
     one_table = config.model.tie_embeddings and first == last  # one Parameter in two places: the root unit's
@@ -252,43 +389,17 @@ def build_rank(
             units.extend(getattr(module, name) for name in ("embedding", "head") if hasattr(module, name))
     groups = [(name, p) for name, p in container.named_parameters()]
     optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
-    with world.device:  # where fsdp makes what was on meta
-        model = FullyShardedDataParallel(
-            container,
-            process_group=mesh.data if mesh.hybrid is None else None,
-            mesh=mesh.hybrid,
-            strategy=config.parallel.sharding,
-            fsdp_unit_modules=units,
-            root_units=False,
-            mixed_precision=_mixed_precision(config),
-            buffers=BufferConfig(**config.fsdp.buffers()),
-            grad_divisor=1.0,
-            grad_reduce=config.fsdp.grad_reduce,
-            init_fn=None if model_provider is not None else _leave_empty,
-            initial="trust" if model_provider is None else "check",
-            checks=config.fsdp.checks,
-            fault_store=world.store,
-            timeout_s=config.run.timeout_seconds,
-        )
-    optimizer = fully_shard_optimizer(optimizer, model)
+    own = model_provider is None
+    model = together(mesh.control, mesh.size, lambda: wrapped(config, mesh, world, container, units, own=own))
+    for part in optimizer.parts:
+        fully_shard_optimizer(part, model)
     if draw and model_provider is None:
         _draw_start_values(model, config)
     # Whatever the number of microbatches: a schedule of split backwards may have a whole one here and there.
-    fused = not pipeline.schedules.by_name(config.parallel.schedule).split
+    fused = not config.parallel.entry.split
     handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}
     stages = [pipeline.Stage(container[str(s)], s, data_parallel=handle) for s, handle in handles.items()]
-    runner = pipeline.PipelineRunner(
-        program,
-        stages,
-        mesh.pipeline,
-        token_loss,
-        scale="sum",
-        timeout_s=config.run.timeout_seconds,
-        store=world.store,
-        lookahead=config.pipeline.lookahead,
-        dynamic_shapes=config.pipeline.dynamic_shapes,
-        profile=bool(config.log.timeline_steps or times_messages(config, mesh, world.device)),
-    )
+    runner = _runner(config, mesh, world, program, stages)
     return RankModel(
         config=config,
         mesh=mesh,
@@ -299,4 +410,6 @@ def build_rank(
         placement=placement,
         tied_group=pair_group(mesh, first, last) if tied else None,
         tied_copy=tied and mesh.pp_rank == last,
+        plans={} if own and has_budget(config) else None,
+        activations=_activations(config, world),
     )

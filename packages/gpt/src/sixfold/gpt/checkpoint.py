@@ -24,6 +24,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
 from sixfold.gpt.agree import from_first, gather, together
 from sixfold.gpt.build import TIED, RankModel, canonical
+from sixfold.gpt.config import PLAN
 from sixfold.gpt.errors import ConfigError, TrainError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def sharded_state(
 ) -> dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject]:
     """Live shards of this rank by checkpoint key. No communication; the tensors are aliases."""
     state: dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject] = {}
-    for record in rank.model.state_records(None if weights_only else rank.optimizer):
+    for record in rank.state_records(weights_only=weights_only):
         name = canonical(record.name)
         tied = int(rank.tied_copy and name == TIED)
         key = f"model.{name}" if record.key == "param" else f"optimizer.state.{record.key}.model.{name}"
@@ -99,8 +100,9 @@ def _optimizer_common(rank: RankModel) -> dict[str, dict[str, dict[str, Any]]]:
         for p in group["params"]
     }
     mine: dict[str, dict[str, dict[str, Any]]] = {"scalars": {}, "options": {}}
+    states = rank.optimizer.state
     for name, parameter in rank.model.main_parameters():
-        state = rank.optimizer.state.get(parameter, {})
+        state = states.get(parameter, {})
         mine["scalars"][canonical(name)] = {
             key: float(value) for key, value in state.items() if not torch.is_tensor(value) or value.dim() == 0
         }
@@ -136,6 +138,8 @@ def save(
         "versions": dict(versions),
         "optimizer": _optimizer_common(rank),
     }
+    if rank.stored_plan is not None:
+        state["plan"] = rank.stored_plan
     timeout = rank.config.run.timeout_seconds
     if background:
         handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
@@ -145,8 +149,9 @@ def save(
 
 
 def _set_scalars(rank: RankModel, scalars: Mapping[str, Mapping[str, float]]) -> None:
+    states = rank.optimizer.state
     for name, parameter in rank.model.main_parameters():
-        state = rank.optimizer.state.get(parameter, {})
+        state = states.get(parameter, {})
         for key, value in scalars.get(canonical(name), {}).items():
             old = state.get(key)
             if torch.is_tensor(old):
@@ -166,17 +171,24 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     Returns:
         How far it had come, and its common data.
     """
-    has_state = any(key.startswith("optimizer.state.") for key in dist_ckpt.load_tensors_metadata(folder))
+    saved = dist_ckpt.load_tensors_metadata(folder)
+    has_state = any(key.startswith("optimizer.state.") for key in saved)
     if has_state:
-        rank.model.materialize_state(rank.optimizer)
+        rank.materialize_state()
     else:
-        rank.optimizer.state.clear()  # of a damaged checkpoint that was loaded in part
+        rank.optimizer.clear_state()  # of a damaged checkpoint that was loaded in part
+    if older := any(key.startswith("optimizer.state.older.") for key in saved):
+        older = rank.expect_older()
     state = dict(sharded_state(rank, weights_only=not has_state))
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
     _set_extra_state(rank, common)
     rank.model.refresh()
+    if rank.config.parallel.schedule == PLAN:
+        rank.stored_plan = common.get("plan")
+    if older:
+        rank.go_on_behind(common["step"])
     return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"]), common
 
 

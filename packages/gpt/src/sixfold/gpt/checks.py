@@ -1,15 +1,15 @@
-"""Rules between the tables of a configuration, and between a configuration and its world or its past.
+"""Rules between the tables of a configuration, and between a configuration and its world.
 
     config.py --> check_config        (this file)      made
     launch.py --> check_world         (this file)      the number of ranks is known
-    loop.py   --> resume_changes      (this file)      an older configuration lies in the run folder
+    past.py has the rules between a run and its past.
 
 Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,49 +19,28 @@ from sixfold.pipeline.schedules import by_name, registered
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-# Without weight versions.
-_SCHEDULES = tuple(entry.name for entry in registered() if entry.flushed)
+_SCHEDULES = tuple(entry.name for entry in registered())
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.tp", lambda value: value == 1, "1", "tensor parallelism"),
     ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
     ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
-    ("parallel.schedule", lambda value: value in _SCHEDULES, " or ".join(_SCHEDULES), "this schedule"),
     ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
     ("model.experts_per_token", lambda value: value == 2, "no such key", "mixture of experts"),
     ("model.router_aux_loss", lambda value: value == 0.01, "no such key", "mixture of experts"),
     ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
-    ("train.precision", lambda value: value != "fp8", "bf16 or fp32", "fp8"),
-    ("train.offload_activations", lambda value: not value, "train.recompute instead", "offloading activations"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
-    ("optimizer.name", lambda value: value == "adamw", "adamw", "Muon"),
     (
         "data.changes",
         lambda value: not any(change.sequence_length for change in value),
         "changes of blend and weights",
         "a sequence length that changes within a run",
     ),
-    (
-        "fsdp.gathered_bytes",
-        lambda value: isinstance(value, str),
-        "double or all",
-        "a byte budget for gathered weights",
-    ),
-    ("fsdp.bucket_bytes", lambda value: value is None, "no such key", "merging and splitting units"),
     ("fsdp.nccl_min_ctas", lambda value: value is None, "NCCL_MIN_CTAS of NCCL itself", "a bound of NCCL's blocks"),
     ("fsdp.nccl_max_ctas", lambda value: value is None, "NCCL_MAX_CTAS of NCCL itself", "a bound of NCCL's blocks"),
     ("fsdp.user_buffers", lambda value: value != "require", "auto or off", "registering buffers with NCCL"),
-    ("fsdp.offload", lambda value: not value, "parallel.sharding over more ranks", "optimizer state in host memory"),
 )
-
-# A resumed run may change these; train.batch_ramp and data.changes only in their future.
-_FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "run")
-# data.document_shuffle is compared with what the checkpoint says of each dataset: 0.1.0 had no such key.
-_FREE_KEYS = (
-    "train.steps", "train.micro_batch_size", "train.recompute", "data.cache_dir", "data.document_shuffle",
-    "data.max_epochs",
-)  # fmt: skip
 
 
 def check_config(config: "TrainConfig") -> None:
@@ -82,6 +61,18 @@ def check_rules(config: "TrainConfig") -> None:
     if config.parallel.dp:
         _check_copies(config.parallel)
     _check_schedule_lr(config)
+    if not config.parallel.entry.flushed:
+        check_versions(config)
+    if config.fsdp.offload and config.optimizer.name == "muon":
+        raise ConfigError(
+            "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
+            "once; optimizer.name = 'adamw' works, or fsdp.offload = false"
+        )
+    if config.train.offload_activations and config.run.device == "cpu":
+        raise ConfigError(
+            "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
+            "train.offload_activations = false works"
+        )
     _check_changes(config)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
@@ -111,25 +102,48 @@ def refuse_path(name: str, value: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it is a folder of a mounted file system, not a URL: mount it")
 
 
-def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
-    """Take out of a saved configuration's tables what release 0.1.0 accepted without effect and a new run is refused.
+def check_versions(config: "TrainConfig") -> None:
+    """What schedules that keep versions of the weights need: whole weights, and updates of one stage at a time."""
+    parallel, name = config.parallel, config.parallel.schedule
+    needs: list[tuple[str, object, object, str]] = [
+        ("parallel.sharding", parallel.sharding, "no_shard", "its versions are of whole weights"),
+        ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
+        ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
+    ]
+    if config.train.precision == "fp8":
+        needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))
+    if parallel.pp > 1:
+        tied = "first and last stage are updated at different times"
+        needs.append(("model.tie_embeddings", config.model.tie_embeddings, False, tied))
+    plain = type(config.fsdp)()
+    for field in fields(plain):
+        if field.name not in ("grad_sum", "checks", "cast_inputs"):
+            key = f"fsdp.{field.name}"
+            needs.append((key, getattr(config.fsdp, field.name), getattr(plain, field.name), "it shards nothing"))
+    for key, value, needed, why in needs:
+        if value != needed:
+            remedy = "leave the key out" if needed is None else f"{key} = {str(needed).lower()} works"
+            raise ConfigError(f"{key} is {value!r} and parallel.schedule {name!r}: {why}; {remedy}")
+    if parallel.dp or parallel.pp == 1:
+        check_microbatches(config, max(parallel.dp, 1))
 
-    A checkpoint must stay readable. A path that 0.1.0 took as it stood (``~``, a URL) is led by ``./``: that folder.
-    """
-    if values["data"].get("valid"):
-        values["data"].pop("split", None)
-    if values["schedule"].get("shape") == "constant":
-        values["schedule"].pop("min_lr_ratio", None)
-    if values["parallel"].get("schedule") != "interleaved":
-        values["pipeline"].pop("group", None)
-    if values["parallel"].get("schedule") != "hanayo":
-        values["pipeline"].pop("waves", None)
-    for table, key in (("pipeline", "steps"), ("model", "experts_per_token"), ("model", "router_aux_loss")):
-        values[table].pop(key, None)
-    for table, key in (("run", "dir"), ("checkpoint", "init_from"), ("data", "cache_dir")):
-        path = values[table].get(key, "")
-        if path.startswith("~") or "://" in path:
-            values[table][key] = "./" + path.replace("://", ":/")
+
+def check_microbatches(config: "TrainConfig", dp: int) -> None:
+    """PipeDream updates after every microbatch; 2BW's two versions are enough from pp - 1 microbatches on."""
+    parallel, micro = config.parallel, config.train.micro_batch_size
+    for key, batch in global_batches_of(config):
+        m = batch // (micro * dp)
+        if parallel.schedule == "pipedream" and m != 1:
+            raise ConfigError(
+                f"{key} is {batch}, which is {m} microbatches (train.micro_batch_size * parallel.dp = {micro * dp}), "
+                f"and parallel.schedule 'pipedream' updates after each: {key} = {micro * dp} works"
+            )
+        if parallel.schedule == "pipedream_2bw" and m < parallel.pp - 1:
+            raise ConfigError(
+                f"{key} is {batch}, which is {m} microbatches, and parallel.schedule {parallel.schedule!r} on "
+                f"parallel.pp = {parallel.pp} ranks takes {parallel.pp - 1} or more: "
+                f"{key} = {micro * dp * (parallel.pp - 1)} works"
+            )
 
 
 def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
@@ -152,38 +166,26 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
         raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
     resolved = replace(parallel, dp=world // model_ranks)
     _check_copies(resolved)
+    if not parallel.entry.flushed:
+        check_microbatches(config, resolved.dp)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
     return resolved
-
-
-def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
-    """Refuse to continue a run under a configuration that would have made its past differ.
-
-    Args:
-        old: what the run was made with.
-        new: what it is to go on with.
-        step: updates done so far; entries of train.batch_ramp and data.changes from here on may differ.
-    Raises:
-        ConfigError: naming each key that changed and may not, with both values.
-
-    A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
-    compares what lies behind them.
-    """
-    before, after = _fixed_values(old, step), _fixed_values(new, step)
-    changed = [key for key in before if before[key] != after[key]]
-    if changed:
-        pairs = ", ".join(f"{key} (was {before[key]!r}, is {after[key]!r})" for key in changed)
-        raise ConfigError(
-            f"a resumed run cannot change {pairs}; put back what was, or start a new run.dir "
-            f"(with checkpoint.init_from for the weights)"
-        )
 
 
 def global_batches_of(config: "TrainConfig") -> list[tuple[str, int]]:
     """Every global batch size of the run in samples, with the key that sets it."""
     ramp = [(f"train.batch_ramp[{index}]", batch) for index, (_, batch) in enumerate(config.train.batch_ramp)]
     return [("train.global_batch_size", config.train.global_batch_size), *ramp]
+
+
+def samples_before(config: "TrainConfig", step: int) -> int:
+    """Samples that ``step`` updates have consumed."""
+    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
+    total = 0
+    for (begin, batch), (end, _) in pairwise(starts):
+        total += max(min(end, step) - begin, 0) * batch
+    return total
 
 
 def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
@@ -226,7 +228,7 @@ def _check_stages(config: "TrainConfig") -> None:
         raise ConfigError(
             f"parallel.layers_per_stage sums to {sum(cut)} and model.num_layers is {layers}; they are equal"
         )
-    chunks = by_name(parallel.schedule).chunks
+    chunks = parallel.entry.chunks
     if chunks not in (None, 1, parallel.stages_per_rank):
         raise ConfigError(
             f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
@@ -256,6 +258,13 @@ def _check_stages(config: "TrainConfig") -> None:
             f"pipeline.group is {config.pipeline.group} and parallel.schedule {parallel.schedule!r} has no groups; "
             f"pipeline.group = 0 works, or parallel.schedule = 'interleaved'"
         )
+    for key in ("memory_cap", "plan_steps", "plan_seconds"):
+        value, idle = getattr(config.pipeline, key), getattr(type(config.pipeline), key)
+        if value != idle and parallel.schedule != "plan":
+            raise ConfigError(
+                f"pipeline.{key} is {value} and parallel.schedule {parallel.schedule!r} is not searched; leave the key "
+                "out, or set parallel.schedule = 'plan'"
+            )
     if 0 < config.pipeline.group < parallel.pp:
         raise ConfigError(
             f"pipeline.group is {config.pipeline.group} and parallel.pp {parallel.pp}; in smaller "
@@ -321,41 +330,10 @@ def _check_changes(config: "TrainConfig") -> None:
             raise ConfigError(
                 f"{what}.weights has {len(change.weights)} entries and the blend has {len(blend)}; give one each"
             )
-        step = bisect_left(range(change.at + 1), change.at, key=lambda step: _samples(config, step))
-        if _samples(config, step) != change.at:
-            near = " or ".join(str(_samples(config, one)) for one in (step - 1, step))
+        step = bisect_left(range(change.at + 1), change.at, key=lambda step: samples_before(config, step))
+        if samples_before(config, step) != change.at:
+            near = " or ".join(str(samples_before(config, one)) for one in (step - 1, step))
             raise ConfigError(f"{what}.at is {change.at}, inside a step; it is where a step begins: {near} works")
-
-
-def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
-    """Key -> value of all that a resumed run keeps."""
-    values: dict[str, Any] = {}
-    for table, keys in asdict(config).items():
-        if table not in _FREE_TABLES:
-            values.update(
-                {f"{table}.{key}": value for key, value in keys.items() if f"{table}.{key}" not in _FREE_KEYS}
-            )
-    values["train.batch_ramp"] = [list(entry) for entry in config.train.batch_ramp if entry[0] < step]
-    values["data.changes"] = [
-        change | {"blend": list(config.data.names_of(change["blend"]))}
-        for change in values["data.changes"]
-        if change["at"] < _samples(config, step)
-    ]
-    if config.data.order != "stateless":  # an index is built for the samples of the whole run
-        values["train.steps"] = config.train.steps
-    values["data.blend"] = list(config.data.dataset_names)
-    values["data.valid"] = list(config.data.names_of(config.data.valid))
-    del values["data.names"]  # told as data.blend
-    return values
-
-
-def _samples(config: "TrainConfig", step: int) -> int:
-    """Samples that ``step`` updates have consumed."""
-    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
-    total = 0
-    for (begin, batch), (end, _) in pairwise(starts):
-        total += max(min(end, step) - begin, 0) * batch
-    return total
 
 
 def _multiples(unit: int, value: int) -> list[int]:

@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
-from sixfold.gpt.checks import check_config, check_world, refuse_path, resume_changes
+from sixfold.gpt.checks import check_config, check_world, refuse_path
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.past import resume_changes
 from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
 from sixfold.gpt.toml import read_file, read_tables, write_tables
-from sixfold.pipeline.schedules import registered
+from sixfold.pipeline.schedules import by_name, registered
+from sixfold.pipeline.schedules.registry import Schedule
 
 __all__ = [
     "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
@@ -24,7 +26,9 @@ __all__ = [
 ]  # fmt: skip
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
-ScheduleName = Annotated[str, OneOf(tuple(entry.name for entry in registered()))]
+PLAN = "plan"  # of parallel.schedule: a program is searched
+ScheduleName = Annotated[str, OneOf((*(entry.name for entry in registered()), PLAN))]
+_MEASURED_FIRST = {1: "zb_h1", 2: "zb_v"}  # by stages of a rank, where a program is searched
 _BUFFER_KEYS = (
     "gathered_bytes", "prefetch_bytes", "reduce_buffers", "align_bytes", "user_buffers", "bucket_bytes",
     "nccl_min_ctas", "nccl_max_ctas", "offload",
@@ -232,6 +236,12 @@ class ParallelConfig(Table):
         return self.pp * self.stages_per_rank
 
     @property
+    def entry(self) -> Schedule:
+        """The schedule as it is registered; of a plan the one whose placement it has, and which is measured first."""
+        planned = _MEASURED_FIRST.get(self.stages_per_rank, "zb_interleaved")
+        return by_name(planned if self.schedule == PLAN else self.schedule)
+
+    @property
     def world(self) -> int:
         """pp * dp * cp * tp, with dp = 1 where it is still 0: the ranks to start when nobody says how many."""
         return self.pp * max(self.dp, 1) * self.cp * self.tp
@@ -247,6 +257,9 @@ class PipelineConfig(Table):
     group: Count = 0
     lookahead: Count = 2
     dynamic_shapes: bool = False
+    memory_cap: Size = 0.0  # of parallel.schedule "plan": microbatches that a rank may hold; 0 = as its base schedule
+    plan_steps: Count = 2  # measured for a plan; 0 = costs of the model's sizes
+    plan_seconds: Rate = 5.0  # of the search, for each number of microbatches
 
 
 @dataclass(frozen=True, kw_only=True)

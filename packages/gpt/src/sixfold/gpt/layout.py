@@ -46,9 +46,7 @@ class Layout:
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """Rank of each stage."""
-        if self.parallel.schedule == "plan":
-            return tuple(stage % self.parallel.pp for stage in range(self.parallel.stages))
-        return by_name(self.parallel.schedule).placement(self.parallel.pp, self.parallel.stages_per_rank)
+        return self.parallel.entry.placement(self.parallel.pp, self.parallel.stages_per_rank)
 
     @cached_property
     def layers(self) -> list[range]:
@@ -63,7 +61,7 @@ class Layout:
     @property
     def split(self) -> bool:
         """The schedule's backwards are input and weight gradients."""
-        return self.parallel.schedule == "plan" or by_name(self.parallel.schedule).split
+        return self.parallel.entry.split
 
     @property
     def per_microbatch(self) -> bool:

@@ -13,9 +13,9 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.gpt.checkpoint import find
-from sixfold.gpt.checks import forget_idle_keys
 from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.past import forget_idle_keys
 from sixfold.gpt.tables import build
 from sixfold.gpt.tokenizer import Tokenizer, tokenizer_for, tokenizer_of
 from sixfold.gpt.toml import read_tables

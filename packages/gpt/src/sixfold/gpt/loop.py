@@ -27,12 +27,17 @@ from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
+from sixfold.gpt.config import PLAN
 from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, continue_data, dataset_builder, epochs_of
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
+from sixfold.gpt.host_memory import check_offload
+from sixfold.gpt.load import saved_config
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import blamed
 from sixfold.gpt.observe import Board, check_board, traced
+from sixfold.gpt.past import noted_changes
+from sixfold.gpt.planned import plan_run
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
 from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
@@ -111,6 +116,10 @@ class Run:
             lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
         )
 
+    def coming_batch(self) -> list[Microbatch]:
+        """This step's microbatches, without any being consumed."""
+        return self._fetch(self.progress.step, self.progress.samples)
+
     def next_batch(self) -> list[Microbatch]:
         """This step's microbatches; the next step's are fetched on a thread while this one runs."""
         step, samples = self.progress.step, self.progress.samples
@@ -135,6 +144,8 @@ class Run:
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
+        with wire_errors(f"what was in flight at the save of step {self.progress.step}"):
+            self.rank.settle()
         step = self.progress.step
         folder = retention.step_path(self.root, step)
         data = self.train_data.state_dict(self.progress.samples)
@@ -306,7 +317,10 @@ def _restore(run: Run, start: Start, source: Path | None) -> None:
         if "data" in common:  # an imported model has read none of ours
             together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
         together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
-        run.note("resume", step=run.progress.step, checkpoint=str(start.newest), layout=mesh.layout)
+        newest = start.newest
+        assert newest is not None, "a checkpoint was loaded"
+        changed = noted_changes(saved_config(newest), run.config) if run.metrics is not None else {}
+        run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=mesh.layout, changed=changed)
     elif source is not None:
         checkpoint.load_weights(run.rank, source)
 
@@ -370,6 +384,8 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
         together(mesh.control, mesh.size, lambda: check_compiler(world.device))
+    if config.train.offload_activations:
+        together(mesh.control, mesh.size, lambda: check_offload(world.device))
 
     together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
     same_config(config, mesh)
@@ -398,6 +414,8 @@ def _train(run: Run, start: Start, source: Path | None) -> str:
     try:
         _start_line(run, mesh, step_of(start.newest))
         _restore(run, start, source)
+        if run.config.parallel.schedule == PLAN:
+            plan_run(run)
         if run.config.checkpoint.save_initial and fresh:
             run.save(goes_on=run.config.train.steps > 0)
         if not fresh and run.evaluation_due() and not run.evaluated():

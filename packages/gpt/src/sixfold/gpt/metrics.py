@@ -26,8 +26,9 @@ from sixfold.gpt.rundir import hold
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "start": ("step", "world", "layout", "schedule", "sharding", "order", "epochs", "ranks", "parameters", "versions"),
-    "resume": ("step", "checkpoint", "layout"),
+    "resume": ("step", "checkpoint", "layout", "changed"),
     "damaged": ("step", "checkpoint", "why"),
+    "plan": ("step", "source", "microbatches", "bubble_over_ideal", "gap", "memory_cap", "peak_activations"),
     "step": (
         "step",
         "loss",

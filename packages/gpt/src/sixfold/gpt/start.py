@@ -28,12 +28,12 @@ from sixfold.dist_ckpt import CheckpointError, CorruptError, retention
 from sixfold.dist_ckpt.tools import verify
 from sixfold.gpt import checkpoint
 from sixfold.gpt.agree import gather, together
-from sixfold.gpt.checks import resume_changes
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.data import preflight
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.load import IMPORTED, model_differences, saved_common, saved_config
 from sixfold.gpt.mesh import RankMesh
+from sixfold.gpt.past import resume_changes
 from sixfold.gpt.rundir import check_run_dir, make_run_dir
 
 

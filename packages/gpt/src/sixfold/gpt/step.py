@@ -26,6 +26,7 @@ from sixfold.gpt.by_source import by_source, means
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
 from sixfold.gpt.straggler import communicates
+from sixfold.gpt.versioned import VersionedModel, run_batch
 from sixfold.pipeline import Program, StepResult
 
 
@@ -123,27 +124,24 @@ def train_step(
     Returns:
         The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
     """
+    count, counted = _sum_targets(rank, batch)
+    if isinstance(rank.model, VersionedModel):
+        if counted is not None:
+            counted.wait()
+        return _versioned_step(rank, rank.model, batch, lr, count, stop)
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
-    count, counted = _sum_targets(rank, batch)
-    program = rank.program(len(batch))
-    result = rank.runner.step(
-        [m.tokens for m in batch] if rank.is_first else None,
-        [m.rows for m in batch] if rank.is_last else None,
-        kwargs=[m.kwargs for m in batch],
-        program=program,
-    )
+    program = rank.follow(len(batch))
+    result = rank.run_program(batch, program)
     rank.model.finish_grad_sync()
     _sum_tied_embedding(rank)
     if counted is not None:
         counted.wait()
     rank.model.divide_gradients(count)
     square = rank.model.grad_square_sum(rank.counts_in_norm)
-    losses = result.losses
-    loss_sum = torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
     datasets = len(rank.config.data.train_prefixes)
     sources = by_source([m.rows for m in batch], datasets, rank.device)
-    loss, stopped, total, *rest = _agree(rank, loss_sum / count, square, stop, sources)
+    loss, stopped, total, *rest = _agree(rank, _total(result.losses) / count, square, stop, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
     rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
     rank.model.check()
@@ -160,6 +158,33 @@ def train_step(
     return StepOutcome(
         loss=loss,
         grad_norm=norm,
+        stop=stopped > 0,
+        memory_bytes=int(max(memory)),
+        loss_by_dataset=means(rest[:datasets], rest[datasets:]),
+        ran=result,
+        program=program,
+    )
+
+
+def _total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+
+
+def _versioned_step(
+    rank: RankModel, model: VersionedModel, batch: Sequence[Microbatch], lr: float, count: torch.Tensor, stop: bool
+) -> StepOutcome | NonFinite:
+    """As ``train_step``; earlier stages have updates of the batch ahead of them. There is no norm of all gradients."""
+    result, program = run_batch(rank, model, batch, lr, count)
+    datasets = len(rank.config.data.train_prefixes)
+    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    loss, stopped, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), stop, sources)
+    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    rank.runner.check()
+    if not math.isfinite(loss):
+        return NonFinite(loss=loss, grad_norm=math.nan, gradient=None)
+    return StepOutcome(
+        loss=loss,
+        grad_norm=math.nan,
         stop=stopped > 0,
         memory_bytes=int(max(memory)),
         loss_by_dataset=means(rest[:datasets], rest[datasets:]),
@@ -189,6 +214,8 @@ def evaluate(
         stop: asked before each batch, answers alike on all ranks; evaluation is then given up, and None returned.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    if isinstance(rank.model, VersionedModel) and rank.model.delayed:
+        rank.settle()  # else stages have weights of different batches; no later bit depends on it
     with evaluating(rank.model.module):
         for batch in batches:
             if stop():

@@ -172,8 +172,9 @@ class StragglerReport:
         self._rank, self._log = rank, log
         self._began = False
         self._waited_s = 0.0  # for other ranks, within fsdp, up to the last step
-        rank.optimizer.register_step_pre_hook(lambda *_: rank.clock.enter("optimizer"))
-        rank.optimizer.register_step_post_hook(lambda *_: rank.clock.leave())
+        for part in rank.optimizer.parts:
+            part.register_step_pre_hook(lambda *_: rank.clock.enter("optimizer"))
+            part.register_step_post_hook(lambda *_: rank.clock.leave())
 
     def after_step(self, step: int, ran: StepResult, note: Callable[..., None]) -> None:
         """Count a step; write the line when it is due. The first step of a process makes much and is left out.

@@ -1,0 +1,105 @@
+"""What a resumed run may change, and what its metrics say that it changed.
+
+    start.py --> resume_changes (this file)    loop.py --> noted_changes (this file) --> the line ``resume``
+    load.py  --> forget_idle_keys (this file)  configurations of release 0.1.0
+
+Numbers and texts only: no torch, no files.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sixfold.gpt.checks import samples_before
+from sixfold.gpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
+
+# A resumed run may change these; train.batch_ramp and data.changes only in their future.
+_FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "run")
+# data.document_shuffle is compared with what the checkpoint says of each dataset: 0.1.0 had no such key.
+_FREE_KEYS = (
+    "train.steps", "train.micro_batch_size", "train.recompute", "train.offload_activations", "data.cache_dir",
+    "data.document_shuffle", "data.max_epochs",
+)  # fmt: skip
+# A branch of a run: what is ahead of it is trained otherwise, and the line ``resume`` says how.
+_NOTED_TABLE = "schedule"
+_NOTED_KEYS = ("optimizer.lr", "train.clip_grad")
+
+
+def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
+    """Refuse to continue a run under a configuration that would have made its past differ.
+
+    Args:
+        old: what the run was made with.
+        new: what it is to go on with.
+        step: updates done so far; entries of train.batch_ramp and data.changes from here on may differ.
+    Raises:
+        ConfigError: naming each key that changed and may not, with both values.
+
+    Learning rate, its schedule and clipping may change; see ``noted_changes``.
+    A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
+    compares what lies behind them.
+    """
+    before, after = _fixed_values(old, step), _fixed_values(new, step)
+    changed = [key for key in before if before[key] != after[key]]
+    if changed:
+        pairs = ", ".join(f"{key} (was {before[key]!r}, is {after[key]!r})" for key in changed)
+        raise ConfigError(
+            f"a resumed run cannot change {pairs}; put back what was, or start a new run.dir "
+            f"(with checkpoint.init_from for the weights)"
+        )
+
+
+def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]]:
+    """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: learning rate, its schedule, clipping."""
+    before, after = asdict(old), asdict(new)
+    keys = [*_NOTED_KEYS, *(f"{_NOTED_TABLE}.{key}" for key in before[_NOTED_TABLE])]
+    pairs = {}
+    for name in keys:
+        table, _, key = name.partition(".")
+        if before[table][key] != after[table][key]:
+            pairs[name] = [before[table][key], after[table][key]]
+    return pairs
+
+
+def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
+    """Take out of a saved configuration's tables what release 0.1.0 accepted without effect and a new run is refused.
+
+    A checkpoint must stay readable. A path that 0.1.0 took as it stood (``~``, a URL) is led by ``./``: that folder.
+    """
+    if values["data"].get("valid"):
+        values["data"].pop("split", None)
+    if values["schedule"].get("shape") == "constant":
+        values["schedule"].pop("min_lr_ratio", None)
+    if values["parallel"].get("schedule") != "interleaved":
+        values["pipeline"].pop("group", None)
+    if values["parallel"].get("schedule") != "hanayo":
+        values["pipeline"].pop("waves", None)
+    for table, key in (("pipeline", "steps"), ("model", "experts_per_token"), ("model", "router_aux_loss")):
+        values[table].pop(key, None)
+    for table, key in (("run", "dir"), ("checkpoint", "init_from"), ("data", "cache_dir")):
+        path = values[table].get(key, "")
+        if path.startswith("~") or "://" in path:
+            values[table][key] = "./" + path.replace("://", ":/")
+
+
+def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
+    """Key -> value of all that a resumed run keeps."""
+    values: dict[str, Any] = {}
+    for table, keys in asdict(config).items():
+        if table not in (*_FREE_TABLES, _NOTED_TABLE):
+            named = {f"{table}.{key}": value for key, value in keys.items()}
+            values.update({name: value for name, value in named.items() if name not in (*_FREE_KEYS, *_NOTED_KEYS)})
+    values["train.batch_ramp"] = [list(entry) for entry in config.train.batch_ramp if entry[0] < step]
+    values["data.changes"] = [
+        change | {"blend": list(config.data.names_of(change["blend"]))}
+        for change in values["data.changes"]
+        if change["at"] < samples_before(config, step)
+    ]
+    if config.data.order != "stateless":  # an index is built for the samples of the whole run
+        values["train.steps"] = config.train.steps
+    values["data.blend"] = list(config.data.dataset_names)
+    values["data.valid"] = list(config.data.names_of(config.data.valid))
+    del values["data.names"]  # told as data.blend
+    return values

@@ -1,0 +1,134 @@
+"""Resumes: at every layout x schedule x step bitwise, and between layouts to 1e-6.
+
+nox -s "ranks(gpt)" -- --resume-matrix      all of them (about ten minutes); a sample without it
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from gpt_helpers import plain_losses, tiny_config
+from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all
+
+from sixfold import dist_ckpt
+from sixfold.pipeline.schedules import registered
+
+STEPS = 4
+SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+UNTIED = "model.tie_embeddings=false"
+WHOLE = ("parallel.sharding=no_shard", "train.clip_grad=0", UNTIED)  # what versions of weights need
+
+
+def pipelined(name: str, sharding: str) -> tuple[str, ...]:
+    """Options of two stages' ranks under the schedule ``name``."""
+    entry = next(one for one in registered() if one.name == name)
+    options = ["parallel.pp=2", f"parallel.schedule={name}", f"parallel.sharding={sharding}"]
+    if entry.chunks != 1:
+        options.append("parallel.stages_per_rank=2")
+    if not entry.flushed:
+        options += [*WHOLE[1:], *(["train.global_batch_size=2"] if name == "pipedream" else [])]
+    return tuple(options)
+
+
+def layouts() -> dict[str, tuple[int, tuple[str, ...]]]:
+    """(ranks, options) of every layout, schedule and strategy."""
+    found: dict[str, tuple[int, tuple[str, ...]]] = {"alone": (1, ()), "alone muon": (1, ("optimizer.name=muon",))}
+    for entry in registered():
+        for sharding in SHARDINGS if entry.flushed else ("no_shard",):
+            found[f"{entry.name} {sharding}"] = 2, pipelined(entry.name, sharding)
+    for sharding in SHARDINGS:
+        option = f"parallel.sharding={sharding}"
+        found[f"dp2 {sharding}"] = 2, (option,)
+        found[f"dp2 bf16 {sharding}"] = 2, (option, "train.precision=bf16")
+        found[f"pp2 dp2 {sharding}"] = 4, (option, "parallel.pp=2")
+    found["dp2 muon"] = 2, ("optimizer.name=muon",)
+    found["zb_v muon bf16"] = 2, (*pipelined("zb_v", "optim"), "optimizer.name=muon", "train.precision=bf16")
+    found["dp2 offload"] = 2, ("fsdp.offload=true",)
+    found["dp4 hsdp"] = 4, ("parallel.dp_replicate=2",)
+    found["pp3 with an empty stage"] = 3, ("parallel.pp=3", "parallel.layers_per_stage=[3, 0, 1]")
+    found["pp4"] = 4, ("parallel.pp=4",)
+    return found
+
+
+LAYOUTS = layouts()
+SAMPLE = [("zb_v optim_grads_params", 2), ("interleaved optim", 3), ("dp2 muon", 1)]
+NODES = (
+    "alone", "one_f_one_b optim", "zb_v optim_grads_params", "interleaved no_shard", "dp2 optim_grads_params",
+    "pp2 dp2 optim", "pp4",
+)  # fmt: skip
+PAIRS = [(a, b) for a in NODES for b in NODES if a != b]
+SAMPLE_PAIRS = [("zb_v optim_grads_params", "dp2 optim_grads_params"), ("dp2 optim_grads_params", "alone")]
+
+
+def cases(config: pytest.Config) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
+    """(layout, step of the cut), and pairs of layouts."""
+    if config.getoption("--resume-matrix"):
+        return [(name, cut) for name in LAYOUTS for cut in range(1, STEPS)], PAIRS
+    return SAMPLE, SAMPLE_PAIRS
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cuts, pairs = cases(metafunc.config)
+    if "cut" in metafunc.fixturenames:
+        metafunc.parametrize(("layout", "cut"), cuts)
+    if "to" in metafunc.fixturenames:
+        metafunc.parametrize(("source", "to"), pairs)
+
+
+def test_the_matrix_is_as_large_as_it_says():
+    assert len(LAYOUTS) * (STEPS - 1) >= 200
+    assert len(PAIRS) >= 30
+
+
+@pytest.fixture(scope="module")
+def wholes(request, tmp_path_factory):
+    """Of each layout a run that never stopped, with a checkpoint of every step."""
+    cuts, pairs = cases(request.config)
+    folder = tmp_path_factory.mktemp("wholes")
+    names = sorted({name for name, _ in cuts} | {source for source, _ in pairs})
+    options = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")
+    found = {
+        name: (LAYOUTS[name][0], tiny_config(folder, *options, *LAYOUTS[name][1], run=name.replace(" ", "-")))
+        for name in names
+    }
+    run_all(found.values())
+    return folder, found
+
+
+def cut_copy(folder, whole, step, options, run):
+    """The folder of ``whole`` as if the run had died behind its checkpoint of ``step``, to go on by ``options``."""
+    shutil.copytree(whole.run.dir, folder / run)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(dist_ckpt.retention.step_path(Path(folder / run) / "checkpoints", later))
+    return tiny_config(folder, f"train.steps={STEPS}", *options, run=run)
+
+
+@pytest.fixture(scope="module")
+def resumed(request, wholes):
+    folder, found = wholes
+    cuts, pairs = cases(request.config)
+    again = {}
+    for name, step in cuts:
+        ranks, options = LAYOUTS[name]
+        again[name, step] = ranks, cut_copy(folder, found[name][1], step, options, f"{name}-{step}".replace(" ", "-"))
+    for source, to in pairs:
+        ranks, options = LAYOUTS[to]
+        again[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-{to}".replace(" ", "-"))
+    run_all(again.values())
+    return {key: config for key, (_, config) in again.items()}
+
+
+def test_a_resume_is_bitwise_the_run_that_never_stopped(wholes, resumed, layout, cut):
+    whole, again = wholes[1][layout][1], resumed[layout, cut]
+    assert [entry["step"] for entry in lines(again, "resume")] == [cut]
+    assert losses(again)[STEPS:] == losses(whole)[cut:]
+    assert_same_tensors(final_tensors(whole), final_tensors(again))
+
+
+def test_a_resume_at_another_layout_trains_as_one_process(resumed, source, to):
+    again = resumed[source, to]
+    assert [entry["step"] for entry in lines(again, "resume")] == [2]
+    expected = plain_losses(again, STEPS)
+    assert losses(again) == pytest.approx(expected + expected[2:], rel=1e-6)

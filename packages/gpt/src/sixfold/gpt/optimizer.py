@@ -45,6 +45,11 @@ class Optimizers:
         for part in self.parts:
             part.state.clear()
 
+    def zero_grad(self) -> None:
+        """Gradients are used once."""
+        for part in self.parts:
+            part.zero_grad()
+
     def step(self) -> None:
         """One update of every parameter. Collective where a part's is."""
         for part in self.parts:

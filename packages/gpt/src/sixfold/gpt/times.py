@@ -7,7 +7,7 @@ Seconds from formulas: no torch, no ranks. Transfers are those of ``sixfold.fsdp
 [Note: two streams share a device] While a collective is in flight its kernels take multiprocessors and memory bandwidth
 from matrix products, and they from it: computation runs at ``1 - COMPUTE_LOSS`` of its rate and communication at
 ``1 - LINK_LOSS`` of its own until one of them is done. The two numbers are fitted to the three measured runs of
-Llama-3-70B in the reference slides (within 8 % of each), whose page on the harm of parallel communication to matrix
+Llama-3-70B in the reference slides (within 3 % of each), whose page on the harm of parallel communication to matrix
 products says why; with none, three configurations come out in another order than they were measured in.
 """
 
@@ -26,8 +26,8 @@ from sixfold.gpt.sizes import Formats, Unit
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-COMPUTE_LOSS = 0.19
-LINK_LOSS = 0.45
+COMPUTE_LOSS = 0.15
+LINK_LOSS = 0.54
 _OPTIMIZER_BYTES = 34  # read and written for an element: gradient twice, main weight and two moments both ways, bf16
 
 

@@ -36,6 +36,7 @@ def test_has_names(name): pass
 FILES = {
     "test_one.py": f"flag = False\n{TESTS}",
     "test_two.py": "import importlib.util as u\nu.find_spec('made_up_peer')\ndef test_of_a_file_that_asked(): pass\n",
+    "test_whole.py": "def test_of_a_whole_file(): pass\n",
     "pytest.ini": "[pytest]\n",
 }
 
@@ -57,11 +58,13 @@ def test_only_what_passed_alone_and_missed_nothing_is_left_out(tmp_path: Path) -
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     everything = run(tmp_path, "--proved", "nowhere.json", "--proves", "proof.json")
-    assert len(everything) == 12  # without a proof all run
+    assert len(everything) == 13  # without a proof all run
     (tmp_path / "peers").mkdir()
     (tmp_path / "peers/made_up_peer.py").write_text("")
     proof = json.loads((tmp_path / "proof.json").read_text())
-    del proof["test_one.py::test_has_names[a]"]
+    del proof["nodes"]["test_one.py::test_has_names[a]"]
+    assert proof["files"] == ["test_two.py", "test_whole.py"]
+    (tmp_path / "test_whole.py").write_text("raise RuntimeError('a file that is proved as a whole is not imported')")
     (tmp_path / "proof.json").write_text(json.dumps(proof))
-    left_out = {"passes", "wants_what_is_nowhere", "has_names[ab]", "has_names[a::b [c]]"}
+    left_out = {"passes", "wants_what_is_nowhere", "has_names[ab]", "has_names[a::b [c]]", "of_a_whole_file"}
     assert run(tmp_path, "--proved", "proof.json") == everything - left_out

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proves"):
         config.pluginmanager.register(Recorder(path), "once-recorder")
+    path = config.getoption("--proved")
+    if path is not None and path.exists():  # else nothing is proved, and all run
+        config.pluginmanager.register(Proof(config.rootpath, path), "once-proof")
 
 
 class Absent:
@@ -47,12 +51,13 @@ class Absent:
 
 
 class Recorder:
-    """Writes a JSON object of nodes: passed in full --> sorted names of modules looked for in vain."""
+    """Writes a JSON object: nodes that passed --> names of modules looked for in vain; files whose nodes all passed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.absent = path, Absent()
         self.passed: dict[str, set[str]] = {}
         self.by_file: dict[Path, set[str]] = {}
+        self.of_file: dict[str, set[str]] = {}  # collected nodes
         sys.meta_path.append(self.absent)
 
     @pytest.hookimpl(wrapper=True)
@@ -61,6 +66,10 @@ class Recorder:
         report = yield
         self.by_file.setdefault(collector.path, set()).update(self.absent.names)
         return report
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self.of_file.setdefault(file_of(item.nodeid), set()).add(item.nodeid)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -77,19 +86,37 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({node: sorted(names) for node, names in self.passed.items()}, indent=0))
+        nodes = {node: sorted(names) for node, names in self.passed.items()}
+        whole = sorted(file for file, collected in self.of_file.items() if collected <= nodes.keys())
+        self.path.write_text(json.dumps({"nodes": nodes, "files": whole}, indent=0))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    path: Path | None = config.getoption("--proved")
-    if path is None or not path.exists():  # nothing is proved: all run
-        return
-    proved: dict[str, list[str]] = json.loads(path.read_text())
-    found = {name: is_here(name) for name in {name for names in proved.values() for name in names}}
-    done = [item for item in items if item.nodeid in proved and not any(found[n] for n in proved[item.nodeid])]
-    config.hook.pytest_deselected(items=done)
-    gone = set(map(id, done))
-    items[:] = [item for item in items if id(item) not in gone]
+class Proof:
+    """What need not run here, by a recorder's file."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        said: dict[str, Any] = json.loads(path.read_text())
+        nodes: dict[str, list[str]] = said["nodes"]
+        found = {name: is_here(name) for name in {name for names in nodes.values() for name in names}}
+        self.root = root
+        self.nodes = {node for node, names in nodes.items() if not any(found[name] for name in names)}
+        again = {file_of(node) for node in nodes.keys() - self.nodes}
+        self.files = set(said["files"]) - again
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Not even imported: all its tests passed, and its collection missed nothing that is here."""
+        inside = collection_path.is_relative_to(self.root)
+        return True if inside and collection_path.relative_to(self.root).as_posix() in self.files else None
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        done = [item for item in items if item.nodeid in self.nodes]
+        config.hook.pytest_deselected(items=done)
+        gone = set(map(id, done))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def file_of(node: str) -> str:
+    return node.split("::", 1)[0]
 
 
 def is_here(name: str) -> bool:

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset
     from sixfold.gpt.by_source import Rows
     from sixfold.gpt.config import TrainConfig
+    from sixfold.gpt.mesh import RankMesh
+    from sixfold.gpt.own_data import Datasets as OwnDatasets
+    from sixfold.gpt.own_data import OwnData
 
-    Datasets = tuple[BlendedDataset, BlendedDataset | GPTDataset | None]  # train, valid
+    Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +61,11 @@ class Microbatch:
     rows: Rows | None = None  # its samples by dataset, where the data is a blend
 
 
-def preflight(config: TrainConfig) -> None:
+def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
     """Refuse data that cannot be read before a rank is started: pairs and tokenizers. Imports no torch.
 
+    Args:
+        datasets: a user's own, in the place of pairs.
     Raises:
         IndexedDataError: a prefix is missing or damaged.
         ConfigError: a pair was prepared by another tokenizer than ``data.tokenizer``.
@@ -68,6 +73,11 @@ def preflight(config: TrainConfig) -> None:
     from sixfold.gpt.tokenizer import check_identity
     from sixfold.indexed_data import IndexedDataset
 
+    if datasets is not None:
+        from sixfold.gpt.own_data import check_own
+
+        check_own(config, datasets)
+        return
     prefixes = (*config.data.train_prefixes, *config.data.valid)
     for prefix in prefixes:
         IndexedDataset(prefix).close()
@@ -163,13 +173,37 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
     return train, valid
 
 
-def continue_data(train: BlendedDataset, state: Mapping[str, Any], config: TrainConfig) -> None:
+def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:
+    """Opened by every rank for itself; an index is built in shares, and blending raises an error of one on all."""
+    from sixfold.gpt import own_data
+    from sixfold.gpt.agree import together
+
+    if own is not None:
+        return own_data.open_on_ranks(config, own, mesh)
+    group = None if config.data.order == "stateless" else mesh.control
+    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group, tell=mesh.rank == 0))
+    if group is not None:
+        return build_datasets(config, builder)
+    return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
+
+
+def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], config: TrainConfig) -> None:
     """Refuse a saved state of the data whose past is not the one that ``train`` has. Moves nothing.
 
     Raises:
         ConfigError: documents were shuffled in another way; names the key and its value of then.
         BlendingError: anything else that fixed the samples given so far differs.
     """
+    from sixfold.gpt.own_data import OwnData
+
+    if isinstance(train, OwnData):
+        train.load_state_dict(state)
+        return
+    if state.get("order") == "own":
+        raise ConfigError(
+            f"the run was trained on own datasets ({', '.join(state['datasets'])}) and cannot go on with token pairs: "
+            f"give train() its datasets, or start a new run.dir"
+        )
     if state.get("order") == "stateless":
         # 0.1.0, which does not tell, had blocks alone.
         was = {one["name"]: one.get("document_shuffle", "block") for one in state.get("datasets", {}).values()}
@@ -186,7 +220,7 @@ def continue_data(train: BlendedDataset, state: Mapping[str, Any], config: Train
     train.load_state_dict(dict(state))
 
 
-def epochs_of(train: BlendedDataset, config: TrainConfig) -> dict[str, float]:
+def epochs_of(train: BlendedDataset | OwnData, config: TrainConfig) -> dict[str, float]:
     """How often the whole run reads each dataset of the blend, by name."""
     times = train.epochs(train_samples(config))
     return dict(zip(train.names, times.tolist(), strict=True))
@@ -216,7 +250,7 @@ def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64]) 
 class TokenStream:
     """Microbatches of one part of the data, by position. Holds no cursor: the position is always an argument."""
 
-    def __init__(self, dataset: BlendedDataset | GPTDataset, config: TrainConfig) -> None:
+    def __init__(self, dataset: BlendedDataset | GPTDataset | OwnData, config: TrainConfig) -> None:
         self.dataset = dataset
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.data.seq_length
@@ -275,17 +309,20 @@ class TokenStream:
         return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro, device) for m in range(count)]
 
 
-def global_batches(config: TrainConfig, first_step: int = 0) -> Iterator[Batch]:
+def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:
     """What each step trains on, whole, in one process and without a group: the oracle of every layout.
 
     Args:
         first_step: updates already done; the first batch is the one that update ``first_step`` trains on.
+        datasets: those that the run is given, see ``train``.
     """
     import torch
 
+    from sixfold.gpt.own_data import open_own
     from sixfold.gpt.schedule_lr import batch_size
 
-    stream = TokenStream(build_datasets(config)[0], config)
+    train = build_datasets(config)[0] if datasets is None else open_own(config, datasets)[0]
+    stream = TokenStream(train, config)
     samples = train_samples(config, first_step)
     for step in range(first_step, config.train.steps):
         size = batch_size(config, step)

@@ -31,7 +31,7 @@ from sixfold.gpt.checkpoint import find
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.folders import new_folder, refuse_taken
-from sixfold.gpt.load import IMPORTED, longest_row, saved_common, saved_model, saved_tokenizer
+from sixfold.gpt.load import IMPORTED, longest_row, saved_common, saved_config, saved_model, saved_tokenizer
 from sixfold.gpt.model import GPTModel
 from sixfold.gpt.tables import keys_of
 from sixfold.gpt.tokenizer import FileTokenizer
@@ -360,7 +360,9 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
         tokenizer = None
         with suppress(ConfigError):  # moved away, or its library is not installed
             tokenizer = saved_tokenizer(folder)
-            tokens["eos_token_id"] = tokenizer.eod
+            own = common.get("data", {}).get("order") == "own" and not saved_config(folder).data.tokenizer
+            if not own and tokenizer.eod < config.vocab_size:
+                tokens["eos_token_id"] = tokenizer.eod
         if isinstance(tokenizer, FileTokenizer):
             shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
     written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
-from sixfold.gpt import checkpoint, launch, timeline
+from sixfold.gpt import checkpoint, launch, own_data, timeline
 from sixfold.gpt.agree import any_of, from_first, gather, memory_errors, together, wire_errors
 from sixfold.gpt.ahead import Ahead
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.config import PLAN
-from sixfold.gpt.data import Microbatch, TokenStream, build_datasets, continue_data, dataset_builder, epochs_of
+from sixfold.gpt.data import Microbatch, TokenStream, continue_data, epochs_of, open_on_ranks
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.host_memory import check_offload
 from sixfold.gpt.load import saved_config
@@ -366,16 +366,12 @@ def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
     )
 
 
-def _datasets(config: TrainConfig, mesh: RankMesh) -> Datasets:
-    """Opened by every rank for itself; an index is built in shares, and blending raises an error of one on all."""
-    group = None if config.data.order == "stateless" else mesh.control
-    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group, tell=mesh.rank == 0))
-    if group is not None:
-        return build_datasets(config, builder)
-    return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
-
-
-def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProvider | None = None) -> TrainResult:
+def train_in(
+    config: TrainConfig,
+    world: launch.World,
+    model_provider: ModelProvider | None = None,
+    datasets: own_data.Datasets | None = None,
+) -> TrainResult:
     """`train` for ranks that have met already: ``world`` is this process among them."""
     config = replace(config, parallel=check_world(config, world.size))
     if config.train.deterministic:
@@ -389,7 +385,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
 
     together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
     same_config(config, mesh)
-    start = starting_point(config, mesh)
+    start = starting_point(config, mesh, datasets)
     source = None if start.newest is not None else initial_weights(config, mesh)
     fresh = start.newest is None and source is None
     with memory_errors(mesh.rank, config):
@@ -397,7 +393,7 @@ def train_in(config: TrainConfig, world: launch.World, model_provider: ModelProv
     path = Path(config.run.dir) / "metrics.jsonl"
     metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
     try:
-        data = _datasets(config, mesh)
+        data = open_on_ranks(config, mesh, datasets)
         run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
         reason = _train(run, start, source)
     finally:
@@ -439,13 +435,18 @@ def _train(run: Run, start: Start, source: Path | None) -> str:
 
 
 def train(
-    config: TrainConfig, *, model_provider: ModelProvider | None = None, forward_step: Callable[..., Any] | None = None
+    config: TrainConfig,
+    *,
+    model_provider: ModelProvider | None = None,
+    forward_step: Callable[..., Any] | None = None,
+    datasets: own_data.Datasets | None = None,
 ) -> TrainResult:
     """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
 
     Args:
         model_provider: builds a stage of another decoder; see ``sixfold.gpt.build.build_rank``.
         forward_step: only None; a model_provider's module computes its losses itself.
+        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see own_data.py.
     Returns:
         How it ended, on every rank.
     Raises:
@@ -462,6 +463,6 @@ def train(
         )
     world = launch.join(rendezvous, device=config.run.device, timeout_s=config.run.timeout_seconds)
     try:
-        return train_in(config, world, model_provider)
+        return train_in(config, world, model_provider, datasets)
     finally:
         launch.leave(world)

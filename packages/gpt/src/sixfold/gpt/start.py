@@ -33,6 +33,7 @@ from sixfold.gpt.data import preflight
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.load import IMPORTED, model_differences, saved_common, saved_config
 from sixfold.gpt.mesh import RankMesh
+from sixfold.gpt.own_data import Datasets
 from sixfold.gpt.past import resume_changes
 from sixfold.gpt.rundir import check_run_dir, make_run_dir
 
@@ -70,14 +71,14 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
     )
 
 
-def starting_point(config: TrainConfig, mesh: RankMesh) -> Start:
+def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None) -> Start:
     """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
 
     Raises:
         ConfigError: what the configuration asks cannot be done with what lies in ``run.dir``; on all ranks.
         TrainError: every checkpoint there is damaged; on all ranks.
     """
-    together(mesh.control, mesh.size, lambda: preflight(config))
+    together(mesh.control, mesh.size, lambda: preflight(config, datasets))
     together(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
     return _start(config, mesh, {})
 

@@ -31,7 +31,7 @@ from sixfold.gpt.config import PLAN
 from sixfold.gpt.data import Microbatch, TokenStream, continue_data, epochs_of, open_on_ranks
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.host_memory import check_offload
-from sixfold.gpt.load import saved_config
+from sixfold.gpt.load import IMPORTED, saved_config
 from sixfold.gpt.mesh import RankMesh, make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import blamed
@@ -314,12 +314,13 @@ def _restore(run: Run, start: Start, source: Path | None) -> None:
     mesh = run.rank.mesh
     if start.newest is not None:
         start, common = _load_newest(run, start)
-        if "data" in common:  # an imported model has read none of ours
+        if IMPORTED not in common:  # which has read none of our data
             together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
         together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
         newest = start.newest
         assert newest is not None, "a checkpoint was loaded"
-        changed = noted_changes(saved_config(newest), run.config) if run.metrics is not None else {}
+        told = run.metrics is not None and IMPORTED not in common
+        changed = noted_changes(saved_config(newest), run.config) if told else {}
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=mesh.layout, changed=changed)
     elif source is not None:
         checkpoint.load_weights(run.rank, source)

@@ -1,12 +1,22 @@
-"""Options of fsdp's large tests.
+"""Options of fsdp's large and randomised tests.
 
-nox -s "ranks(fsdp)" -- --all-pairs      every pair of options with each strategy, on 2, 3, 4 and 8 ranks
+nox -s "ranks(fsdp)" -- --all-pairs                every pair of options with each strategy, on 2, 3, 4 and 8 ranks
+nox -s "tests(fsdp)" -- --random-programs 500      random programs in one process, beside plain modules
+nox -s "ranks(fsdp)" -- --random-programs 500      the same on 2 and 3 ranks
 """
 
 from __future__ import annotations
+
+import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--all-pairs", action="store_true", help="every pair of options with each strategy, not every option"
     )
+    parser.addoption("--random-programs", type=int, default=6, help="on 1, 2 and 3 ranks each (6)")
+
+
+@pytest.fixture
+def random_programs(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--random-programs"))

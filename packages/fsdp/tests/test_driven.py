@@ -368,3 +368,17 @@ def test_evaluation_through_a_handle_leaves_the_recorded_order_alone():
         drive(model, handles, ONE_F_ONE_B)
         assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
         model.zero_grad()
+
+
+def test_a_step_that_was_given_up_leaves_the_next_one_its_sums():
+    """Its last backward was announced and never came; what follows is summed before it is divided."""
+    net = container()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block], grad_divisor=3.0)
+    handles = [model.stage_handle(net["0"], fused=True), model.stage_handle(net["1"], fused=True)]
+    expected = {name: gradient / torch.tensor(3.0) for name, gradient in plain_gradients(ONE_F_ONE_B).items()}
+    for handle in handles:
+        handle.before_last_backward()
+    model.zero_grad()
+    drive(model, handles, ONE_F_ONE_B)
+    assert same(expected, {name: main.grad for name, main in model.main_parameters()}) == []
+    assert model.report()["reductions"] == len(model.units)

@@ -14,7 +14,7 @@ from fsdp_world import World
 from test_uses import a_closure
 from torch import nn
 
-from sixfold.fsdp import FsdpError, fully_shard, fully_shard_optimizer
+from sixfold.fsdp import FsdpError, MixedPrecision, fully_shard, fully_shard_optimizer
 
 MAKERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=1),
@@ -149,3 +149,17 @@ def test_an_optimizer_that_has_stepped_is_refused_also_if_it_makes_state_early()
     model = fully_shard(net.net, fsdp_unit_modules=[Block])
     with pytest.raises(FsdpError, match="state"):
         fully_shard_optimizer(net.optimizer, model)
+
+
+def test_state_of_a_constructor_that_saw_bf16_weights_is_in_main_dtype():
+    """Adagrad built on a wrapped model: sums of squares in bfloat16 would stop growing."""
+    bf16 = {**UNITS, "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    built_before = World(None, MAKERS["Adagrad"])
+    model = fully_shard(built_before.net, **bf16)
+    built_before.call, built_before.wrapped = model, True
+    fully_shard_optimizer(built_before.optimizer, model)
+    built_after = World(bf16, MAKERS["Adagrad"])
+    for one in (built_before, built_after):
+        one.train(3)
+    assert {state["sum"].dtype for state in built_after.optimizer.state.values()} == {torch.float32}
+    assert same(built_before.weights(), built_after.weights()) == []

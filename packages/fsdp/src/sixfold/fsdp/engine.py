@@ -5,8 +5,9 @@
 Knows events, not modules. [Note: when a unit's backward is done] Autograd runs ready nodes latest-forward-first,
 so when the gradient of another unit's output arrives, every node of the units after it has run. That moment is
 the same on all ranks, also where one rank leaves a parameter unused, so it orders the collectives; counting
-delivered gradients would not. Units around the new one, and units called again earlier in the same forward,
-stay open. What is left closes when backward ends, and ``finish_grad_sync`` relies on neither.
+delivered gradients would not. Units around the new one or inside it (which may have returned the same tensor), and
+units called again earlier in the same forward, stay open. What is left closes when backward ends, and
+``finish_grad_sync`` relies on neither.
 """
 
 from __future__ import annotations
@@ -232,10 +233,10 @@ class Engine:
         if record:
             self._signatures.use(unit)
         busy = self._running or unit.around
-        if not unit.index:
-            # A stage's output carries the hooks of its last unit and of the root: when the root's comes second, that
-            # unit's backward is about to run, and a prefetch must not take its place.
-            busy = [*busy, *(opened for opened, _ in self._open)]
+        if self._open:
+            # A module that returns what the last unit inside it returned: that tensor carries the hooks of both, the
+            # inner one's first. Its backward is about to run, and a prefetch must not take its place.
+            busy = [*busy, *(opened for opened, _ in self._open if not unit.index or unit in opened.around)]
         self.gathering.use(unit, busy, record=record)
 
     def _reads(self, unit: Unit) -> Callable[[], bool]:
@@ -335,7 +336,7 @@ class Engine:
                 context.outstanding[opened.index] > 0
                 or (self._joint and not self._driven and self._outstanding[opened.index] > 0)
             )
-            if waits or opened is unit or opened.index == 0 or opened in unit.around:
+            if waits or opened is unit or opened.index == 0 or opened in unit.around or unit in opened.around:
                 still.append((opened, context))
             else:
                 self._close(opened)
@@ -516,6 +517,9 @@ class Engine:
         """
         if self.failed is not None:
             return
+        for stage in self.stages:  # what ended before its last backward is given up
+            stage.last = stage.done = False
+        self._outstanding = [0] * len(self.units)
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)
         self._touched -= {

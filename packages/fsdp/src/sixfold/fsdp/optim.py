@@ -25,6 +25,7 @@ from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.inner import refuse_changed_parameters
+from sixfold.fsdp.layout import Slice
 from sixfold.fsdp.muon import PieceMuon
 from sixfold.fsdp.offload import HostState
 from sixfold.fsdp.streams import make_stream
@@ -138,20 +139,29 @@ def _untouched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _move_first_state(optimizer: torch.optim.Optimizer, records: Mapping[nn.Parameter, ParamRecord]) -> None:
-    """State of a constructor: this rank's part of each tensor, under the main parameter."""
-    for parameter, state in list(optimizer.state.items()):
-        record = records.get(parameter) if isinstance(parameter, nn.Parameter) else None
-        if record is None:
-            continue
-        del optimizer.state[parameter]
-        part = record.buffer.weights.main.slice(record.name)
-        if record.main is not None and part is not None:
-            optimizer.state[record.main] = {
-                key: value.reshape(-1)[part.start : part.stop].clone().view(record.main.shape)
-                if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
-                else value
-                for key, value in state.items()
-            }
+    """State of a constructor: this rank's part of each tensor, under the main parameter and in its dtype."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            record = records.get(parameter)
+            if record is None or parameter not in optimizer.state:
+                continue
+            state = optimizer.state.pop(parameter)
+            part = record.buffer.weights.main.slice(record.name)
+            if record.main is not None and part is not None:
+                optimizer.state[record.main] = {
+                    key: _part_of_first(value, record.main, part, group)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
+                    else value
+                    for key, value in state.items()
+                }
+
+
+def _part_of_first(value: Tensor, main: nn.Parameter, part: Slice, group: Mapping[str, Any]) -> Tensor:
+    """A constructor that saw compute weights made it in their dtype: Adagrad's sums in bfloat16 would stop growing."""
+    found = value.reshape(-1)[part.start : part.stop].to(main.dtype, copy=True).view(main.shape)
+    if value.dtype != main.dtype and "initial_accumulator_value" in group:  # which bfloat16 may not hold
+        found.fill_(group["initial_accumulator_value"])
+    return found
 
 
 def _pieces_for_muon(

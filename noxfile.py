@@ -35,6 +35,11 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
+# Package, tests, and the option that makes them whole.
+FULL = (
+    ("pipeline", "tests/test_matrix.py", "--full-matrix"),
+    ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
+)
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
 # tools/check_isolation.py asserts that the package's own metadata asks for all of it.
@@ -161,6 +166,14 @@ def wheels(session: nox.Session, package: str) -> None:
         name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist()
     ):
         session.error(f"{wheel.name} has no compiled extension: is there a C compiler?")
+
+
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """The large matrices: every schedule at every number of microbatches, every resume. About half an hour."""
+    environment = shared_environment(session)
+    for package, folder, option in FULL:
+        environment.run(session, *pytest_on(ROOT / "packages" / package / folder), option, *environment.arguments)
 
 
 @nox.session(venv_backend="none")

@@ -30,6 +30,15 @@ def test_one_gpu_trains_as_a_plain_loop_on_the_cpu(tmp_path, sharding):
     assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, config.train.steps), rel=1e-4)
 
 
+@pytest.mark.parametrize("option", ["train.offload_activations=true", "fsdp.offload=true"])
+def test_what_waits_in_host_memory_changes_no_bit(tmp_path, option):
+    world = World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cuda", 0))
+    options = ("run.device=cuda", "model.hidden_size=256", "train.deterministic=true")
+    train_in(tiny_config(tmp_path, *options, run="plain"), world)
+    train_in(tiny_config(tmp_path, *options, option, run="away"), world)
+    assert losses(tmp_path / "away") == losses(tmp_path / "plain")
+
+
 @pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one")
 def test_two_gpus_train_as_a_plain_loop_on_the_cpu(tmp_path, layout):

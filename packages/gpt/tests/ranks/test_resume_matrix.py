@@ -1,6 +1,6 @@
 """Resumes: at every layout x schedule x step bitwise, and between layouts to 1e-6.
 
-nox -s "ranks(gpt)" -- --resume-matrix      all of them (about ten minutes); a sample without it
+nox -s full, or nox -s "ranks(gpt)" -- --resume-matrix      all of them; a sample without it
 """
 
 from __future__ import annotations
@@ -49,17 +49,20 @@ def layouts() -> dict[str, tuple[int, tuple[str, ...]]]:
     found["dp4 hsdp"] = 4, ("parallel.dp_replicate=2",)
     found["pp3 with an empty stage"] = 3, ("parallel.pp=3", "parallel.layers_per_stage=[3, 0, 1]")
     found["pp4"] = 4, ("parallel.pp=4",)
+    found["2bw dp2"] = 4, (*pipelined("pipedream_2bw", "no_shard"), "parallel.dp=2")
+    found["fp8"] = 2, ("train.precision=fp8",)
+    found["plan"] = 2, ("parallel.pp=2", "parallel.schedule=plan", "pipeline.plan_seconds=0.2", UNTIED)
     return found
 
 
 LAYOUTS = layouts()
-SAMPLE = [("zb_v optim_grads_params", 2), ("interleaved optim", 3), ("dp2 muon", 1)]
+SAMPLE = [("zb_v optim_grads_params", 2), ("dp2 muon", 1)]
 NODES = (
     "alone", "one_f_one_b optim", "zb_v optim_grads_params", "interleaved no_shard", "dp2 optim_grads_params",
     "pp2 dp2 optim", "pp4",
 )  # fmt: skip
 PAIRS = [(a, b) for a in NODES for b in NODES if a != b]
-SAMPLE_PAIRS = [("zb_v optim_grads_params", "dp2 optim_grads_params"), ("dp2 optim_grads_params", "alone")]
+SAMPLE_PAIRS = [("zb_v optim_grads_params", "dp2 optim_grads_params")]
 
 
 def cases(config: pytest.Config) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
@@ -67,6 +70,13 @@ def cases(config: pytest.Config) -> tuple[list[tuple[str, int]], list[tuple[str,
     if config.getoption("--resume-matrix"):
         return [(name, cut) for name in LAYOUTS for cut in range(1, STEPS)], PAIRS
     return SAMPLE, SAMPLE_PAIRS
+
+
+def chosen(request: pytest.FixtureRequest) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
+    """As ``cases``, of the tests that this command runs (``-k``)."""
+    of_tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cuts = [(found["layout"], found["cut"]) for found in of_tests if "cut" in found]
+    return cuts, [(found["source"], found["to"]) for found in of_tests if "to" in found]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,7 +95,7 @@ def test_the_matrix_is_as_large_as_it_says():
 @pytest.fixture(scope="module")
 def wholes(request, tmp_path_factory):
     """Of each layout a run that never stopped, with a checkpoint of every step."""
-    cuts, pairs = cases(request.config)
+    cuts, pairs = chosen(request)
     folder = tmp_path_factory.mktemp("wholes")
     names = sorted({name for name, _ in cuts} | {source for source, _ in pairs})
     options = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")
@@ -108,7 +118,7 @@ def cut_copy(folder, whole, step, options, run):
 @pytest.fixture(scope="module")
 def resumed(request, wholes):
     folder, found = wholes
-    cuts, pairs = cases(request.config)
+    cuts, pairs = chosen(request)
     again = {}
     for name, step in cuts:
         ranks, options = LAYOUTS[name]

@@ -17,12 +17,11 @@ VERSIONS = ("parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embedd
 TWO_BW = ("parallel.pp=2", "parallel.schedule=pipedream_2bw", *VERSIONS)
 PIPEDREAM = ("parallel.pp=2", "parallel.schedule=pipedream", *VERSIONS, "train.global_batch_size=2")
 CASES = {
-    "2bw": (2, TWO_BW),
-    "2bw bf16": (2, (*TWO_BW, "train.precision=bf16", "optimizer.name=muon")),
-    "2bw ramp eval": (2, (*TWO_BW, "train.batch_ramp=[[3, 4]]", "eval.every=2", "eval.batches=1")),
-    "2bw dp": (4, (*TWO_BW, "parallel.dp=2")),
+    "2bw": (2, (*TWO_BW, "eval.every=2", "eval.batches=1")),
+    "2bw bf16 muon ramp": (2, (*TWO_BW, "train.precision=bf16", "optimizer.name=muon", "train.batch_ramp=[[3, 4]]")),
     "pipedream": (2, PIPEDREAM),
 }
+ALONE = ("parallel.pp=1", "parallel.dp=2", "parallel.schedule=pipedream_2bw", *VERSIONS)  # sums of two ranks
 CUT = 2
 
 
@@ -39,12 +38,13 @@ def trained(tmp_path_factory):
         return found
 
     wholes, cuts = configs("whole"), configs("cut")
-    run_all(wholes.values())
+    shared = tiny_config(folder, *ALONE, run="shared")
+    run_all([*wholes.values(), (2, shared)])
     for case, (_, cut) in cuts.items():
         shutil.copytree(wholes[case][1].run.dir, cut.run.dir)
         shutil.rmtree(dist_ckpt.retention.step_path(Path(cut.run.dir) / "checkpoints", 4))
     run_all(cuts.values())
-    return {case: (wholes[case][1], cuts[case][1]) for case in CASES}
+    return {case: (wholes[case][1], cuts[case][1]) for case in CASES} | {"shared": (shared, shared)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,13 +87,8 @@ def delayed_losses(config):
 def test_2bw_trains_as_its_definition_says(trained):
     whole, _ = trained["2bw"]
     assert losses(whole) == pytest.approx(delayed_losses(whole), rel=1e-6)
-    assert losses(trained["2bw dp"][0]) == pytest.approx(losses(whole), rel=1e-6)
-
-
-def test_an_evaluation_leaves_no_trace_in_2bw(trained):
-    whole, _ = trained["2bw ramp eval"]
-    assert losses(whole)[:3] == losses(trained["2bw"][0])[:3]
-    assert [entry["step"] for entry in lines(whole, "eval")] == [2, 4]
+    assert losses(trained["shared"][0]) == pytest.approx(losses(whole), rel=1e-6)
+    assert [entry["step"] for entry in lines(whole, "eval")] == [2, 4], "which left no trace"
 
 
 def test_there_is_no_norm_of_all_gradients(trained):

@@ -173,6 +173,28 @@ def test_measured_costs_and_a_cap_in_bytes_are_what_the_search_keeps():
     assert again.microbatches == 3 and again.placement == program.placement
 
 
+def test_older_weights_and_activations_on_the_host_are_counted_where_they_lie():
+    two = ("parallel.pp=2", "parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embeddings=false")
+    flushed = plan_layout(config_with(*two), 2, H100)
+    double = plan_layout(config_with(*two, "parallel.schedule=pipedream_2bw"), 2, H100)
+    assert [rank.older for rank in flushed.ranks] == [0, 0]
+    assert [rank.older for rank in double.ranks] == [rank.stored.parameters for rank in double.ranks]
+    assert double.step_s == pytest.approx(flushed.step_s, rel=0.3) and double.step_s < flushed.step_s
+    away = plan_layout(llama("train.offload_activations=true"), 64, H100)
+    here = plan_layout(llama(), 64, H100)
+    assert (
+        away.ranks[0].host == here.ranks[0].activations and away.ranks[0].activations < here.ranks[0].activations / 30
+    )
+
+
+def test_a_layout_whose_schedule_is_searched_is_planned_within_its_base_schedules_memory():
+    config = config_with("parallel.pp=2", "parallel.schedule=plan", "train.global_batch_size=32")
+    found = plan_layout(config, 2, H100)
+    base = plan_layout(config_with("parallel.pp=2", "parallel.schedule=zb_h1", "train.global_batch_size=32"), 2, H100)
+    assert found.bubble_over_ideal <= base.bubble_over_ideal + 1e-9
+    assert max(r.activations for r in found.ranks) <= max(r.activations for r in base.ranks) * 1.01
+
+
 # ---- what plan rests on
 
 

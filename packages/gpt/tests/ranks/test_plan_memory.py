@@ -46,6 +46,11 @@ TWO = {
     "narrow": ("fsdp.reduce_dtype=bfloat16", "fsdp.grad_dtype=bfloat16"),
     "last": ("fsdp.grad_reduce=last",),
     "replicas": ("parallel.dp_replicate=2", "parallel.sharding=optim_grads_params"),
+    "muon": ("optimizer.name=muon",),
+    "budget": ("fsdp.gathered_bytes=1100000", "model.tie_embeddings=false"),
+    "bucket": ("fsdp.bucket_bytes=200000", "fsdp.reduce_buffers=1"),
+    "fp8": ("train.precision=fp8",),
+    "fp8 kept": ("train.precision=fp8", "parallel.sharding=optim"),
 }
 
 

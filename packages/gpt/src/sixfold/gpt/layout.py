@@ -20,7 +20,6 @@ from sixfold.gpt.devices import Device
 from sixfold.gpt.sizes import Stored, Unit, largest_tensor, reduces_per_microbatch, stored, units_of_rank
 from sixfold.gpt.stages import stage_layers
 from sixfold.gpt.times import StageTimes, overlapped_s, stage_flops, stage_times
-from sixfold.pipeline.schedules import by_name
 
 
 class PlannedConfig(TrainConfig):
@@ -129,12 +128,21 @@ class Layout:
 
 
 def program_of(config: TrainConfig, parallel: ParallelConfig, microbatches: int) -> pipeline.Program:
-    """The schedule of ``parallel`` as a program of compute actions."""
+    """The schedule of ``parallel`` as a program of compute actions; of weight versions, a few batches of it."""
+    schedule = parallel.entry
+    if schedule.name == "pipedream":
+        return pipeline.pipedream(parallel.pp, max(2 * parallel.pp, microbatches))
+    if schedule.name == "pipedream_2bw":
+        return pipeline.pipedream_2bw(parallel.pp, microbatches, steps=config.pipeline.steps)
     options = {"group": config.pipeline.group} if config.pipeline.group else {}
-    schedule = by_name(parallel.schedule)
-    if "steps" in schedule.arguments:
-        options["steps"] = config.pipeline.steps
     return schedule.with_chunks(parallel.pp, microbatches, parallel.stages_per_rank, **options)
+
+
+def batches_of(program: pipeline.Program) -> int:
+    """Optimizer steps in it; 1 of a program that leaves them to its caller."""
+    last = program.placement[-1]
+    steps = sum(a.kind is pipeline.Kind.STEP and a.stage == program.stages - 1 for a in program.ranks[last])
+    return max(steps, 1)
 
 
 def compute_costs(layout: Layout) -> pipeline.Costs:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sixfold.pipeline as pipeline
-from sixfold.gpt.config import ParallelConfig, TrainConfig
-from sixfold.gpt.layout import Layout, compute_costs, program_of
+from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.layout import Layout, batches_of, compute_costs, program_of
 
+_SEARCH_S = 0.5  # for a schedule that is searched
 _MOST_ACTIONS = 24_000  # of a program that is simulated whole
 
 
@@ -34,7 +35,8 @@ def plan_program(
     Args:
         costs: of each stage, as ``Costs.fit`` of a measured timeline gives; sizes it lacks are those of this model.
             None: shares of floating point operations.
-        memory_cap: most bytes of activations on a rank; None: as many as 1F1B holds.
+        memory_cap: most bytes of activations on a rank; None: what ``pipeline.memory_cap`` says, else as many as the
+            schedule holds that a plan begins with (``ParallelConfig.entry``).
         microbatches: of a step; None: those of ``train.global_batch_size``.
         placement: rank of each stage; None: searched. Steps of a batch ramp need the placement of the first.
         time_limit_s: of the search, whose result depends on it: one rank searches and the others take its program.
@@ -49,9 +51,11 @@ def plan_program(
         costs = known
     elif costs.activation is None:
         costs = replace(costs, activation=known.activation)
+    if memory_cap is None and config.pipeline.memory_cap:  # in even shares of a microbatch
+        memory_cap = config.pipeline.memory_cap * sum(costs.activation or ()) / parallel.pp
     if memory_cap is None:
-        plain = _plain_program(parallel, count)
-        memory_cap = max(pipeline.simulate(plain, replace(known, activation=costs.activation)).peak_activations)
+        base = program_of(config, parallel, count)
+        memory_cap = max(pipeline.simulate(base, replace(known, activation=costs.activation)).peak_activations)
     return pipeline.plan(
         costs,
         ranks=parallel.pp,
@@ -89,12 +93,6 @@ def say_plan(found: pipeline.Plan) -> str:
     )
 
 
-def _plain_program(parallel: ParallelConfig, microbatches: int) -> pipeline.Program:
-    if parallel.stages_per_rank == 1:
-        return pipeline.one_f_one_b(parallel.pp, microbatches)
-    return pipeline.interleaved(parallel.pp, microbatches, parallel.stages_per_rank)
-
-
 # ---- on paper
 
 
@@ -106,6 +104,7 @@ class Simulated:
     outputs: tuple[float, ...]
     held: tuple[float, ...]  # by stage
     messages: tuple[float, ...]  # sent by each rank
+    versions: tuple[int, ...]  # of weights, on each rank
 
 
 def simulated(layout: Layout, costs: pipeline.Costs) -> Simulated:
@@ -134,22 +133,27 @@ def simulated(layout: Layout, costs: pipeline.Costs) -> Simulated:
         outputs=rows(one.outputs, two.outputs),
         held=rows(one.held, two.held),
         messages=rows(one.messages, two.messages),
+        versions=two.versions,
     )
 
 
 def _simulate(layout: Layout, costs: pipeline.Costs, count: int) -> Simulated:
     if layout.parallel.schedule == "plan":
-        program = schedule_for(layout.config, costs, microbatches=count, placement=layout.placement, time_limit_s=1.0)
+        program = schedule_for(
+            layout.config, costs, microbatches=count, placement=layout.placement, time_limit_s=_SEARCH_S
+        )
     else:
         program = program_of(layout.config, layout.parallel, count)
     found = pipeline.simulate(program, costs)
+    batches = batches_of(program)
     return Simulated(
-        makespan=found.makespan,
+        makespan=found.makespan / batches,
         bubble=found.bubble_over_ideal,
         peaks=found.peak_activations,
         outputs=found.peak_outputs,
         held=held_microbatches(program),
-        messages=_messages(program),
+        messages=tuple(sent / batches for sent in _messages(program)),
+        versions=found.weight_versions,
     )
 
 

@@ -21,7 +21,7 @@ from sixfold.gpt.config import ParallelConfig, TrainConfig
 from sixfold.gpt.devices import Device
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
-from sixfold.gpt.on_paper import plan_program, say_plan, schedule_for, simulated
+from sixfold.gpt.on_paper import Simulated, plan_program, say_plan, schedule_for, simulated
 from sixfold.gpt.sizes import Stored, stage_parameters
 from sixfold.gpt.times import Traffic, dp_bytes, layer_model_bytes, optimizer_s, overlapped_s
 
@@ -51,17 +51,21 @@ class RankPlan:
     Attributes:
         activations: of all microbatches in flight, with the inputs and outputs of stages that wait.
         temporary: beside them within a backward.
+        older: versions of the weights beside the newest, under schedules that keep some.
+        host: activations that wait in host memory (``train.offload_activations``).
     """
 
     rank: int
     stored: Stored
     activations: int
     temporary: int
+    older: int = 0
+    host: int = 0
 
     @property
     def peak(self) -> int:
         """All of it."""
-        return self.stored.total + self.activations + self.temporary
+        return self.stored.total + self.older + self.activations + self.temporary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +148,7 @@ def plan_layout(config: TrainConfig, world: int, device: Device, *, memory_bytes
         )
         for stage, layers in enumerate(layout.layers)
     )
-    ranks = tuple(
-        RankPlan(
-            rank=rank,
-            stored=layout.stored(layout.stages_of(rank)),
-            activations=round(alone.peaks[rank])
-            + (round(alone.outputs[rank]) * layout.shape.hidden_bytes if parallel.pp > 1 else 0),
-            temporary=layout.temporary_bytes(layout.stages_of(rank)),
-        )
-        for rank in range(parallel.pp)
-    )
+    ranks = tuple(_rank_plan(layout, alone, rank) for rank in range(parallel.pp))
     return Planned(
         config=config,
         parallel=parallel,
@@ -167,6 +162,25 @@ def plan_layout(config: TrainConfig, world: int, device: Device, *, memory_bytes
         memory_bytes=device.memory_bytes if memory_bytes is None else memory_bytes,
         step_s=step_seconds(layout, device),
         refused=tuple(refusals(config)),
+    )
+
+
+def _rank_plan(layout: Layout, alone: Simulated, rank: int) -> RankPlan:
+    stages = layout.stages_of(rank)
+    held = layout.stored(stages)
+    activations, host = round(alone.peaks[rank]), 0
+    if layout.config.train.offload_activations and layout.kind != "cpu":  # a layer on its way each way
+        per_layer = max(layout.held_bytes(stage) // max(len(layout.layers[stage]), 1) for stage in stages)
+        activations, host = min(2 * per_layer, activations), activations
+    if layout.parallel.pp > 1:
+        activations += round(alone.outputs[rank]) * layout.shape.hidden_bytes
+    return RankPlan(
+        rank=rank,
+        stored=held,
+        activations=activations,
+        temporary=layout.temporary_bytes(stages),
+        older=(alone.versions[rank] - 1) * held.parameters,
+        host=host,
     )
 
 
@@ -266,6 +280,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
                 "buffer_bytes": one.stored.gathered + one.stored.reducing,
                 "activation_bytes": one.activations,
                 "temporary_bytes": one.temporary,
+                "older_weights_bytes": one.older,
+                "host_bytes": one.host,
                 "peak_bytes": one.peak,
             }
             for one in planned.ranks

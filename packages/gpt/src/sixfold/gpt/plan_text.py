@@ -136,7 +136,7 @@ def _ranks(planned: Planned) -> list[str]:
         stages = [stage for stage in planned.stages if stage.rank == one.rank]
         layers = " ".join(f"{stage.stage}({_span(stage.layers)})" for stage in stages)
         held = one.stored
-        sizes = (held.parameters, held.gradients, held.optimizer, held.gathered + held.reducing)
+        sizes = (held.parameters + one.older, held.gradients, held.optimizer, held.gathered + held.reducing)
         columns = "".join(f"{size / 1e9:10.3f}" for size in (*sizes, one.activations, one.temporary, one.peak))
         lines.append(f"{one.rank:4d}  {layers:22.22s} {columns}")
     return lines

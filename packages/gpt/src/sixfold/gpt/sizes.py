@@ -31,12 +31,13 @@ _MOST_PIECES = 16  # likewise
 class Unit:
     """What is gathered and freed together: its class and the elements of its tensors on a tensor-parallel rank.
 
-    ``moments``: AdamW's (2) or Muon's (1), for each tensor.
+    ``moments``: AdamW's (2) or Muon's (1), for each tensor. ``quantized``: it travels as fp8; () where none does.
     """
 
     kind: str
     tensors: tuple[int, ...]
     moments: tuple[int, ...]
+    quantized: tuple[bool, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -93,8 +94,10 @@ def units_of_rank(
                 units.append(Unit("embedding", (table_numel(model, tp),), (2,)))
         for _ in layers:
             tensors = layer_tensors(model, tp)
-            moments = tuple(1 if muon and "norm" not in name and "bias" not in name else 2 for name in tensors)
-            units.append(Unit("layer", tuple(tensors.values()), moments))
+            matrices = ["norm" not in name and "bias" not in name for name in tensors]
+            moments = tuple(1 if muon and matrix else 2 for matrix in matrices)
+            quantized = tuple(matrices) if config.train.precision == "fp8" else ()
+            units.append(Unit("layer", tuple(tensors.values()), moments, quantized))
         if stage == last:
             root.append(model.hidden_size)
             if not one_table:
@@ -123,7 +126,7 @@ class Formats:
         fsdp = config.fsdp
         main = _ITEMSIZE[fsdp.main_dtype]
         return cls(
-            compute={"bf16": 2, "fp8": 1}.get(config.train.precision, 4),
+            compute=4 if config.train.precision == "fp32" else 2,
             main=main,
             grad=_ITEMSIZE[fsdp.grad_dtype or fsdp.main_dtype],
             reduce=_ITEMSIZE[fsdp.reduce_dtype or fsdp.main_dtype],
@@ -143,7 +146,10 @@ class Formats:
 
 @dataclass(frozen=True)
 class Cut:
-    """A unit in N equal shards. Elements count with the padding that alignment takes."""
+    """A unit in N equal shards of positions: elements, with the padding that alignment takes.
+
+    Where matrices travel as fp8, a position is a byte, and an element of another tensor takes as many as it has bytes.
+    """
 
     unit: Unit
     formats: Formats
@@ -159,10 +165,10 @@ class Cut:
     def offsets(self) -> tuple[int, ...]:
         """First element of each tensor, and the end of the last one."""
         border, at, found = self._border, 0, [0]
-        for numel in self.unit.tensors:
+        for positions in self._positions:
             at = _up(at, border)
             found[-1] = at
-            at += numel
+            at += positions
             found.append(at)
         return tuple(found)
 
@@ -183,8 +189,9 @@ class Cut:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the whole in compute dtype, rounded up to the alignment."""
-        return _up(self.full_numel * self.formats.compute, self.formats.align) if self.unit.tensors else 0
+        """Of the whole as it travels, and of what layers read of fp8, rounded up to the alignment."""
+        copies = sum(_up(n * self.formats.compute, self.formats.align) for n in self._quantized_numels)
+        return _up(self.full_numel * self.pitch, self.formats.align) + copies if self.unit.tensors else 0
 
     @property
     def sum_bytes(self) -> int:
@@ -197,13 +204,32 @@ class Cut:
         if self.parts == 1:
             low, high = 0, self.offsets[-1]
         total = 0
-        for start, numel, moments in zip(self.offsets, self.unit.tensors, self.unit.moments, strict=False):
-            total += moments * max(min(start + numel, high) - max(start, low), 0)
+        rows = zip(self.offsets, self._positions, self.unit.tensors, self.unit.moments, strict=False)
+        for start, positions, numel, moments in rows:
+            here = max(min(start + positions, high) - max(start, low), 0)
+            total += moments * here * numel // positions
         return total
 
     @property
+    def pitch(self) -> int:
+        """Bytes of a position as it travels."""
+        return 1 if any(self.unit.quantized) else self.formats.compute
+
+    @property
+    def _positions(self) -> tuple[int, ...]:
+        """Of each tensor."""
+        if not any(self.unit.quantized):
+            return self.unit.tensors
+        pairs = zip(self.unit.tensors, self.unit.quantized, strict=True)
+        return tuple(numel * (1 if narrow else self.formats.compute) for numel, narrow in pairs)
+
+    @property
+    def _quantized_numels(self) -> list[int]:
+        return [n for n, narrow in zip(self.unit.tensors, self.unit.quantized, strict=False) if narrow]
+
+    @property
     def _border(self) -> int:
-        return self.formats.align // min(self.formats.compute, self.formats.main)
+        return self.formats.align // min(self.pitch, self.formats.main)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +270,7 @@ def stored(
     each = {unit: Cut(unit, formats, strategy, ranks) for unit in units}  # layers are alike: worked out once
     cuts = [each[unit] for unit in units]
     held = [cut for cut in cuts if cut.unit.tensors]
-    weights = sum(cut.main_numel * formats.compute if strategy.shards_params else cut.gathered_bytes for cut in held)
+    weights = sum(cut.main_numel * cut.pitch if strategy.shards_params else cut.gathered_bytes for cut in held)
     states = {unit: cut.state_numel(shard) for unit, cut in each.items()}
     moments = sum(states[cut.unit] for cut in held) * formats.main
     main = 0 if formats.aliased else sum(cut.main_numel for cut in held) * formats.main
@@ -261,6 +287,12 @@ def stored(
         gathered=_arena_bytes(cuts, formats) if strategy.shards_params else 0,
         reducing=local + pool_bytes(cuts, formats, parallel.dp_replicate),
     )
+
+
+def wire_bytes(unit: Unit, formats: Formats) -> int:
+    """Of a gather of the unit, padding apart."""
+    narrow = sum(n for n, quantized in zip(unit.tensors, unit.quantized, strict=False) if quantized)
+    return (unit.numel - narrow) * formats.compute + narrow
 
 
 def reduces_per_microbatch(config: TrainConfig, *, stages: int, split: bool) -> bool:

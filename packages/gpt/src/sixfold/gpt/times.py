@@ -21,7 +21,7 @@ from sixfold.fsdp.cost_terms import Cluster, Run, replicate_s, transfer_s
 from sixfold.fsdp.strategy import ShardingStrategy
 from sixfold.gpt.activations import Shape
 from sixfold.gpt.devices import Device
-from sixfold.gpt.sizes import Formats, Unit
+from sixfold.gpt.sizes import Formats, Unit, wire_bytes
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
@@ -163,7 +163,7 @@ def _unit_transfers(
     for unit in units:
         if not unit.tensors:
             continue
-        gather += transfer_s(cluster, run, unit.numel * formats.compute, shard)
+        gather += transfer_s(cluster, run, wire_bytes(unit, formats), shard)
         reduce += transfer_s(cluster, run, unit.numel * formats.reduce, shard)
         reduce += replicate_s(cluster, run, unit.numel * formats.main)
     return gather, reduce
@@ -175,7 +175,7 @@ def dp_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit
     shard = parallel.dp * parallel.cp // parallel.dp_replicate
     numel = sum(unit.numel for unit in units)
     part = (shard - 1) / shard
-    sent = numel * part * moved["all_gather"] * formats.compute
+    sent = sum(wire_bytes(unit, formats) for unit in units) * part * moved["all_gather"]
     sent += numel * part * (moved["reduce_scatter"] + 2 * moved["all_reduce"]) * formats.reduce
     if parallel.dp_replicate > 1:
         copies = max(moved["reduce_scatter"], moved["all_reduce"])

@@ -7,7 +7,7 @@ nox -s "ranks(gpt)" -- --resume-matrix
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--instants", type=int, default=8, help="at which a run is asked to stop, spread over its calls (8)"
+        "--instants", type=int, default=5, help="at which a run is asked to stop, spread over its calls (5)"
     )
     parser.addoption(
         "--resume-matrix", action="store_true", help="resumes at every layout, schedule and step, and between layouts"

@@ -7,8 +7,8 @@ import pytest
 from gpt_helpers import tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses
 
-from sixfold.dist_ckpt import retention
-from sixfold.gpt import ConfigError, TrainError, train
+from sixfold.dist_ckpt import CorruptError, StorageError, retention
+from sixfold.gpt import ConfigError, TrainError, checkpoint, start, train
 
 STEPS = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", "train.global_batch_size=4")
 
@@ -38,6 +38,9 @@ DAMAGE = {
 }
 
 
+DEEP = ("flipped bytes of tensors",)  # told by the checksums of a load alone
+
+
 def tensors(folder):
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
@@ -58,7 +61,16 @@ def copy(whole, tmp_path):
     return config, Path(config.run.dir) / "checkpoints"
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name not in DEEP])
+def test_damage_is_seen_at_the_start_with_the_file_that_has_it(copy, damage):
+    _, root = copy
+    folder = retention.step_path(root, 3)
+    assert start._damage(folder) == ""
+    DAMAGE[damage](folder)
+    assert "step-00000003" in start._damage(folder)
+
+
+@pytest.mark.parametrize("damage", ["a truncated file", "a file in its place", *DEEP])
 def test_the_run_goes_on_from_the_checkpoint_before_and_ends_as_it_would_have(copy, whole, damage, capsys):
     config, root = copy
     DAMAGE[damage](retention.step_path(root, 3))
@@ -108,6 +120,26 @@ def test_without_a_good_checkpoint_nothing_is_begun_anew(copy, damage):
         DAMAGE[damage](retention.step_path(root, step))
     before = sorted(root.iterdir())
     with pytest.raises(TrainError, match=r"holds no whole checkpoint; the newest is damaged: .*step-00000003 away"):
+        train(config)
+    assert sorted(root.iterdir()) == before
+
+
+def test_an_error_that_blames_no_file_and_a_system_that_lets_nobody_see_set_nothing_aside(copy, monkeypatch):
+    config, root = copy
+    before = sorted(root.iterdir())
+
+    def refuse(error):
+        def call(*args, **options):
+            raise error
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load", refuse(CorruptError("the ranks see different checkpoints under this path")))
+        with pytest.raises(CorruptError, match="the ranks see different"):
+            train(config)
+    monkeypatch.setattr(start.dist_ckpt, "load_tensors_metadata", refuse(StorageError("Stale file handle", 116)))
+    with pytest.raises(StorageError, match="Stale"):
         train(config)
     assert sorted(root.iterdir()) == before
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, retention
+from sixfold.dist_ckpt import CorruptError, MismatchError, retention
 from sixfold.dist_ckpt.tools import verify
 from sixfold.gpt import checkpoint
 from sixfold.gpt.agree import gather, together
@@ -84,8 +84,14 @@ def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | Non
 
 
 def older_start(config: TrainConfig, mesh: RankMesh, start: Start, error: CorruptError) -> Start:
-    """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`."""
+    """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`.
+
+    Raises:
+        CorruptError: ``error``, if it is not of a file of that checkpoint.
+    """
     assert start.newest is not None, f"nothing was loaded that could be damaged: {error}"
+    if start.newest.name not in str(error):  # it blames no file of the folder: the ranks saw different ones
+        raise error
     return _start(config, mesh, start.damaged | {start.newest: str(error)})
 
 
@@ -191,7 +197,7 @@ def _damage(folder: Path) -> str:
             return f"{folder}: {problem['file']}: {problem['detail']}"
         dist_ckpt.load_common_state_dict(folder)
         dist_ckpt.load_tensors_metadata(folder)
-    except CheckpointError as error:
+    except (CorruptError, MismatchError) as error:  # a system that does not let us see is no damage
         return str(error)
     return ""
 

@@ -49,7 +49,9 @@ a ramp that falls back  | train.batch_ramp=[[3,8],[2,16]]       | 2 | train.batc
 query groups            | model.num_query_groups=3              | 2 | model.num_query_groups is 3 and model.num_attention_heads 4; groups divide heads: 2 works
 layers lost             | parallel.layers_per_stage=[3]         | 2 | parallel.layers_per_stage sums to 3 and model.num_layers is 4; they are equal
 stages of a V schedule  | parallel.schedule=zb_v                | 2 | parallel.stages_per_rank is 1 and parallel.schedule 'zb_v' puts 2 stages on a rank; parallel.stages_per_rank = 2 works
-a schedule's microbatches | parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=2 pipeline.group=1 | 2 | pipeline.group is 1 and parallel.pp 2; ... pipeline.group = 2 works, or 0 for the default
+groups of a schedule    | parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=2 pipeline.group=1 | 2 | pipeline.group is 1 and parallel.pp 2; ... pipeline.group = 2 works, or 0 for the default
+a schedule's microbatches | parallel.schedule=pipedream_2bw parallel.pp=4 train.global_batch_size=4 parallel.sharding=no_shard train.clip_grad=0 model.tie_embeddings=false | 2 | train.global_batch_size is 4, which is 2 microbatches, and parallel.schedule 'pipedream_2bw' on parallel.pp = 4 ranks takes 3 or more: train.global_batch_size = 6 works
+weights of a schedule   | parallel.schedule=pipedream_2bw parallel.pp=4 | 2 | parallel.sharding is 'optim_grads_params' and parallel.schedule 'pipedream_2bw': its versions are of whole weights; parallel.sharding = no_shard works
 weights and datasets    | data.weights=[1]                      | 2 | data.weights has 1 entries and data.blend 2; give one each
 no weight               | data.weights=[0,0]                    | 2 | data.weights is [0.0, 0.0]; at least one weight is > 0
 one name twice          | data.blend=["wiki","./wiki"]          | 2 | data.blend: two datasets are called 'wiki'; tell them apart by data.names

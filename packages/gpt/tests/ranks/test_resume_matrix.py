@@ -16,6 +16,7 @@ from sixfold import dist_ckpt
 from sixfold.pipeline.schedules import registered
 
 STEPS = 4
+SAVING = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")  # pipedream's trajectory depends on it
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 UNTIED = "model.tie_embeddings=false"
 WHOLE = ("parallel.sharding=no_shard", "train.clip_grad=0", UNTIED)  # what versions of weights need
@@ -98,9 +99,8 @@ def wholes(request, tmp_path_factory):
     cuts, pairs = chosen(request)
     folder = tmp_path_factory.mktemp("wholes")
     names = sorted({name for name, _ in cuts} | {source for source, _ in pairs})
-    options = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")
     found = {
-        name: (LAYOUTS[name][0], tiny_config(folder, *options, *LAYOUTS[name][1], run=name.replace(" ", "-")))
+        name: (LAYOUTS[name][0], tiny_config(folder, *SAVING, *LAYOUTS[name][1], run=name.replace(" ", "-")))
         for name in names
     }
     run_all(found.values())
@@ -112,7 +112,7 @@ def cut_copy(folder, whole, step, options, run):
     shutil.copytree(whole.run.dir, folder / run)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(dist_ckpt.retention.step_path(Path(folder / run) / "checkpoints", later))
-    return tiny_config(folder, f"train.steps={STEPS}", *options, run=run)
+    return tiny_config(folder, *SAVING, *options, run=run)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from gpt_helpers import tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all
 
+import ranktest
 from sixfold import dist_ckpt
 from sixfold.gpt import GPTModel, global_batches
 
@@ -93,3 +94,12 @@ def test_2bw_trains_as_its_definition_says(trained):
 
 def test_there_is_no_norm_of_all_gradients(trained):
     assert {entry["grad_norm"] for entry in lines(trained["pipedream"][0], "step")} == {None}
+
+
+def test_a_gradient_that_is_not_finite_stops_its_stage_and_is_named(tmp_path):
+    config = tiny_config(tmp_path, *TWO_BW, "optimizer.lr=3e38", "checkpoint.every=1")
+    with pytest.raises(
+        ranktest.RankFailed, match=r"step 2: rank 1 .*the gradient of head\.weight \(stage 1\) is not finite"
+    ):
+        run_all([(2, config)])
+    assert [step for step, _ in dist_ckpt.retention.checkpoints(Path(config.run.dir) / "checkpoints")] == [1, 2]

@@ -43,6 +43,7 @@ from sixfold.gpt.start import Start, initial_weights, older_start, same_config, 
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 from sixfold.gpt.straggler import StragglerReport
+from sixfold.gpt.versioned import NotFiniteError
 from sixfold.gpt.versions import versions
 
 if TYPE_CHECKING:
@@ -217,8 +218,13 @@ class Run:
         data_seconds = time.monotonic() - start
         lr, log = learning_rate(self.config, at.step), self.config.log
         traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
-        with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
-            outcome = train_step(self.rank, batch, lr, stop=stop)
+        try:
+            with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
+                outcome = train_step(self.rank, batch, lr, stop=stop)
+        except NotFiniteError as found:  # inside the program, where versions of weights are updated
+            rank = found.rank * self.rank.mesh.dp + self.rank.mesh.dp_rank
+            self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")
+            raise FinalError(f"step {at.step}: {found}") from found
         if isinstance(outcome, NonFinite):
             self._end_nonfinite(outcome, batch)
         size = batch_size(self.config, at.step)

@@ -16,6 +16,7 @@ anew behind a save: a resumed run is the run that saved there, bit for bit.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from sixfold.fsdp import StateRecord
 from sixfold.gpt.errors import TrainError
 from sixfold.gpt.optimizer import Optimizers, build_optimizer
+from sixfold.pipeline import ScheduleError
 from sixfold.pipeline.periods import endless
 
 if TYPE_CHECKING:
@@ -37,6 +39,21 @@ if TYPE_CHECKING:
     from sixfold.pipeline import PipelineRunner, Program, StepResult
 
 Name = str  # canonical
+
+
+class NotFiniteError(TrainError):
+    """A gradient that is not finite, found before the STEP of its stage.
+
+    Attributes:
+        rank: of the pipeline. where: canonical name of the module.
+    """
+
+    def __init__(self, message: str, *, rank: int, where: str) -> None:
+        super().__init__(message)
+        self.rank, self.where = rank, where
+
+
+_NOT_FINITE = re.compile(r"rank (\d+) .*the gradient of (\S+) \(stage \d+\) is not finite")
 
 
 class Batches:
@@ -307,6 +324,11 @@ def run_batch(
     model.microbatches = len(batch)
     model.batches.add(targets, rate)
     program = rank.program(len(batch))
-    result = rank.run_program(batch, program)
+    try:
+        result = rank.run_program(batch, program)
+    except ScheduleError as error:  # on all ranks of the pipeline, with the text of the one
+        if (found := _NOT_FINITE.search(str(error))) is None:
+            raise
+        raise NotFiniteError(f"{error}", rank=int(found[1]), where=found[2].rpartition(".")[0]) from error
     model.batches.forget_before(min((one.done for one in model.weights.values()), default=model.batches.next) - 1)
     return result, program

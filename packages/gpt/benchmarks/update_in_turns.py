@@ -1,0 +1,47 @@
+"""CPU time of one update beside a plain torch loop, in turns: what else the machine does hits both alike.
+
+    python packages/gpt/benchmarks/update_in_turns.py [rounds]        a minute at 30 rounds, on a quiet machine
+
+One process, one thread, the shapes of bench_model.py: bfloat16 compute, fp32 main weights, clipping, fused AdamW. Both
+train the same number of tokens of the same model. A ratio above 1 is tokens per CPU second over the plain loop's.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from bench_model import SEQ, SHAPES, plain_update, sixfold_update
+
+WHO = ("plain autocast", "sixfold no_shard", "sixfold zero3")
+
+
+def main(rounds: int) -> None:
+    torch.set_num_threads(1)
+    for shape, (config, b) in SHAPES.items():
+        tokens = torch.randint(0, config.vocab_size, (b, SEQ), generator=torch.Generator().manual_seed(0))
+        updates = {
+            WHO[0]: plain_update(config, tokens),
+            WHO[1]: sixfold_update(config, b, "no_shard", tokens),
+            WHO[2]: sixfold_update(config, b, "optim_grads_params", tokens),
+        }
+        for update in updates.values():  # what is made once; zero-3 records its order in the first
+            update()
+            update()
+        seconds: dict[str, list[float]] = {who: [] for who in WHO}
+        for _ in range(rounds):
+            for who, update in updates.items():
+                begin = time.process_time()
+                update()
+                seconds[who].append(time.process_time() - begin)
+        for who, taken in seconds.items():
+            turns = [plain / own for plain, own in zip(seconds[WHO[0]], taken, strict=True)]
+            best = min(seconds[WHO[0]]) / min(taken)
+            print(
+                f"{shape:22} {who:17} {b * SEQ / min(taken):7.0f} tokens per CPU second at best; over the plain loop "
+                f"{best:.3f} at best, {statistics.median(turns):.3f} in the median of turns"
+            )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30)

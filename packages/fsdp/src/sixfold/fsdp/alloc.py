@@ -21,16 +21,14 @@ class TemporaryBucketAllocator:
 
     Args:
         slot_bytes: size of each slot.
+    Attributes:
+        slot_bytes: the same.
     """
 
     def __init__(self, slot_bytes: Sequence[int], device: torch.device) -> None:
         self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slot_bytes]
         self._holders: list[str | None] = [None] * len(self._slots)
-
-    @property
-    def slot_bytes(self) -> tuple[int, ...]:
-        """Sizes."""
-        return tuple(slot.numel() for slot in self._slots)
+        self.slot_bytes = tuple(slot_bytes)
 
     def slot_of(self, owner: str) -> int | None:
         """The slot that ``owner`` holds."""
@@ -48,15 +46,13 @@ class TemporaryBucketAllocator:
         """
         if owner in self._holders:
             raise FsdpError(f"{owner!r} holds slot {self.slot_of(owner)} already; free it first", unit=owner)
-        free = [slot for slot, holder in enumerate(self._holders) if holder is None]
-        if not free:
+        if None not in self._holders:
             return None
-        if nbytes > self._slots[free[0]].numel():
-            raise FsdpError(
-                f"{owner!r} needs {nbytes} bytes, slot {free[0]} has {self._slots[free[0]].numel()}", unit=owner
-            )
-        self._holders[free[0]] = owner
-        return free[0]
+        slot = self._holders.index(None)
+        if nbytes > self.slot_bytes[slot]:
+            raise FsdpError(f"{owner!r} needs {nbytes} bytes, slot {slot} has {self.slot_bytes[slot]}", unit=owner)
+        self._holders[slot] = owner
+        return slot
 
     def free(self, owner: str) -> None:
         """Give ``owner``'s slot back."""
@@ -91,12 +87,8 @@ class Arena:
         self._scratch: Tensor | None = None
         self.held_bytes = 0
         self.peak_bytes = 0  # most that was held at once
+        self.nbytes = nbytes
         self.move(ranges)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._memory.numel()
 
     @property
     def used_bytes(self) -> int:
@@ -149,7 +141,8 @@ class Arena:
 
     def in_the_way(self, owner: str) -> list[str]:
         """Holders whose ranges overlap ``owner``'s, by name: every rank frees them in one order."""
-        self.range_of(owner)
+        if owner not in self._ranges:
+            self.range_of(owner)
         found = self._overlapping[owner] & self._holders
         if self._parked:
             mine = self._ranges[owner]
@@ -169,7 +162,8 @@ class Arena:
             raise FsdpError(f"{owner!r} overlaps {others}, which hold theirs; free them first", unit=owner)
         self._holders.add(owner)
         self.held_bytes += self._ranges[owner][1]
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes = self.held_bytes
         assert self.held_bytes <= self.nbytes, f"{self.held_bytes} bytes are held of {self.nbytes}"
 
     def free(self, owner: str) -> None:

@@ -22,6 +22,7 @@ from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, StoreControl, control_of, exchange
+from sixfold.fsdp.curtains import draw_curtains
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
@@ -165,7 +166,7 @@ def build(module: nn.Module, options: Options) -> Built:
             initial=options.initial,
             elsewhere=elsewhere,
         )
-        _draw_curtains(engine)
+        draw_curtains(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
 
@@ -173,13 +174,6 @@ def build(module: nn.Module, options: Options) -> Built:
 def _neighbours(control: Control, rank: int, wait: Callable[[Any], None]) -> Neighbours:
     """The first thing that ranks tell each other."""
     return Neighbours(exchange(control, myself(), wait), rank) if isinstance(control, StoreControl) else Neighbours()
-
-
-def _draw_curtains(engine: Engine) -> None:
-    for unit in engine.units:
-        for stream in unit.streams:
-            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
-    engine.draw_curtains()
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:

@@ -2,31 +2,27 @@
 
     hooks.py, stage.py, shard.py, optim.py --> Engine (this file) --> gather.py, reduce.py
 
-Knows events, not modules. [Note: when a unit's backward is done] Autograd runs ready nodes latest-forward-first,
-so when the gradient of another unit's output arrives, every node of the units after it has run. That moment is
-the same on all ranks, also where one rank leaves a parameter unused, so it orders the collectives; counting
-delivered gradients would not. Units around the new one or inside it (which may have returned the same tensor), and
-units called again earlier in the same forward, stay open. What is left closes when backward ends, and
-``finish_grad_sync`` relies on neither.
+Knows events, not modules. What is true of one backward alone is backward.py's, with the rule by which units end.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.calls import CallContext, StageState, accumulates, asked_for, calling_frame, in_backward
+from sixfold.fsdp.backward import Backward, refuse_graph
+from sixfold.fsdp.calls import CallContext, StageState, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.control import Control
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
-from sixfold.fsdp.guard import Curtain, Guard
+from sixfold.fsdp.guard import Curtain
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.units import Unit
@@ -58,11 +54,13 @@ class Engine:
         self.gathering = gathering
         self.reduction = reduction
         self.wait = waiting
+        self._faults = waiting.faults
         self.control = control
         self._signatures = signatures
         self.records: dict[nn.Parameter, ParamRecord] = {
             record.parameter: record for unit in units for record in unit.records
         }
+        self.numbered = tuple(self.records.values())
         self._trained = [stream for unit in units for stream in unit.trained]
         self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
@@ -75,13 +73,9 @@ class Engine:
         self._each_microbatch = False  # a driven program reduces in every micro-batch
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
-        self._running: list[Unit] = []  # units whose forward runs, outermost first
-        self._open: list[tuple[Unit, CallContext | None]] = []
+        self.running: list[Unit] = []  # units whose forward runs, outermost first
+        self._backward: Backward | None = None  # that runs
         self._touched: set[int] = set()  # units with something to reduce
-        self._callback = False
-        self._task = -1  # the backward that was last asked whether it accumulates
-        self._accumulates = True
-        self._asked: frozenset[int] | None = None  # what backward(inputs=) was given
         self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
         self._joint = True  # [Note: several calls, one backward]
         self.weights = 0  # how often main weights changed
@@ -91,21 +85,6 @@ class Engine:
         self.registered: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # where, name, parameter, version
         self.curtains: list[Curtain] = []  # by unit, once its start values are there
 
-    def draw_curtains(self) -> None:
-        """Start values are in: from now on parameters are read in calls of their units. [Note: classes say who may
-        read]"""
-        self.curtains = [
-            Curtain([Guard(record, self._reads(unit), self._owes_gradient) for record in unit.records])
-            for unit in self.units
-        ]
-        with torch._C.DisableTorchFunctionSubclass():
-            self.registered = [
-                (part._parameters, name, parameter, parameter._version)
-                for part in self.units[0].module.modules()
-                for name, parameter in part._parameters.items()
-                if parameter is not None
-            ]
-
     @property
     def step(self) -> int:
         """The step that runs, from 0."""
@@ -114,7 +93,7 @@ class Engine:
     @property
     def failed(self) -> FsdpError | None:
         """What ended this model."""
-        return self.wait.failed
+        return self._faults.failed
 
     def alive(self) -> None:
         """Raise if an earlier fault ended this model."""
@@ -167,9 +146,8 @@ class Engine:
             elif self.gathering.begin_step(stepped=False):
                 self.weights += 1
             self._driven = stage is not None
-            self._callback = False  # also after a backward that raised
-            self._open.clear()
-            self._running.clear()
+            self._backward = None  # also after one that raised
+            self.running.clear()
         context = CallContext(len(self.units), training, self.weights)
         self._use(self.units[0], training)
         self._calls.append(context)
@@ -181,9 +159,9 @@ class Engine:
         self._calls.pop().frame = None
         if not self._calls:
             self.curtains[0].hide()
-            for unit in self._running:  # interrupted
+            for unit in self.running:  # interrupted
                 self.curtains[unit.index].hide()
-            self._running.clear()
+            self.running.clear()
         self._caller.release()
 
     def _look_at_mains(self) -> None:
@@ -203,13 +181,13 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run."""
-        if self.failed is not None:
+        if self._faults.failed is not None:
             return
         if in_backward() != -1:  # recompute: it finds its unit gathered, or gathers it
             self._use(unit, True)
             self.curtains[unit.index].reveal()
             return
-        self._running.append(unit)
+        self.running.append(unit)
         if not self._calls:
             raise FsdpError(
                 "a unit's module was called directly, and its weights may not be here; call the "
@@ -225,40 +203,17 @@ class Engine:
         self.curtains[unit.index].hide()
         if in_backward() != -1:
             return None
-        if self._running and self._running[-1] is unit:
-            self._running.pop()
+        if self.running and self.running[-1] is unit:
+            self.running.pop()
         return self._calls[-1] if self._calls else None
 
     def _use(self, unit: Unit, record: bool) -> None:
         if record:
             self._signatures.use(unit)
-        busy = self._running or unit.around
-        if self._open:
-            # A module that returns what the last unit inside it returned: that tensor carries the hooks of both, the
-            # inner one's first. Its backward is about to run, and a prefetch must not take its place.
-            busy = [*busy, *(opened for opened, _ in self._open if not unit.index or unit in opened.around)]
+        busy = self.running or unit.around
+        if self._backward is not None and (inside := self._backward.opened_inside(unit)):
+            busy = [*busy, *inside]
         self.gathering.use(unit, busy, record=record)
-
-    def _reads(self, unit: Unit) -> Callable[[], bool]:
-        """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
-        always = all(stream.weights.whole_here for stream in unit.streams)
-
-        def readable() -> bool:
-            if always or self.state_dict_asked:
-                return True
-            if not self.gathering.ready(unit):
-                return False
-            # In shared memory they stay for the unit's call, and in a backward for the nodes that follow its gather.
-            return not unit.shares or unit in self._running or in_backward() != -1
-
-        return readable
-
-    def _owes_gradient(self, record: ParamRecord) -> bool:
-        if record.buffer.gradients.filled(record) or self.reduction.pipeline.flying(record.buffer.unit):
-            return True
-        if record.main is not None:
-            return record.main.grad is not None
-        return any(one.main is not None and one.main.grad is not None for one in record.buffer.records)
 
     # ---- backward
 
@@ -273,93 +228,56 @@ class Engine:
         Returns whether it was counted down: a backward that accumulates nothing (``autograd.grad`` of inputs) uses
         weights and makes no gradient of them. ``weights`` is what ``self.weights`` was in the forward.
         """
-        if self.failed is not None:
+        if self._faults.failed is not None:
             return False
-        self._refuse_graph(unit, weights)
-        task = in_backward()
-        if task != self._task:
-            # A split backward may leave all gradients to W.
-            self._task, self._accumulates = task, self._driven or accumulates(self._trainable)
-            self._asked = None if self._driven else asked_for()
-        self._await_end()
+        if weights != self.weights or torch.is_grad_enabled():
+            refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
+        backward = self._backward or self._begin_backward()
+        backward.ask(in_backward(), self._trainable, driven=self._driven)
         self._use(unit, True)
-        if not self._accumulates:
+        if not backward.makes_gradients:
             return False
         if context is not None:
             context.outstanding[unit.index] -= 1
             self._outstanding[unit.index] = max(self._outstanding[unit.index] - 1, 0)
         if unit.index:
-            self._close_done(unit)
-        if all(opened is not unit for opened, _ in self._open):
-            self._open.append((unit, context))
-            self._leave_out(unit)
+            for done in backward.done_before(unit, self._waits):
+                self._close(done)
+        if backward.open(unit, context):
+            backward.leave_out(unit, touched=unit.index in self._touched)
             self._touched.add(unit.index)
         return True
 
-    def _leave_out(self, unit: Unit) -> None:
-        """``backward(inputs=some parameters)`` makes no gradients of the others, and zeros are gradients."""
-        if self._asked is None and unit.index not in self._touched:
-            return  # as nearly always; nothing is left out of a unit that no sum is held for
-        for record in unit.records:
-            asked = self._asked is None or id(record.parameter) in self._asked
-            record.left_out = not asked and (record.left_out or unit.index not in self._touched)
+    def _begin_backward(self) -> Backward:
+        self._backward = Backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
 
-    def _await_end(self) -> None:
-        if not self._callback:
-            self._callback = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _refuse_graph(self, unit: Unit, weights: int) -> None:
-        """Graphs whose saved weights are, or would be, others than their forward used."""
-        if weights != self.weights:
-            raise FsdpError(
-                "backward of a graph from before an optimizer step or refresh(): its saved weights have changed (plain "
-                "torch: 'modified by an inplace operation'). Run the forward again",
-                unit=unit.name,
-                step=self.step,
-                op="gather",
-            )
-        if torch.is_grad_enabled() and any(one.shares for one in self.units):
-            raise FsdpError(
-                "create_graph=True: a second backward walks weights of several units at once, and memory that units "
-                'share holds some of them; use BufferConfig(gathered_bytes="all")',
-                unit=unit.name,
-                step=self.step,
-                op="gather",
-            )
-
-    def _close_done(self, unit: Unit) -> None:
-        """[Note: when a unit's backward is done]"""
-        still: list[tuple[Unit, CallContext | None]] = []
-        for opened, context in self._open:
-            waits = context is not None and (
-                context.outstanding[opened.index] > 0
-                or (self._joint and not self._driven and self._outstanding[opened.index] > 0)
-            )
-            if waits or opened is unit or opened.index == 0 or opened in unit.around or unit in opened.around:
-                still.append((opened, context))
-            else:
-                self._close(opened)
-        self._open = still
+    def _waits(self, unit: Unit, context: CallContext) -> bool:
+        """``unit`` was called again, earlier in the same forward or by another call of a joint backward."""
+        at = unit.index
+        return context.outstanding[at] > 0 or (self._joint and not self._driven and self._outstanding[at] > 0)
 
     def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
         """Autograd finished ``record``'s gradient."""
-        if self.failed is not None:
+        if self._faults.failed is not None:
             return
-        unit = self._by_name[record.buffer.unit]
-        if not self.gathering.ready(unit):
+        stream = record.buffer
+        if not self.gathering.pipeline.here(stream.unit):
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not here: another unit took its "
                 "place, or the unit's output is no tensor, list, tuple or dict of tensors. Return such a value, or use "
                 'BufferConfig(gathered_bytes="all")',
-                unit=unit.name,
+                unit=stream.unit,
                 step=self.step,
                 op="reduce",
             )
-        if not record.buffer.gradients.open:
-            self._await_end()
+        if not stream.gradients.open:
+            unit = self._by_name[stream.unit]
+            if self._backward is None:
+                self._begin_backward()
             self._touched.add(unit.index)
-            self.reduction.acquire(record.buffer, self._shards_grads and self._reduces(unit))
+            self.reduction.acquire(stream, self._shards_grads and self._reduces(unit))
         self.reduction.accumulate(record, gradient)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -383,11 +301,10 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
-        self._callback = False
-        self._task = -1
-        if self.failed is not None:
+        backward, self._backward = self._backward, None
+        if self._faults.failed is not None or backward is None:
             return
-        opened, self._open = self._open, []
+        opened = backward.opened
         apart = any(self._outstanding[unit.index] for unit, _ in opened)
         for unit, _ in opened:
             if unit.index:

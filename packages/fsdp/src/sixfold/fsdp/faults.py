@@ -28,6 +28,7 @@ from sixfold.fsdp.meeting import Meeting, Verdict, say_lost
 from sixfold.fsdp.neighbours import Neighbours
 from sixfold.fsdp.pulse import Cause, Launched, Place, Pulse
 
+_FIRST_SLICE = timedelta(seconds=0.05)
 _SLICE_S = 0.25  # between two looks at what the pulse found
 _BEAT_S = 1.0  # between two beats of a rank that does not wait
 _BEATS = 12  # in a deadline
@@ -88,8 +89,9 @@ class Faults:
         self._tidies: list[Callable[[], None]] = []
         self._told = threading.Event()  # ``failed`` says all that will be known
         self._lock = threading.Lock()
-        self._at: tuple[Place, float] | None = None  # where the host waits, and since when
-        self._last: Place | None = None
+        # Where the host waits, and since when; made for each wait, so plain tuples until someone asks.
+        self._at: tuple[tuple[int | None, str | None, str], float] | None = None
+        self._last: tuple[int | None, str | None, str] | None = None
         self._watched: deque[tuple[Any, Place, float]] = deque()  # Works that a stream waits for, and since when
         self._found: Found | None = None
         self._pulse = self._start(store) if size > 1 and store is not None else None
@@ -138,19 +140,21 @@ class Faults:
         """
         if work is None:
             return
-        place = Place(step, unit, op)
         if not (self._host_waits or on_host):
-            self._watched.append((work, place, time.monotonic()))
+            self._watched.append((work, Place(step, unit, op), time.monotonic()))
             if self._pulse is None:
                 self._pulse = self._start(None)
             work.wait()
             if self.failed is not None:  # [Note: flag before abort]
                 self.check()
             return
+        place = step, unit, op
         began = time.monotonic()
         self._at = place, began
         try:
-            self._wait_on_host(work, place, began)
+            work.wait(_FIRST_SLICE)  # nearly always it ends here: what is late or broken is looked at below
+        except RuntimeError:
+            self._wait_on_host(work, Place(*place), began)
         finally:
             self._at, self._last = None, place
             self.waited_s += time.monotonic() - began
@@ -186,14 +190,14 @@ class Faults:
     def _place(self) -> Place | None:
         at, watched = self._at, self._watched
         if at is not None:
-            return at[0]
-        return watched[0][1] if watched else self._last
+            return Place(*at[0])
+        return watched[0][1] if watched else None if self._last is None else Place(*self._last)
 
     def _here(self) -> tuple[Place | None, bool, float, Launched]:
         at, now = self._at, time.monotonic()
         if at is not None:
             launched = self._launched()
-            return at[0], self._at is at, now - at[1], launched  # not blocked if it went on meanwhile
+            return Place(*at[0]), self._at is at, now - at[1], launched  # not blocked if it went on meanwhile
         oldest = self._watched[0] if self._watched else None
         return self._place(), False, now - oldest[2] if oldest is not None else 0.0, self._launched()
 

@@ -60,12 +60,17 @@ class AllGatherPipeline:
         self._start = start
         self._freed = freed
         self._states = dict.fromkeys(units, GatherState.EMPTY)
+        self._ready: set[str] = set()
         self._pending: dict[str, Callable[[], None]] = {}
         self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
 
     def state(self, unit: str) -> GatherState:
         """Where ``unit`` is."""
         return self._states[unit]
+
+    def here(self, unit: str) -> bool:
+        """``unit`` is READY: asked for each gradient."""
+        return unit in self._ready
 
     def gather(self, unit: str) -> None:
         """Start: EMPTY -> GATHERING."""
@@ -95,6 +100,10 @@ class AllGatherPipeline:
                 op="gather",
             )
         self._states[unit] = then
+        if then is GatherState.READY:
+            self._ready.add(unit)
+        else:
+            self._ready.discard(unit)
         self._histories[unit].append(move)
         if self.watch is not None:
             self.watch(move, unit)
@@ -136,7 +145,7 @@ class Gathering:
 
     def ready(self, unit: Unit) -> bool:
         """Its weights are there."""
-        return self.pipeline.state(unit.name) is GatherState.READY
+        return self.pipeline.here(unit.name)
 
     def use(self, unit: Unit, busy: Collection[Unit], *, record: bool = True) -> None:
         """Weights of ``unit`` are needed now; ``busy`` units (their forward runs) keep their ranges.
@@ -176,22 +185,24 @@ class Gathering:
 
     def _claim(self, unit: Unit, busy: Collection[Unit], kept: Collection[str] | None = None) -> None:
         """Make ``unit`` hold its range; those in the way are elsewhere now, but for ``kept`` (``busy`` if None)."""
-        if unit.name not in self._arena or self._arena.holds(unit.name):
+        name, arena = unit.name, self._arena
+        if name not in arena or arena.holds(name):
             return
-        if self._parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
+        parks = self.placement.parks and self._parks
+        if parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
             return
-        for holder in self._arena.in_the_way(unit.name):
+        for holder in arena.in_the_way(name):
             if self._by_name[holder] in busy:
                 raise FsdpError(
-                    f"unit {unit.name!r} runs inside unit {holder!r}, which is not around it in the module tree, and "
+                    f"unit {name!r} runs inside unit {holder!r}, which is not around it in the module tree, and "
                     f'their memory overlaps; use BufferConfig(gathered_bytes="all")',
-                    unit=unit.name,
+                    unit=name,
                     op="gather",
                 )
             self._drop(holder)
-        if self._arena.parked(unit.name):
-            self._returning[unit.name] = self._arena.take_back(unit.name)
-        self._arena.allocate(unit.name)
+        if arena.parked(name):
+            self._returning[name] = arena.take_back(name)
+        arena.allocate(name)
 
     def _drop(self, name: str) -> None:
         """Its bytes are no more here."""
@@ -247,27 +258,32 @@ class Gathering:
         None is gathered in the place of a unit that runs, or that is used before it.
         """
         spent = 0
-        needed = {current.name, *(unit.name for unit in busy)}
+        needed = {current.name}
+        for one in busy:
+            needed.add(one.name)
+        arena, here = self._arena, self.pipeline.here
         for index in coming:
             unit = self._units[index]
-            if unit.name in needed or (not index and self.ready(unit)):
+            name = unit.name
+            if name in needed or (not index and here(name)):
                 continue
-            if self.pipeline.state(unit.name) is GatherState.EMPTY:
+            if not here(name) and self.pipeline.state(name) is GatherState.EMPTY:
                 spent += unit.turn_bytes
                 if self._prefetch_bytes is not None and spent > self._prefetch_bytes:
                     return
-                if unit.name in self._arena and not needed.isdisjoint(self._arena.in_the_way(unit.name)):
+                inside = name in arena
+                if inside and not needed.isdisjoint(arena.in_the_way(name)):
                     return
-                if self._parks and unit.name in self._arena:
+                if inside and self.placement.parks and self._parks:
                     # None: as few gathers as there can be. A number: gathers ahead, and units used before stay.
                     spare: Collection[str] = needed if self._prefetch_bytes else ()
-                    if not needed.isdisjoint(self._parking.victims(unit.name, spare, self._next_use)):
+                    if not needed.isdisjoint(self._parking.victims(name, spare, self._next_use)):
                         return
                 self._claim(unit, busy, needed)
-                self.pipeline.gather(unit.name)
+                self.pipeline.gather(name)
             if self._prefetch_bytes is None:
                 return
-            needed.add(unit.name)
+            needed.add(name)
 
     # ---- a plan that was given
 

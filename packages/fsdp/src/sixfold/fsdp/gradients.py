@@ -58,7 +58,7 @@ class Taken:
         whole: (full_numel,) in main_dtype; None: they lie in ``held``, one tensor or None for each record.
         had: which records get a main gradient by this reduction.
         fresh: no main gradient was alive, so results may be written to their place.
-        adds: which main gradients were alive when the first result landed.
+        adds: which main gradients were alive when the first result landed; empty: none.
     """
 
     whole: Tensor | None
@@ -101,10 +101,12 @@ class Gradients:
         self._sum: _Sum | None = None
         self._held: list[Tensor | None] = [None] * len(self._records)
         self._filled = [False] * len(self._records)
+        self._mains = [record.main for record in self._records]
         self._own: _Sum | None = None
         self._slots: dict[int, _Sum] = {}  # by address
         self._home: Tensor | None = None  # (main_numel,) main gradients
         self._main_grads: list[Tensor | None] = [None] * len(self._records)
+        self._views_made = False
         self._wide: list[Tensor | None] | None = None  # what a step finds. [Note: narrow main gradients]
         starts = [offset // cut.itemsize for offset in cut.layout.offsets_bytes]
         self._ranges = [(at, at + record.spec.numel) for at, record in zip(starts, self._records, strict=True)]
@@ -169,7 +171,10 @@ class Gradients:
     @property
     def alive(self) -> bool:
         """A main parameter has a gradient."""
-        return any(record.main is not None and record.main.grad is not None for record in self._records)
+        for main in self._mains:  # noqa: SIM110  a generator costs more than what it asks
+            if main is not None and main.grad is not None:
+                return True
+        return False
 
     def _move(self, event: str, *allowed: State) -> None:
         if self.state not in allowed:
@@ -281,11 +286,12 @@ class Gradients:
         after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
         """
         self._move("take", State.SUMMING, State.HELD)
-        had = tuple(
+        full = self.summed
+        had = tuple(self._filled) if full else tuple(
             filled or (fill_zeros and record.wanted and not record.left_out)
             for filled, record in zip(self._filled, self._records, strict=True)
-        )
-        if self._sum is not None and fill_zeros:
+        )  # fmt: skip
+        if self._sum is not None and fill_zeros and not full:
             for view, filled in zip(self._sum.views, self._filled, strict=True):
                 if not filled:
                     view.zero_()
@@ -330,13 +336,13 @@ class Gradients:
         self._move("land", State.REDUCING)
         home = self._main_memory()[start:stop]
         if taken.adds is None:
-            taken.adds = tuple(self._alive(at) for at in range(len(self._records)))
+            taken.adds = tuple(map(self._alive, range(len(self._records)))) if self.alive else ()
         in_place = total.data_ptr() == home.data_ptr() and total.dtype == home.dtype
-        adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None]
+        adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None] if taken.adds else []
         if all(taken.had) and not any(adds):
             if not in_place:
                 home.copy_(total)
-        elif all(taken.had) and all(adds):
+        elif adds and all(taken.had) and all(adds):
             assert not in_place, f"unit {self._unit!r}: a sum was written over live gradients"
             add_into(home, total, scratch)
         else:
@@ -352,7 +358,7 @@ class Gradients:
             low, high = max(place[0] - start, 0), min(place[1] - start, total.numel())
             if low >= high:
                 continue
-            if taken.adds[at]:
+            if taken.adds and taken.adds[at]:
                 assert not in_place, f"{self._records[at].name}: a sum was written over its live gradient"
                 add_into(home[low:high], total[low:high], scratch)
             elif not in_place:
@@ -362,9 +368,9 @@ class Gradients:
         """All columns have landed: main parameters have their gradients."""
         self._move("landed", State.REDUCING)
         self.state = State.IDLE
-        for record, had, view in zip(self._records, taken.had, self._main_grads, strict=True):
-            if had and record.main is not None:
-                record.main.grad = view
+        for main, had, view in zip(self._mains, taken.had, self._main_grads, strict=True):
+            if had and main is not None:
+                main.grad = view
         taken.held = []
         if self._wide is not None:  # a closure inside the step
             self.widen()
@@ -392,8 +398,8 @@ class Gradients:
     def _main_memory(self) -> Tensor:
         if self._home is None:
             self._home = torch.zeros(self._cut.main_numel, dtype=self.grad_dtype, device=self._device)
-        if self._records and all(one is None for one in self._main_grads):
-            self._main_grads = self._views_of_home()
+        if not self._views_made:
+            self._main_grads, self._views_made = self._views_of_home(), True
         return self._home
 
     def _views_of_home(self) -> list[Tensor | None]:

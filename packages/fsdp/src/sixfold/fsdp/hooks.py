@@ -69,7 +69,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext | None) -> None:
     """The first gradient of ``output`` opens ``unit`` for its backward."""
     hook: _OutputHook | None = None
-    for tensor in _tensors(output):
+    for tensor in (output,) if type(output) is Tensor else _tensors(output):
         if tensor.requires_grad:
             if hook is None:
                 hook = _OutputHook(engine, unit, context)
@@ -85,10 +85,10 @@ def install(engine: Engine) -> list[Any]:
             # Before the module's own hooks: those of weight_norm, spectral_norm and prune read its weights.
             handles.append(unit.module.register_forward_pre_hook(call.before, prepend=True))
             handles.append(unit.module.register_forward_hook(call.after, always_call=True))
-        for stream in unit.trained:
-            for record in stream.records:
-                register: Any = record.parameter.register_post_accumulate_grad_hook
-                handles.append(register(_grad_hook(engine)))
+    for number, record in enumerate(engine.numbered):
+        if record.buffer.trainable:
+            register: Any = record.parameter.register_post_accumulate_grad_hook
+            handles.append(register(_grad_hook(engine, number)))
     return handles
 
 
@@ -110,7 +110,7 @@ class _UnitCall(Hook):
             watch_outputs(self.engine, self._unit, output, context)
 
 
-def _grad_hook(engine: Engine) -> Callable[[Tensor], None]:
+def _grad_hook(engine: Engine, number: int) -> Callable[[Tensor], None]:
     # Weakly: autograd keeps the hook where the garbage collector does not look, and a model must go with its module.
     watched = weakref.ref(engine)
 
@@ -118,7 +118,7 @@ def _grad_hook(engine: Engine) -> Callable[[Tensor], None]:
         gradient = take_gradient(parameter)
         alive = watched()
         if gradient is not None and alive is not None:
-            alive.deliver(alive.records[parameter], gradient)  # type: ignore[index]
+            alive.deliver(alive.numbered[number], gradient)
 
     return delivered
 

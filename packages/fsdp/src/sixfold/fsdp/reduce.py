@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.config import MixedPrecision
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
-from sixfold.fsdp.gradients import State, Taken
+from sixfold.fsdp.gradients import Gradients, State, Taken
 from sixfold.fsdp.streams import SideStream
-from sixfold.fsdp.sums import RankOrderSum
+from sixfold.fsdp.sums import Finish, RankOrderSum
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.ways import Kind, Sections, Way, Ways
@@ -48,7 +50,7 @@ class GradReducePipeline:
         self.watch: Callable[[str, str], None] | None = None
         self._start = start
         self._units = frozenset(units)
-        self._flying: deque[tuple[str, Callable[[], None]]] = deque()
+        self._flying: dict[str, Callable[[], None]] = {}  # the oldest first
         self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
 
     def __len__(self) -> int:
@@ -56,13 +58,13 @@ class GradReducePipeline:
 
     def flying(self, unit: str) -> bool:
         """``unit`` has a reduction that is not finished."""
-        return any(name == unit for name, _ in self._flying)
+        return unit in self._flying
 
     def put(self, unit: str) -> None:
         """Start the reduction of ``unit``; illegal while one of it is in flight."""
         if unit not in self._units:
             raise FsdpError(f"put({unit!r}): there is no such unit", unit=unit, op="reduce")
-        if self.flying(unit):
+        if unit in self._flying:
             history = ", ".join(self._histories[unit])
             raise FsdpError(
                 f"put({unit!r}) while its reduction is in flight; drain it first. History: {history}",
@@ -70,27 +72,70 @@ class GradReducePipeline:
                 op="reduce",
             )
         self._histories[unit].append("put")
-        self._tell("put", unit)
-        self._flying.append((unit, self._start(unit)))
-        self._tell("reduce", unit)
+        watch = self.watch
+        if watch is not None:
+            watch("put", unit)
+        self._flying[unit] = self._start(unit)
+        if watch is not None:
+            watch("reduce", unit)
 
     def drain(self, limit: int) -> None:
         """Finish the oldest until at most ``limit`` (>= 0) are in flight."""
         if limit < 0:
             raise FsdpError(f"drain({limit}): the limit is >= 0", op="reduce")
         while len(self._flying) > limit:
-            unit, finish = self._flying.popleft()
+            unit = next(iter(self._flying))
+            finish = self._flying.pop(unit)
             self._histories[unit].append("drain")
             finish()
-            self._tell("drain", unit)
+            if self.watch is not None:
+                self.watch("drain", unit)
 
     def finish(self) -> None:
         """Finish all."""
         self.drain(0)
 
-    def _tell(self, move: str, unit: str) -> None:
-        if self.watch is not None:
-            self.watch(move, unit)
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One collective of a stream's reduction, on its way: columns ``[start, stop)``.
+
+    Attributes:
+        taken: the local gradients that it sends.
+        finish: waits for the sum over shards and returns it.
+        from_replicas: memory for the sum over replicas.
+        holder: of a slot that is given back once it has landed, or None.
+    """
+
+    stream: ParamAndGradBuffer
+    taken: Taken
+    start: int
+    stop: int
+    finish: Finish
+    from_replicas: Tensor
+    holder: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """The reduction of a unit, on its way.
+
+    Attributes:
+        pieces: that have not landed.
+        taken: what it took of each of the unit's streams.
+        slots: that its pieces read.
+        event: after the last of them on the reduce stream, where all are enqueued at once.
+    """
+
+    unit: str
+    pieces: deque[_Piece] = field(default_factory=deque)
+    taken: list[tuple[Gradients, Taken]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    event: Any = None
+
+
+def _wait_for(wait: Wait, unit: str, work: Any) -> None:
+    wait(work, unit, "reduce")
 
 
 class Reduction:
@@ -129,11 +174,11 @@ class Reduction:
         self._reduce_is_main = main == reduce
         self.ways, self.pool = ways, pool
         self._nothing = torch.zeros(0, dtype=main, device=device)
-        self._sections: dict[tuple[ParamAndGradBuffer, Kind, int, int], Sections] = {}
+        self._sections: dict[tuple[ParamAndGradBuffer, bool, int, int], Sections] = {}
         self._flying_bytes = dict.fromkeys(self._by_name, 0)
         self._reads: dict[int, Any] = {}  # slot -> event after what the reduce stream last did there
         self._side = stream
-        self._wait = wait
+        self._waits = {name: partial(_wait_for, wait, name) for name in self._by_name}
         self._at_once = at_once
         self._in_step = in_step
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
@@ -183,12 +228,12 @@ class Reduction:
             slot = self.pool.allocate(owner, 0)
         return slot
 
-    def _slot_for_piece(self, owner: str, mine: deque[Callable[[], None]]) -> int:
+    def _slot_for_piece(self, owner: str, mine: deque[_Piece]) -> int:
         """A slot for a piece of a reduction whose earlier pieces are ``mine``."""
         slot = self._free_slot(owner)
         while slot is None and mine:
             with self._side.enter():
-                mine.popleft()()
+                self._land(mine.popleft())
             slot = self.pool.allocate(owner, 0)
         if slot is None:  # units that are not done sum in all of them: one goes on elsewhere
             for unit in self._by_name.values():
@@ -237,64 +282,62 @@ class Reduction:
         """Reduce what ``unit`` has locally (zeros, if other ranks have something)."""
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
+        held = full = False
         for stream in unit.trained:
             if stream.gradients.idle and stream.ranks.size > 1:
                 self.acquire(stream, pooled=True)
-        if any(stream.gradients.state is State.HELD for stream in unit.trained):
+            held = held or stream.gradients.state is State.HELD
+            full = full or not stream.gradients.idle
+        if held:
             self.pipeline.drain(len(self.pool.slot_bytes) - 1)  # autograd's memory of few units is kept, not of all
-        if any(not stream.gradients.idle for stream in unit.trained):
+        if full:
             self.pipeline.put(unit.name)
 
     def _start(self, name: str) -> Callable[[], None]:
-        unit = self._by_name[name]
         self.reductions += 1
         self._flying_bytes[name] = 0
-        flying: deque[Callable[[], None]] = deque()
-        slots: list[int] = []
-        landing = [
-            (stream.gradients, self._start_stream(stream, f"{name} {at}", flying, slots))
-            for at, stream in enumerate(unit.trained)
-            if not stream.gradients.idle
-        ]
-        event = self._finish_pieces(flying) if self._at_once else None
-        self._reads.update(dict.fromkeys(slots if self._at_once else (), event))
+        flight = _Flight(name)
+        for at, stream in enumerate(self._by_name[name].trained):
+            if not stream.gradients.idle:
+                flight.taken.append((stream.gradients, self._start_stream(stream, f"{name} {at}", flight)))
+        if self._at_once:
+            flight.event = self._finish_pieces(flight)
+            self._reads.update(dict.fromkeys(flight.slots, flight.event))
+        return partial(self._finish, flight)
 
-        def finish() -> None:
-            self._side.join(event if self._at_once else self._finish_pieces(flying))
-            self._reads = {slot: last for slot, last in self._reads.items() if last is not event}
-            for gradients, taken in landing:
-                gradients.landed(taken)
-            self._free(name)
+    def _finish(self, flight: _Flight) -> None:
+        self._side.join(flight.event if self._at_once else self._finish_pieces(flight))
+        if self._reads:
+            self._reads = {slot: last for slot, last in self._reads.items() if last is not flight.event}
+        for gradients, taken in flight.taken:
+            gradients.landed(taken)
+        self._free(flight.unit)
 
-        return finish
-
-    def _finish_pieces(self, flying: deque[Callable[[], None]]) -> Any:
+    def _finish_pieces(self, flight: _Flight) -> Any:
         with self._side.enter():
-            while flying:
-                flying.popleft()()
+            while flight.pieces:
+                self._land(flight.pieces.popleft())
             return self._side.mark()
 
-    def _start_stream(
-        self, stream: ParamAndGradBuffer, owner: str, flying: deque[Callable[[], None]], slots: list[int]
-    ) -> Taken:
-        """Start one collective for each piece of ``stream``, as far as there are slots; ``flying`` finishes them."""
+    def _start_stream(self, stream: ParamAndGradBuffer, owner: str, flight: _Flight) -> Taken:
+        """Start one collective for each piece of ``stream``, as far as there are slots."""
         gradients = stream.gradients
         kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
         way = self.ways.of(stream, kind)
         taken = gradients.take(fill_zeros=stream.ranks.size > 1)
         pieces = min(len(way.pieces), len(self.pool.slot_bytes))
         self._flying_bytes[stream.unit] += pieces * way.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
-        for at, (start, stop) in enumerate(way.pieces):
+        for at, piece in enumerate(way.pieces):
             slot, holder = None, f"{owner} {at}"
             if kind is Kind.SLOT:
                 slot = self.pool.slot_of(stream.unit)
             elif way.slot_bytes:
-                slot = self._slot_for_piece(holder, flying)
-                slots.append(slot)
+                slot = self._slot_for_piece(holder, flight.pieces)
+                flight.slots.append(slot)
             with self._side.enter():
-                flying.append(self._start_piece(stream, way, taken, (start, stop), slot, holder))
+                flight.pieces.append(self._start_piece(stream, way, taken, piece, slot, holder))
             if self._in_step and self._takes_two(stream):
-                self._finish_pieces(flying)
+                self._finish_pieces(flight)
         return taken
 
     def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
@@ -303,7 +346,7 @@ class Reduction:
         return whole or stream.ranks.outer.size > 1
 
     def _sections_of(self, stream: ParamAndGradBuffer, way: Way, start: int, stop: int, slot: int) -> Sections:
-        key = stream, way.kind, start, slot
+        key = stream, way.kind is Kind.OWN, start, slot
         if key not in self._sections:
             self._sections[key] = self.ways.sections(way, stream, start, stop, self.pool.memory(slot))
         return self._sections[key]
@@ -316,7 +359,7 @@ class Reduction:
         piece: tuple[int, int],
         slot: int | None,
         owner: str,
-    ) -> Callable[[], None]:
+    ) -> _Piece:
         """[Note: order of a sum]"""
         ranks, gradients, (start, stop) = stream.ranks, stream.gradients, piece
         memory = None if slot is None else self._sections_of(stream, way, start, stop, slot)
@@ -331,25 +374,27 @@ class Reduction:
         if result is None:
             assert memory is not None, f"{owner}: a result has no place"
             result = sent.view(ranks.shard.size, -1)[ranks.shard.rank] if self._reduce_is_main else memory.result
-        received = self._nothing if memory is None else memory.received
-        shard_sum, outer_sum = self.ways.sums[ranks.shard], self.ways.sums[ranks.outer]
+        received, from_replicas = (
+            (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
+        )
+        shard_sum = self.ways.sums[ranks.shard]
         # A group of one scatters too where weights are sharded, so that it tries what more ranks do.
         whole = stream.cut.parts == 1 and not stream.weights.shards_params
         start_sum = shard_sum.everywhere if whole else shard_sum.scatter
-        finish_sum = start_sum(ranks.shard, sent, result, received, self._wide)
+        finish = start_sum(ranks.shard, sent, result, received, self._wide)
+        holder = None if way.kind is Kind.SLOT else owner
+        return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
 
-        def wait(work: Any) -> None:
-            self._wait(work, stream.unit, "reduce")
-
-        def finish() -> None:
-            total = finish_sum(wait)
-            if ranks.outer.size > 1:  # in main_dtype, never rounded between
-                scratch = self._nothing if memory is None else memory.from_replicas
-                total = outer_sum.everywhere(ranks.outer, total, total, scratch, self._wide)(wait)
-            if self._divisor is not None:
-                total.div_(self._divisor)
-            gradients.land(taken, total, start, stop, self._wide)
-            if way.kind is not Kind.SLOT:
-                self._free(owner)
-
-        return finish
+    def _land(self, piece: _Piece) -> None:
+        """Finish its sum, and make it main gradients. [Note: order of a sum]"""
+        stream = piece.stream
+        outer = stream.ranks.outer
+        wait = self._waits[stream.unit]
+        total = piece.finish(wait)
+        if outer.size > 1:  # in main_dtype, never rounded between
+            total = self.ways.sums[outer].everywhere(outer, total, total, piece.from_replicas, self._wide)(wait)
+        if self._divisor is not None:
+            total.div_(self._divisor)
+        stream.gradients.land(piece.taken, total, piece.start, piece.stop, self._wide)
+        if piece.holder is not None:
+            self._free(piece.holder)

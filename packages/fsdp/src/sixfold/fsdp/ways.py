@@ -87,6 +87,9 @@ class Ways:
         self._main, self._reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self.bucket_bytes = largest_repeated(units) if bucket_bytes is None else bucket_bytes
         self._ways: dict[ParamAndGradBuffer, dict[Kind, Way]] = {}
+        self._as_made: dict[
+            ParamAndGradBuffer, Way
+        ] = {}  # of gradients that are reduced in the backward that makes them
         for unit in units:
             for stream in unit.trained:
                 kinds = {Kind.OWN: self._own(stream)}
@@ -94,14 +97,18 @@ class Ways:
                     fused = self._fused(unit, stream)
                     kinds[fused.kind] = fused
                 self._ways[stream] = kinds
+                self._as_made[stream] = next(
+                    (way for way in kinds.values() if way.kind is not Kind.OWN), kinds[Kind.OWN]
+                )
 
     def of(self, stream: ParamAndGradBuffer, kind: Kind) -> Way:
         """The way of ``stream`` when its gradients lie at ``kind``."""
-        return self._ways[stream][kind]
+        way = self._as_made[stream]
+        return way if way.kind is kind else self._ways[stream][kind]
 
     def fused(self, stream: ParamAndGradBuffer) -> Kind:
         """Where gradients go that are reduced in the backward that makes them."""
-        return next((kind for kind in self._ways[stream] if kind is not Kind.OWN), Kind.OWN)
+        return self._as_made[stream].kind
 
     def make_pool(self, slots: int, device: torch.device) -> TemporaryBucketAllocator:
         """At most ``slots`` slots, each large enough for a piece of any stream."""

@@ -1,0 +1,62 @@
+"""Who may read a wrapped model's parameters between calls: one curtain per unit, drawn once start values are in.
+
+    build.py --> draw_curtains (this file) --> guard.py; engine.py reveals and hides
+
+[Note: classes say who may read] is guard.py's; here is what it asks of a running model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sixfold.fsdp.calls import in_backward
+from sixfold.fsdp.engine import Engine
+from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.guard import Curtain, Guard
+from sixfold.fsdp.units import Unit
+
+
+def draw_curtains(engine: Engine) -> None:
+    """From now on parameters are read in calls of their units."""
+    for unit in engine.units:
+        for stream in unit.streams:
+            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
+    engine.curtains = [
+        Curtain([Guard(record, _reads(engine, unit), _owes_gradient(engine)) for record in unit.records])
+        for unit in engine.units
+    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        engine.registered = [
+            (part._parameters, name, parameter, parameter._version)
+            for part in engine.units[0].module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+
+
+def _reads(engine: Engine, unit: Unit) -> Callable[[], bool]:
+    """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
+    always = all(stream.weights.whole_here for stream in unit.streams)
+
+    def readable() -> bool:
+        if always or engine.state_dict_asked:
+            return True
+        if not engine.gathering.ready(unit):
+            return False
+        # In shared memory they stay for the unit's call, and in a backward for the nodes that follow its gather.
+        return not unit.shares or unit in engine.running or in_backward() != -1
+
+    return readable
+
+
+def _owes_gradient(engine: Engine) -> Callable[[ParamRecord], bool]:
+    def owes(record: ParamRecord) -> bool:
+        if record.buffer.gradients.filled(record) or engine.reduction.pipeline.flying(record.buffer.unit):
+            return True
+        if record.main is not None:
+            return record.main.grad is not None
+        return any(one.main is not None and one.main.grad is not None for one in record.buffer.records)
+
+    return owes

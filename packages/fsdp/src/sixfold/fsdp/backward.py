@@ -47,8 +47,9 @@ class Backward:
 
     def open(self, unit: Unit, context: CallContext | None) -> bool:
         """``unit``'s backward begins; False where it had."""
-        if any(opened is unit for opened, _ in self.opened):
-            return False
+        for opened, _ in self.opened:
+            if opened is unit:
+                return False
         self.opened.append((unit, context))
         return True
 

@@ -22,6 +22,7 @@ from sixfold.fsdp.control import Control
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
+from sixfold.fsdp.gradients import OPEN
 from sixfold.fsdp.guard import Curtain
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.signatures import Signatures
@@ -52,6 +53,7 @@ class Engine:
         self.strategy = strategy
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering
+        self._here = gathering.pipeline.ready
         self.reduction = reduction
         self.wait = waiting
         self._faults = waiting.faults
@@ -263,7 +265,7 @@ class Engine:
         if self._faults.failed is not None:
             return
         stream = record.buffer
-        if not self.gathering.pipeline.here(stream.unit):
+        if stream.unit not in self._here:
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not here: another unit took its "
                 "place, or the unit's output is no tensor, list, tuple or dict of tensors. Return such a value, or use "
@@ -272,13 +274,13 @@ class Engine:
                 step=self.step,
                 op="reduce",
             )
-        if not stream.gradients.open:
+        if stream.gradients.state not in OPEN:
             unit = self._by_name[stream.unit]
             if self._backward is None:
                 self._begin_backward()
             self._touched.add(unit.index)
             self.reduction.acquire(stream, self._shards_grads and self._reduces(unit))
-        self.reduction.accumulate(record, gradient)
+        stream.gradients.add(record, gradient, self.reduction.wide)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
@@ -297,7 +299,7 @@ class Engine:
         self._touched.add(self._by_name[record.buffer.unit].index)
         if not record.buffer.gradients.open:
             self.reduction.acquire(record.buffer, pooled=False)
-        self.reduction.accumulate(record, gradient)
+        record.buffer.gradients.add(record, gradient, self.reduction.wide)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
@@ -411,14 +413,14 @@ class Engine:
         self.gathering.settle()
         self.wait.alive()  # [Note: flag before abort]
         for stream in self._trained:
-            stream.gradients.widen()
+            stream.gradients.mains.widen()
         self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
         for stream in self._trained:
-            stream.gradients.narrow()
+            stream.gradients.mains.narrow()
         self.main_changed(frozen=False)
         self._stepped = True
 

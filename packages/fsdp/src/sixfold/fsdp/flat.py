@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,17 +94,17 @@ class Cut:
     part: int
     full_numel: int
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Shards of main weights; 1: every rank has all."""
         return self.layout.world_size
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of a shard."""
         return self.layout.shard_bytes // self.itemsize
 
-    @property
+    @cached_property
     def main_numel(self) -> int:
         """Elements of what a rank holds of main weights and of main gradients."""
         return self.full_numel if self.parts == 1 else self.shard_numel

@@ -48,6 +48,8 @@ class AllGatherPipeline:
 
     Attributes:
         watch: told each move and its unit, or None.
+        states: where each unit is, to look at.
+        ready: those that are READY.
     """
 
     def __init__(
@@ -59,18 +61,14 @@ class AllGatherPipeline:
         self.watch: Callable[[str, str], None] | None = None
         self._start = start
         self._freed = freed
-        self._states = dict.fromkeys(units, GatherState.EMPTY)
-        self._ready: set[str] = set()
+        self.states = dict.fromkeys(units, GatherState.EMPTY)
+        self.ready: set[str] = set()
         self._pending: dict[str, Callable[[], None]] = {}
         self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
 
     def state(self, unit: str) -> GatherState:
         """Where ``unit`` is."""
-        return self._states[unit]
-
-    def here(self, unit: str) -> bool:
-        """``unit`` is READY: asked for each gradient."""
-        return unit in self._ready
+        return self.states[unit]
 
     def gather(self, unit: str) -> None:
         """Start: EMPTY -> GATHERING."""
@@ -89,7 +87,7 @@ class AllGatherPipeline:
             self._freed(unit)
 
     def _move(self, unit: str, move: str, needed: GatherState, then: GatherState) -> None:
-        state = self._states.get(unit)
+        state = self.states.get(unit)
         if state is not needed:
             if state is None:
                 raise FsdpError(f"{move}({unit!r}): there is no such unit", unit=unit, op="gather")
@@ -99,11 +97,11 @@ class AllGatherPipeline:
                 unit=unit,
                 op="gather",
             )
-        self._states[unit] = then
+        self.states[unit] = then
         if then is GatherState.READY:
-            self._ready.add(unit)
+            self.ready.add(unit)
         else:
-            self._ready.discard(unit)
+            self.ready.discard(unit)
         self._histories[unit].append(move)
         if self.watch is not None:
             self.watch(move, unit)
@@ -126,6 +124,7 @@ class Gathering:
         self._by_name = {unit.name: unit for unit in units}
         self.placement = placement
         self._arena = placement.arena
+        self._sizes = placement.sizes  # of units in the arena
         self._parking = Parking(placement.arena, placement.sizes)
         self._stream = stream
         self._wait = wait
@@ -145,7 +144,7 @@ class Gathering:
 
     def ready(self, unit: Unit) -> bool:
         """Its weights are there."""
-        return self.pipeline.here(unit.name)
+        return unit.name in self.pipeline.ready
 
     def use(self, unit: Unit, busy: Collection[Unit], *, record: bool = True) -> None:
         """Weights of ``unit`` are needed now; ``busy`` units (their forward runs) keep their ranges.
@@ -160,7 +159,7 @@ class Gathering:
                 self._move(before, busy)
         else:
             self._evaluation.use(unit.index)
-        state = self.pipeline.state(unit.name)
+        state = self.pipeline.states[unit.name]
         if state is GatherState.EMPTY:
             self._claim(unit, busy)
             self.pipeline.gather(unit.name)
@@ -179,17 +178,17 @@ class Gathering:
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Start gathers of units whose memory no other takes."""
         for unit in units:
-            if not unit.shares and self.pipeline.state(unit.name) is GatherState.EMPTY:
+            if not unit.shares and self.pipeline.states[unit.name] is GatherState.EMPTY:
                 self._claim(unit, ())
                 self.pipeline.gather(unit.name)
 
     def _claim(self, unit: Unit, busy: Collection[Unit], kept: Collection[str] | None = None) -> None:
         """Make ``unit`` hold its range; those in the way are elsewhere now, but for ``kept`` (``busy`` if None)."""
         name, arena = unit.name, self._arena
-        if name not in arena or arena.holds(name):
+        if name not in self._sizes or arena.holds(name):
             return
-        parks = self.placement.parks and self._parks
-        if parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
+        parks = self.placement.parks  # else nothing waits elsewhere
+        if parks and self._parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
             return
         for holder in arena.in_the_way(name):
             if self._by_name[holder] in busy:
@@ -199,8 +198,11 @@ class Gathering:
                     unit=name,
                     op="gather",
                 )
-            self._drop(holder)
-        if arena.parked(name):
+            if parks:
+                self._drop(holder)
+            else:
+                self._release(holder)
+        if parks and arena.parked(name):
             self._returning[name] = arena.take_back(name)
         arena.allocate(name)
 
@@ -238,17 +240,17 @@ class Gathering:
         return came
 
     def _leave(self, name: str) -> bool:
-        if self.pipeline.state(name) is GatherState.GATHERING:
+        if self.pipeline.states[name] is GatherState.GATHERING:
             self.pipeline.wait(name)
-        if self.pipeline.state(name) is GatherState.EMPTY:
+        if self.pipeline.states[name] is GatherState.EMPTY:
             return False
         self.pipeline.free(name)
         return True
 
     def _release(self, holder: str) -> None:
-        if self.pipeline.state(holder) is GatherState.GATHERING:  # a prefetch that was not used
+        if self.pipeline.states[holder] is GatherState.GATHERING:  # a prefetch that was not used
             self.pipeline.wait(holder)
-        if self.pipeline.state(holder) is GatherState.READY:
+        if self.pipeline.states[holder] is GatherState.READY:
             self.pipeline.free(holder)
         self._arena.free(holder)
 
@@ -261,17 +263,17 @@ class Gathering:
         needed = {current.name}
         for one in busy:
             needed.add(one.name)
-        arena, here = self._arena, self.pipeline.here
+        arena, states, ready = self._arena, self.pipeline.states, GatherState.READY
         for index in coming:
             unit = self._units[index]
             name = unit.name
-            if name in needed or (not index and here(name)):
+            if name in needed or (not index and states[name] is ready):
                 continue
-            if not here(name) and self.pipeline.state(name) is GatherState.EMPTY:
+            if states[name] is GatherState.EMPTY:
                 spent += unit.turn_bytes
                 if self._prefetch_bytes is not None and spent > self._prefetch_bytes:
                     return
-                inside = name in arena
+                inside = name in self._sizes
                 if inside and not needed.isdisjoint(arena.in_the_way(name)):
                     return
                 if inside and self.placement.parks and self._parks:
@@ -314,7 +316,7 @@ class Gathering:
             if action.kind == "free":
                 if unit not in busy:
                     self._drop(unit.name)
-            elif self.pipeline.state(unit.name) is GatherState.EMPTY:
+            elif self.pipeline.states[unit.name] is GatherState.EMPTY:
                 kept = {one.name for one in busy}
                 if kept.isdisjoint(self._arena.in_the_way(unit.name)):
                     self._claim(unit, busy)
@@ -370,7 +372,7 @@ class Gathering:
                     self._arena.memory(name).copy_(place)
             return lambda: self._finish(name, [])
         self.gathers += 1
-        self.step_gathers += name in self._arena
+        self.step_gathers += name in self._sizes
         works: list[tuple[Weights, Any]] = []
         with self._stream.enter():
             for stream in unit.streams:
@@ -405,7 +407,7 @@ class Gathering:
     def settle(self) -> None:
         """Wait for gathers that nobody used: main weights are about to change."""
         for unit in self._units:
-            if self.pipeline.state(unit.name) is GatherState.GATHERING:
+            if self.pipeline.states[unit.name] is GatherState.GATHERING:
                 self.pipeline.wait(unit.name)
 
     def invalidate(self, *, frozen: bool) -> None:

@@ -1,6 +1,6 @@
-"""The gradient memory of a stream: where local sums lie, and where main gradients lie.
+"""The local gradients of a stream: where they are summed, and how a reduction takes them and brings its result.
 
-    autograd --> Gradients.add (this file) --> take, stage --> reduce.py --> land --> main.grad
+    autograd --> Gradients.add (this file) --> take, stage --> reduce.py --> land --> main_gradients.py
 
 Knows memory and its states; starts no collective, no stream, no hook. A local sum has the size of the whole stream,
 main gradients that of what this rank holds.
@@ -28,7 +28,7 @@ from torch import Tensor
 from sixfold.fsdp.adding import add_into
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import Cut, ParamRecord
-from sixfold.fsdp.part import ShardGradient
+from sixfold.fsdp.main_gradients import MainGradients
 from sixfold.fsdp.pieces import Copy, copies
 
 
@@ -39,6 +39,9 @@ class State(Enum):
     HELD = "held"
     SUMMING = "summing"
     REDUCING = "reducing"
+
+
+OPEN = (State.SUMMING, State.HELD)  # gradients may be added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,18 +99,14 @@ class Gradients:
         self.grad_dtype = grad_dtype or main_dtype
         self._device = device
         self._home_in_own = not shards_grads and self.grad_dtype == main_dtype  # as long as nothing else needs it
+        self.mains = MainGradients(self._records, cut, dtype=main_dtype, grad_dtype=self.grad_dtype, device=device)
         self.state = State.IDLE
         self._history: deque[str] = deque(maxlen=12)
         self._sum: _Sum | None = None
         self._held: list[Tensor | None] = [None] * len(self._records)
         self._filled = [False] * len(self._records)
-        self._mains = [record.main for record in self._records]
         self._own: _Sum | None = None
         self._slots: dict[int, _Sum] = {}  # by address
-        self._home: Tensor | None = None  # (main_numel,) main gradients
-        self._main_grads: list[Tensor | None] = [None] * len(self._records)
-        self._views_made = False
-        self._wide: list[Tensor | None] | None = None  # what a step finds. [Note: narrow main gradients]
         starts = [offset // cut.itemsize for offset in cut.layout.offsets_bytes]
         self._ranges = [(at, at + record.spec.numel) for at, record in zip(starts, self._records, strict=True)]
         here = {
@@ -127,7 +126,7 @@ class Gradients:
     @property
     def home_bytes(self) -> int:
         """Bytes of main gradients that lie in no local sum."""
-        return 0 if self._home is None or self._home_lies_in_own else self._home.nbytes
+        return 0 if self._own is not None and self.mains.lie_in(self._own.flat) else self.mains.nbytes
 
     @property
     def sum_bytes(self) -> int:
@@ -147,7 +146,7 @@ class Gradients:
     @property
     def open(self) -> bool:
         """Gradients may be added."""
-        return self.state is State.SUMMING or self.state is State.HELD
+        return self.state in OPEN
 
     @property
     def in_slot(self) -> bool:
@@ -167,14 +166,6 @@ class Gradients:
         """Local gradients that no reduction has taken, by record."""
         places = self._held if self._sum is None else self._sum.views
         return [one if filled else None for one, filled in zip(places, self._filled, strict=True)]
-
-    @property
-    def alive(self) -> bool:
-        """A main parameter has a gradient."""
-        for main in self._mains:  # noqa: SIM110  a generator costs more than what it asks
-            if main is not None and main.grad is not None:
-                return True
-        return False
 
     def _move(self, event: str, *allowed: State) -> None:
         if self.state not in allowed:
@@ -200,11 +191,11 @@ class Gradients:
             self._own = self._make_sum(
                 torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device), own=True
             )
-            if self._home is None and self._home_in_own:
+            if not self.mains.nbytes and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
-                self._home = self._cut.part_of(self._own.flat)
-        elif self._home_lies_in_own and self.alive:
-            self._move_home()
+                self.mains.lie_at(self._cut.part_of(self._own.flat))
+        elif self.mains.lie_in(self._own.flat) and self.mains.alive:
+            self.mains.leave()
         self._sum, self.state = self._own, State.SUMMING
 
     def sum_in(self, memory: Tensor) -> None:
@@ -235,8 +226,8 @@ class Gradients:
 
         Sums are in main_dtype. ``scratch`` is for ``add_into``.
         """
-        if self.state is not State.SUMMING and self.state is not State.HELD:  # asked here: this is the hot path
-            self._move("add", State.SUMMING, State.HELD)
+        if self.state not in OPEN:  # asked here: this is the hot path
+            self._move("add", *OPEN)
         at = self._index[record]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -273,7 +264,7 @@ class Gradients:
     def release_own(self) -> None:
         """Free the memory of ``sum_in_own``; no sum is in it."""
         self._move("release_own", State.IDLE)
-        if self._home_lies_in_own:
+        if self._own is not None and self.mains.lie_in(self._own.flat):
             raise FsdpError("own sums are released while main gradients lie in them", unit=self._unit, op="reduce")
         self._own = None
 
@@ -295,7 +286,7 @@ class Gradients:
             for view, filled in zip(self._sum.views, self._filled, strict=True):
                 if not filled:
                     view.zero_()
-        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, fresh=not self.alive)
+        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, fresh=not self.mains.alive)
         self._leave()
         for record in self._records:
             record.left_out = False
@@ -326,7 +317,7 @@ class Gradients:
 
         The main gradients' own place while none is alive, else this rank's part of the local sums.
         """
-        home = self._main_memory()
+        home = self.mains.memory()
         if taken.fresh and home.dtype == self.dtype:
             return home[start:stop]
         return None if taken.whole is None else self._cut.part_of(taken.whole)[start:stop]
@@ -334,9 +325,9 @@ class Gradients:
     def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
         """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""
         self._move("land", State.REDUCING)
-        home = self._main_memory()[start:stop]
+        home = self.mains.memory()[start:stop]
         if taken.adds is None:
-            taken.adds = tuple(map(self._alive, range(len(self._records)))) if self.alive else ()
+            taken.adds = self.mains.each_alive() if self.mains.alive else ()
         in_place = total.data_ptr() == home.data_ptr() and total.dtype == home.dtype
         adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None] if taken.adds else []
         if all(taken.had) and not any(adds):
@@ -368,97 +359,5 @@ class Gradients:
         """All columns have landed: main parameters have their gradients."""
         self._move("landed", State.REDUCING)
         self.state = State.IDLE
-        for main, had, view in zip(self._mains, taken.had, self._main_grads, strict=True):
-            if had and main is not None:
-                main.grad = view
         taken.held = []
-        if self._wide is not None:  # a closure inside the step
-            self.widen()
-
-    # ---- main gradients
-
-    @property
-    def _home_lies_in_own(self) -> bool:
-        return (
-            self._home is not None
-            and self._own is not None
-            and self._home.untyped_storage().data_ptr() == self._own.flat.untyped_storage().data_ptr()
-        )
-
-    def _alive(self, at: int) -> bool:
-        """Its main parameter has a gradient, which lies in our memory afterwards."""
-        main, mine = self._records[at].main, self._main_grads[at]
-        if main is None or main.grad is None:
-            return False
-        if main.grad is not mine and mine is not None:  # the user's, or a widened one
-            with torch._C.DisableTorchFunctionSubclass():
-                mine.copy_(main.grad)
-        return True
-
-    def _main_memory(self) -> Tensor:
-        if self._home is None:
-            self._home = torch.zeros(self._cut.main_numel, dtype=self.grad_dtype, device=self._device)
-        if not self._views_made:
-            self._main_grads, self._views_made = self._views_of_home(), True
-        return self._home
-
-    def _views_of_home(self) -> list[Tensor | None]:
-        assert self._home is not None, f"unit {self._unit!r} has no place for main gradients"
-        buffer = self._cut.view_of(self._home)
-        views = [None if record.main is None else buffer.local(record.name) for record in self._records]
-        for record, view in zip(self._records, views, strict=True):
-            if view is not None and record.main is not None:
-                if self._cut.parts > 1:
-                    view.__class__ = ShardGradient
-                if self.grad_dtype != self.dtype:
-                    record.main.grad_dtype = None  # any; else torch refuses a gradient of another dtype
-        return views
-
-    def _move_home(self) -> None:
-        """Main gradients are alive in the memory that new local sums need: give them their own."""
-        assert self._home is not None, f"unit {self._unit!r} moves main gradients that it has not"
-        self._home = self._home.clone()
-        for at, view in enumerate(self._views_of_home()):
-            main = self._records[at].main
-            if main is not None and main.grad is not None and main.grad is self._main_grads[at]:
-                main.grad = view
-            self._main_grads[at] = view
-
-    def widen(self) -> None:
-        """A step begins: gradients are plain tensors in main_dtype.
-
-        [Note: narrow main gradients] torch's optimizers compute with the gradient's dtype, and raise when it is not
-        the parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; for the
-        length of the step main parameters have copies in main_dtype, made when activations are no more. What a step
-        does to the copies (GradScaler's unscaling) is gone after it.
-        """
-        if self.grad_dtype == self.dtype:
-            self._show(Tensor)
-            return
-        self._wide = [
-            None if record.main is None or record.main.grad is None else _plain(record.main.grad).to(self.dtype)
-            for record in self._records
-        ]
-        for record, wide in zip(self._records, self._wide, strict=True):
-            if wide is not None and record.main is not None:
-                record.main.grad = wide
-
-    def narrow(self) -> None:
-        """The step is over."""
-        if self._wide is None:
-            self._show(ShardGradient)
-            return
-        for record, wide, mine in zip(self._records, self._wide, self._main_grads, strict=True):
-            if wide is not None and record.main is not None and record.main.grad is wide:
-                record.main.grad = mine
-        self._wide = None
-
-    def _show(self, shown: type[Tensor]) -> None:
-        for view in self._main_grads if self._cut.parts > 1 else ():
-            if view is not None:
-                view.__class__ = shown
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
+        self.mains.give(taken.had)

@@ -148,6 +148,9 @@ class Reduction:
         in_step: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
             moments: a piece whose sum takes two collectives is finished before the next one starts.
 
+    Attributes:
+        wide: the scratch of mixed additions, or None.
+
     [Note: who waits for a reduction] The reduce stream follows the compute stream whenever it takes something over.
     The compute stream waits for a reduction only when it needs what that one reads or writes: a slot to sum in, the
     memory of the same unit, main gradients. So there is no moment at which each waits for the other, and the
@@ -183,7 +186,7 @@ class Reduction:
         self._in_step = in_step
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
-        self._wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
+        self.wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
         # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
         self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=main, device=device)
         self.pipeline = GradReducePipeline(self._by_name, self._start)
@@ -192,17 +195,13 @@ class Reduction:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch of mixed additions."""
-        return 0 if self._wide is None else self._wide.nbytes
+        return 0 if self.wide is None else self.wide.nbytes
 
     def flying_bytes(self, unit: str) -> int:
         """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces that were on the way."""
         return self._flying_bytes[unit]
 
     # ---- local gradients
-
-    def accumulate(self, record: ParamRecord, gradient: Tensor) -> None:
-        """Add a gradient to what ``acquire`` made room for."""
-        record.buffer.gradients.add(record, gradient, self._wide)
 
     def acquire(self, stream: ParamAndGradBuffer, pooled: bool) -> None:
         """Room for ``stream``'s local gradients; ``pooled``: the reduction follows in the same backward."""
@@ -381,7 +380,7 @@ class Reduction:
         # A group of one scatters too where weights are sharded, so that it tries what more ranks do.
         whole = stream.cut.parts == 1 and not stream.weights.shards_params
         start_sum = shard_sum.everywhere if whole else shard_sum.scatter
-        finish = start_sum(ranks.shard, sent, result, received, self._wide)
+        finish = start_sum(ranks.shard, sent, result, received, self.wide)
         holder = None if way.kind is Kind.SLOT else owner
         return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
 
@@ -392,9 +391,9 @@ class Reduction:
         wait = self._waits[stream.unit]
         total = piece.finish(wait)
         if outer.size > 1:  # in main_dtype, never rounded between
-            total = self.ways.sums[outer].everywhere(outer, total, total, piece.from_replicas, self._wide)(wait)
+            total = self.ways.sums[outer].everywhere(outer, total, total, piece.from_replicas, self.wide)(wait)
         if self._divisor is not None:
             total.div_(self._divisor)
-        stream.gradients.land(piece.taken, total, piece.start, piece.stop, self._wide)
+        stream.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)
         if piece.holder is not None:
             self._free(piece.holder)

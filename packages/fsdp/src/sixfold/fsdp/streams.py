@@ -8,7 +8,8 @@ these words do nothing. They are chosen once, by the device, so no other file as
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,8 @@ class SideStream(Protocol):
 class NullStream:
     """The host is the only queue: everything is done when the call returns."""
 
-    _context = nullcontext()
+    def __init__(self) -> None:
+        self._context = RLock()  # which nobody else holds: its enter and exit are C, those of nullcontext() Python
 
     def enter(self) -> AbstractContextManager[Any]:
         """Nothing to switch."""

@@ -20,6 +20,7 @@ from sixfold.fsdp import build, hooks, inner, memory, norms, optim, report, stat
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
+from sixfold.fsdp.elsewhere import ELSEWHERE
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.options import Options
@@ -27,39 +28,6 @@ from sixfold.fsdp.residency import Action
 from sixfold.fsdp.stage import StageHandle
 from sixfold.fsdp.state import StateRecord
 from sixfold.fsdp.units import Selector
-
-_NO_SYNC = "use `with model.no_sync():` or `with model.microbatch(last=False):`"
-_BY_ORDER = "gathers follow the recorded order of uses, one unit ahead (BufferConfig.prefetch_bytes)"
-_STATE = "use state_records(optimizer) (live aliases) and full_state_dict()"
-_RESHARD = "choose by strategy ('optim_grads' keeps weights, 'optim_grads_params' frees them) or gathered_bytes"
-_DIVISOR = "give grad_divisor when wrapping, or call divide_gradients(n)"
-_ELSEWHERE = {  # members of torch's FSDP2 and FSDP1, and what does the same here
-    "set_requires_gradient_sync": _NO_SYNC,
-    "set_requires_all_reduce": _NO_SYNC,
-    "set_is_last_backward": "use `with model.microbatch(last=...):`",
-    "unshard": "weights are gathered by the calls that use them; for pipelines stage_handle(child).unshard() is a hint",
-    "reshard": "units are freed when their memory is needed; for pipelines stage_handle(child).reshard() is a hint",
-    "set_reshard_after_forward": _RESHARD,
-    "set_reshard_after_backward": _RESHARD,
-    "set_unshard_in_backward": _RESHARD,
-    "set_modules_to_forward_prefetch": _BY_ORDER,
-    "set_modules_to_backward_prefetch": _BY_ORDER,
-    "set_reduce_scatter_divide_factor": _DIVISOR,
-    "set_gradient_divide_factor": _DIVISOR,
-    "set_force_sum_reduction_for_comms": "sums are always plain sums, divided once afterwards",
-    "set_all_reduce_hook": "finish_grad_sync() returns when main_parameters() hold final gradients: work on those",
-    "set_custom_all_gather": "collectives are not replaceable; give another process_group",
-    "set_custom_reduce_scatter": "give MixedPrecision(grad_sum='rank_order') or another process_group",
-    "summon_full_params": "read weights with full_state_dict()",
-    "state_dict_type": _STATE,
-    "set_state_dict_type": _STATE,
-    "get_state_dict_type": _STATE,
-    "optim_state_dict": _STATE,
-    "optim_state_dict_to_load": _STATE,
-    "full_optim_state_dict": _STATE,
-    "sharded_optim_state_dict": _STATE,
-    "fsdp_modules": "unit names are model.units",
-}
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -358,13 +326,63 @@ class FullyShardedDataParallel(nn.Module):
         raise FsdpError(hooks.COPY)
 
     def __getattr__(self, name: str) -> Any:
-        instead = _ELSEWHERE.get(name)
+        instead = ELSEWHERE.get(name)
         if instead is not None:
             raise MissingError(f"FullyShardedDataParallel has no {name}, which torch's has; {instead}")
         return super().__getattr__(name)
 
     def report(self) -> dict[str, Any]:
-        """What lies in memory and what moved: bytes by kind, padding, plan, user buffers or why not."""
+        """What lies in memory and what moved. No communication, no read of a device value.
+
+        Bytes are this rank's; ``*`` stands for names, ``[]`` for entries of a list. Counts are since the wrap.
+
+        | key | unit | what |
+        |---|---|---|
+        | ``strategy`` ``grad_sum`` ``prefetch`` | text | as chosen |
+        | ``ranks.shard`` ``ranks.replicate`` | ranks | of the main mesh |
+        | ``own_meshes.*`` | ranks | that share a parameter beside the main mesh (``mesh_for``), by its name |
+        | ``units.*.parameters`` | elements | of the unit, all ranks together |
+        | ``units.*.gathered_bytes`` | bytes | of the whole unit where it is gathered, copies and padding included |
+        | ``units.*.wire_bytes`` | bytes | that one gather fills |
+        | ``units.*.padding_bytes`` | bytes | of ``layout`` that hold no element, all ranks together |
+        | ``units.*.range`` | bytes | first byte and length in the arena; None: memory of its own |
+        | ``units.*.layout`` | text | by stream: where each tensor lies and is cut |
+        | ``root.units_made`` | names | of units that no selector named (``root_units``) |
+        | ``root.tied.*.gathered_bytes`` ``root.tied.*.local_gradient_bytes`` | bytes | what a tied parameter costs |
+        | ``whole_tensors[].ranks`` | ranks | of a mesh whose ranks own tensors as a whole |
+        | ``whole_tensors[].most_bytes`` ``whole_tensors[].even_bytes`` | bytes | of one rank: most, and the mean |
+        | ``whole_tensors[].imbalance`` | ratio | of the two |
+        | ``bytes.main_weights`` ``bytes.main_gradients`` | bytes | that optimizers update and read, where not below |
+        | ``bytes.gather_source`` | bytes | main weights once more, as they travel |
+        | ``bytes.kept_gathered`` ``bytes.gather_arena`` | bytes | gathered weights that stay; that take turns |
+        | ``bytes.local_gradients`` | bytes | sums of full size that one stream has for itself |
+        | ``bytes.reduce_buffers`` ``bytes.reduce_scratch`` | bytes | slots of sums and pieces; of mixed additions |
+        | ``bytes.fp8_scratch`` ``bytes.fp8_transposed`` | bytes | amaxes, scales and scratch; transposed copies |
+        | ``bytes.offload_slots`` | bytes | on the device for optimizer state of the host; with ``offload`` only |
+        | ``fp8.tensors`` ``fp8.scale_reductions`` ``fp8.transposes_made`` | count | |
+        | ``fp8.matmul`` ``fp8.transposes_alive`` | text | what layers multiply; units that have transposed copies |
+        | ``gathers`` ``reductions`` | count | of units |
+        | ``plan.order`` | text | ``"fixed"``, ``"recorded"`` or ``"given"`` (``use_plan``) |
+        | ``plan.budget_bytes`` | bytes | an integer ``gathered_bytes``; None without |
+        | ``plan.arena_bytes`` ``plan.arena_used_bytes`` | bytes | the arena; up to the end of its last range |
+        | ``plan.peak_bytes`` | bytes | gathered at once, at most so far |
+        | ``plan.padding_bytes`` | bytes | of all units |
+        | ``plan.gathers_done`` | count | gathers into the arena in the last step; None in the first |
+        | ``plan.gathers`` ``plan.gathered_bytes`` | count, bytes | as planned; this and the rest with a budget |
+        | ``plan.gathers_in_ranges`` | count | if no unit could wait elsewhere in the arena |
+        | ``plan.copies_done`` | count | of units between places of the arena in the last step |
+        | ``plan.gathers_not_ahead`` | count | that can begin only when the unit is used |
+        | ``plan.least_gathers`` ``plan.least_gathered_bytes`` | count, bytes | what bytes alone allow |
+        | ``plan.least_is_proven`` | bool | no plan gathers less |
+        | ``plan.steps_off_plan`` | count | steps that left a given plan |
+        | ``bucket_bytes`` | bytes | of the largest piece that is reduced at once, all ranks together |
+        | ``communicators`` ``user_buffers`` | text | what they are; the path taken, and why no better one |
+        | ``muon[].matrices`` ``muon[].exchanges`` | count | in pieces; all-to-alls of a step |
+        | ``muon[].ranks`` | ranks | that share the iterations |
+        | ``muon[].sent_bytes`` | bytes | of a step, all ranks together |
+        | ``muon[].imbalance`` | ratio | work of the busiest rank over the mean |
+        | ``offload[].host_bytes`` ``offload[].device_bytes`` | bytes | of one optimizer's state; of its slots |
+        """
         stated = report.report(self._engine, self._options, self._fp8, self._links)
         return self._optimizers.add_to(stated)
 

@@ -34,7 +34,7 @@ def test_a_unit_inside_a_unit_takes_its_parameters_out_of_the_outer_one():
     assert units["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
     assert "blocks.0.up.weight" not in units["blocks.0"]
     by_name = {unit.name: unit for unit in find_units(net, [Block, net.blocks[0].up])}
-    assert by_name["blocks.0.up"].inside == {"", "blocks.0"}
+    assert by_name["blocks.0.up"].around == {"", "blocks.0"}
 
 
 def test_a_parameter_of_two_units_belongs_to_the_root_under_its_first_name():

@@ -21,14 +21,17 @@ class TemporaryBucketAllocator:
 
     Args:
         slot_bytes: size of each slot.
-    Attributes:
-        slot_bytes: the same.
     """
 
     def __init__(self, slot_bytes: Sequence[int], device: torch.device) -> None:
         self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slot_bytes]
         self._holders: list[str | None] = [None] * len(self._slots)
-        self.slot_bytes = tuple(slot_bytes)
+        self._slot_bytes = tuple(slot_bytes)
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Sizes."""
+        return self._slot_bytes
 
     def slot_of(self, owner: str) -> int | None:
         """The slot that ``owner`` holds."""
@@ -49,8 +52,8 @@ class TemporaryBucketAllocator:
         if None not in self._holders:
             return None
         slot = self._holders.index(None)
-        if nbytes > self.slot_bytes[slot]:
-            raise FsdpError(f"{owner!r} needs {nbytes} bytes, slot {slot} has {self.slot_bytes[slot]}", unit=owner)
+        if nbytes > self._slot_bytes[slot]:
+            raise FsdpError(f"{owner!r} needs {nbytes} bytes, slot {slot} has {self._slot_bytes[slot]}", unit=owner)
         self._holders[slot] = owner
         return slot
 

@@ -251,8 +251,8 @@ def _units(
     units: list[Unit] = []
     by_name: dict[str, Unit] = {}
     held: Owned = {}
-    for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.inside)):  # the root unit first
-        around = tuple(by_name[name] for name in sorted(spec.inside) if name and name in by_name)
+    for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.around)):  # the root unit first
+        around = tuple(by_name[name] for name in sorted(spec.around) if name and name in by_name)
         streams = _streams(spec, ranks_of, options, device, held)
         unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
         by_name[spec.name] = unit

@@ -26,20 +26,20 @@ Selector = type | str | nn.Module
 class UnitSpec:
     """A unit: its first name, module, parameters in ``named_parameters`` order, and the units around it.
 
-    ``depth`` counts the units around it; the root unit ``""`` has depth 0 and ``inside`` is empty. ``large``: no
+    ``depth`` counts the units around it; the root unit ``""`` is around all others. ``large``: no
     selector named it, ``large_modules`` did.
     """
 
     name: str
     module: nn.Module
-    inside: frozenset[str]
+    around: frozenset[str]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     large: bool = False
 
     @property
     def depth(self) -> int:
         """Units around this one."""
-        return len(self.inside)
+        return len(self.around)
 
 
 @dataclass(eq=False)
@@ -100,12 +100,12 @@ def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Modul
     Returns:
         [] where no unit has parameters: then nothing says what is large.
     """
-    sizes = [sum(_nbytes(p) for _, p in unit.parameters) for unit in units if unit.inside]
+    sizes = [sum(_nbytes(p) for _, p in unit.parameters) for unit in units if unit.around]
     smallest = min((size for size in sizes if size), default=None)
     if smallest is None:
         return []
-    taken = {part for unit in units if unit.inside for part in unit.module.modules()}
-    holds_unit = {unit.module for unit in units if unit.inside}
+    taken = {part for unit in units if unit.around for part in unit.module.modules()}
+    holds_unit = {unit.module for unit in units if unit.around}
     registrations = Counter(parameter for part in module.modules() for parameter in part._parameters.values())
     chosen: list[nn.Module] = []
     for part in module.modules():
@@ -144,8 +144,8 @@ def _cut(module: nn.Module, matched: set[nn.Module], large: frozenset[nn.Module]
             around.setdefault(found, set()).update(_units_above(module, path, matched))
     units = {module: UnitSpec("", module, frozenset())}
     for found, name in first_name.items():
-        inside = frozenset({""} | {first_name[outer] for outer in around[found]})
-        units[found] = UnitSpec(name, found, inside, large=found in large)
+        names = frozenset({""} | {first_name[outer] for outer in around[found]})
+        units[found] = UnitSpec(name, found, names, large=found in large)
     owner: dict[nn.Parameter, nn.Module] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         prefix = path.rpartition(".")[0]

@@ -216,3 +216,28 @@ def test_buffers_that_differ_between_ranks_are_loaded_as_each_rank_gives_them_or
     (kept, first), (others, second) = run_ranks(buffers_of_each_rank, 2)
     assert kept == others == []
     assert torch.equal(first, second)
+
+
+class OddBuffers(nn.Module):
+    """Buffers of dtypes that gloo does not send."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for dtype in (torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool):
+            self.register_buffer(f"of_{str(dtype)[6:]}", torch.full((3,), start).to(dtype))
+        self.register_buffer("number", torch.tensor(complex(start, 1.0)))
+
+
+def buffers_from_one(rank, ranks):
+    model = FullyShardedDataParallel(OddBuffers(0.0), process_group=dist.group.WORLD, initial="broadcast")
+    torch.manual_seed(1)
+    given = OddBuffers(1.0).state_dict()
+    given["number"] = given["number"].conj()
+    model.load_full_state_dict(given if rank == 1 else None)
+    found = model.full_state_dict()
+    return [name for name, value in given.items() if not torch.equal(found[name].cfloat(), value.cfloat())]
+
+
+def test_buffers_of_any_dtype_come_from_one_rank():
+    assert run_ranks(buffers_from_one, 2) == [[], []]

@@ -255,7 +255,7 @@ def _from_one(job: _Load, giver: int) -> None:
         target = targets[at]
         if value is None:
             value = _room_for(target, _DTYPES[dtype], targets, room)
-        value = value.detach().to(target.device).contiguous()
+        value = value.detach().to(target.device).resolve_conj().resolve_neg().contiguous()
         _broadcast(value, giver, engine.ranks, wait)
         target.store(value)
         job.loaded.add(at)
@@ -272,12 +272,16 @@ def _room_for(
 
 
 def _broadcast(value: Tensor, giver: int, ranks: Ranks, wait: Callable[[Any], None]) -> None:
-    """``value`` of rank ``giver``, on every rank: along its own shard group, then over the replicas."""
+    """``value`` of rank ``giver``, on every rank: along its own shard group, then over the replicas.
+
+    As bytes: buffers have any dtype, and no back end sends all of them.
+    """
     if not value.numel():
         return
     row, column = divmod(giver, ranks.shard.size)
-    wait(ranks.shard.broadcast(value, column))
-    wait(ranks.outer.broadcast(value, row))
+    flat = value.view(-1).view(torch.uint8)
+    wait(ranks.shard.broadcast(flat, column))
+    wait(ranks.outer.broadcast(flat, row))
 
 
 def _from_own(job: _Load, *, compare: bool) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainError, train
 from sixfold.gpt.data import build_datasets
+from sixfold.gpt.devices import peak_flops_of
 from sixfold.gpt.metrics import describe
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder
 
@@ -135,3 +136,11 @@ def test_a_batch_without_any_target_is_told_as_such(tmp_path):
     with pytest.raises(TrainError, match=r"step 0: no token of the global batch is a target; data\.eod_mask_loss"):
         train(config)
     assert not lines(config, "nonfinite")
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", None)],
+)
+def test_the_peak_that_mfu_is_a_part_of_is_found_by_the_name_of_the_gpu(name, peak):
+    assert peak_flops_of(name) == peak

@@ -102,6 +102,11 @@ _TABLE = (
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
+def peak_flops_of(model: str) -> float | None:
+    """Dense bf16 peak of a GPU by torch's name for it, as ``NVIDIA H100 80GB HBM3``; None: not in the table."""
+    return next((device.peak_flops for device in _TABLE if device.name.upper() in model), None)
+
+
 def device_named(name: str) -> Device:
     """An entry of the table.
 

@@ -9,8 +9,6 @@ is a step number, ``samples`` consumed, and what checkpoint.py saves: a killed r
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,26 +18,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sixfold.dist_ckpt import AsyncSave, CorruptError, retention
+from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt import checkpoint, launch, own_data, timeline
-from sixfold.gpt.agree import any_of, from_first, gather, memory_errors, together, wire_errors
+from sixfold.gpt.agree import any_of, from_first, memory_errors, together, wire_errors
 from sixfold.gpt.ahead import Ahead
+from sixfold.gpt.begin import restore, start_line
 from sixfold.gpt.build import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.checkpoint import Progress
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.config import PLAN
-from sixfold.gpt.data import Microbatch, TokenStream, continue_data, epochs_of, open_on_ranks
+from sixfold.gpt.data import Microbatch, TokenStream, open_on_ranks
+from sixfold.gpt.devices import peak_flops_of
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.host_memory import check_offload
-from sixfold.gpt.load import IMPORTED, saved_config
-from sixfold.gpt.mesh import RankMesh, make_mesh
+from sixfold.gpt.mesh import make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import blamed
 from sixfold.gpt.observe import Board, check_board, traced
-from sixfold.gpt.past import noted_changes
 from sixfold.gpt.planned import plan_run
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
-from sixfold.gpt.start import Start, initial_weights, older_start, same_config, set_aside, starting_point, step_of
+from sixfold.gpt.start import Start, initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 from sixfold.gpt.straggler import StragglerReport
@@ -273,12 +271,11 @@ class Run:
             )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
-        name = torch.cuda.get_device_name(self.rank.device)
-        peak = next((tflops for key, tflops in PEAK_TFLOPS.items() if key in name), None)
+        peak = peak_flops_of(torch.cuda.get_device_name(self.rank.device))
         if peak is None:
             return None
         flops = self.config.model.flops_per_token(self.config.data.seq_length)
-        return tokens_per_second * flops / (peak * 1e12 * self.rank.mesh.size)
+        return tokens_per_second * flops / (peak * self.rank.mesh.size)
 
     def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
@@ -309,68 +306,6 @@ class Run:
             if stopped and (due or not last):
                 return "sigterm"
         return "finished"
-
-
-# Dense bf16 peak of one device, TFLOP/s, from the vendors' data sheets.
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0}
-
-
-def _restore(run: Run, start: Start, source: Path | None) -> None:
-    """Continue from a checkpoint, or take the weights of ``source``, or stay with those that were drawn."""
-    mesh = run.rank.mesh
-    if start.newest is not None:
-        start, common = _load_newest(run, start)
-        if IMPORTED not in common:  # which has read none of our data
-            together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
-        together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
-        newest = start.newest
-        assert newest is not None, "a checkpoint was loaded"
-        told = run.metrics is not None and IMPORTED not in common
-        changed = noted_changes(saved_config(newest), run.config) if told else {}
-        run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=mesh.layout, changed=changed)
-    elif source is not None:
-        checkpoint.load_weights(run.rank, source)
-
-
-def _load_newest(run: Run, start: Start) -> tuple[Start, dict[str, Any]]:
-    """Load the newest checkpoint whose bytes are those that were written; its common data."""
-    while True:
-        assert start.newest is not None, "older_start finds a checkpoint or raises"
-        try:
-            run.progress, common = checkpoint.load(run.rank, start.newest)
-        except CorruptError as error:  # raised on all ranks alike
-            start = older_start(run.config, run.rank.mesh, start, error)
-        else:
-            return start, common
-
-
-def _tell_damage(run: Run, start: Start) -> None:
-    """A line of metrics.jsonl, and one on stderr, for each checkpoint that could not be continued from."""
-    for step, aside, why in set_aside(start):
-        run.note("damaged", step=step, checkpoint=str(aside), why=why)
-        print(
-            f"sixfold: the checkpoint of step {step} is damaged and was renamed to {aside.name}: {why}; the run goes "
-            f"on from step {run.progress.step}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _start_line(run: Run, mesh: RankMesh, step: int) -> None:
-    ranks = gather(mesh.control, mesh.size, {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()})
-    run.note(
-        "start",
-        step=step,
-        world=mesh.size,
-        layout=mesh.layout,
-        schedule=run.config.parallel.schedule,
-        sharding=run.config.parallel.sharding,
-        order=run.config.data.order,
-        epochs=epochs_of(run.train_data, run.config),
-        ranks=ranks,
-        parameters=run.config.model.num_parameters,
-        versions=run.versions,
-    )
 
 
 def train_in(
@@ -415,8 +350,8 @@ def _train(run: Run, start: Start, source: Path | None) -> str:
     if run.config.log.tensorboard and mesh.rank == 0:
         run.board = Board(run.config.run.dir, step_of(start.newest))
     try:
-        _start_line(run, mesh, step_of(start.newest))
-        _restore(run, start, source)
+        start_line(run, mesh, step_of(start.newest))
+        restore(run, start, source)
         if run.config.parallel.schedule == PLAN:
             plan_run(run)
         if run.config.checkpoint.save_initial and fresh:

@@ -91,6 +91,15 @@ def test_a_laptop_is_planned_without_a_time_and_mistakes_are_usage(tmp_path, cap
         assert words in capsys.readouterr().err
 
 
+def test_the_page_of_a_searched_schedule_says_what_was_found(tmp_path, capsys):
+    path = tmp_path / "planned.toml"
+    path.write_text(big("parallel.pp=2", "parallel.schedule=plan", "train.micro_batch_size=2").to_toml())
+    assert main(["plan", str(path), "--world", "8"]) == 0
+    page = capsys.readouterr().out
+    assert "planned schedule: bubble" in page and "split backwards" in page and "fits:" in page
+    assert "parallel.schedule=plan" not in page
+
+
 def test_a_machine_file_changes_the_rates(tmp_path):
     from sixfold.gpt.devices import device_of_machine
     from sixfold.gpt.errors import ConfigError

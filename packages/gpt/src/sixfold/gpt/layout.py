@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import sixfold.pipeline as pipeline
 from sixfold.gpt.activations import Shape, backward_bytes, stage_bytes
@@ -129,13 +129,18 @@ class Layout:
 
 def program_of(config: TrainConfig, parallel: ParallelConfig, microbatches: int) -> pipeline.Program:
     """The schedule of ``parallel`` as a program of compute actions; of weight versions, a few batches of it."""
-    schedule = parallel.entry
-    if schedule.name == "pipedream":
-        return pipeline.pipedream(parallel.pp, max(2 * parallel.pp, microbatches))
-    if schedule.name == "pipedream_2bw":
-        return pipeline.pipedream_2bw(parallel.pp, microbatches, steps=config.pipeline.steps)
-    options = {"group": config.pipeline.group} if config.pipeline.group else {}
-    return schedule.with_chunks(parallel.pp, microbatches, parallel.stages_per_rank, **options)
+    pipe = config.pipeline
+    return _program(parallel.entry.name, parallel.pp, microbatches, parallel.stages_per_rank, pipe.group, pipe.steps)
+
+
+@lru_cache(maxsize=16)  # some are searched for seconds, and a plan simulates each under several costs
+def _program(name: str, ranks: int, microbatches: int, chunks: int, group: int, steps: int) -> pipeline.Program:
+    if name == "pipedream":
+        return pipeline.pipedream(ranks, max(2 * ranks, microbatches))
+    if name == "pipedream_2bw":
+        return pipeline.pipedream_2bw(ranks, microbatches, steps=steps)
+    options = {"group": group} if group else {}
+    return pipeline.schedules.by_name(name).with_chunks(ranks, microbatches, chunks, **options)
 
 
 def batches_of(program: pipeline.Program) -> int:

@@ -82,6 +82,9 @@ def _planned(config: TrainConfig, changes: Changes, world: int, device: Device, 
 def suggestions(planned: Planned, *, most: int = 3) -> list[Choice]:
     """Changes of one or two keys that fit the memory, fastest first; where what is given fits, faster ones alone."""
     config, found = planned.config, []
+    if planned.parallel.schedule == "plan":  # a search for each would take its time: the schedule that it begins with
+        base = replace(config.parallel, schedule=config.parallel.entry.name)
+        config = replace(config, parallel=base, pipeline=type(config.pipeline)())
     for changes in _near(planned):
         choice = _planned(config, changes, planned.world, planned.device, planned.memory_bytes)
         if choice is not None and choice.planned.fits:

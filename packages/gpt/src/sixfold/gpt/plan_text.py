@@ -16,7 +16,7 @@ from typing import Any
 
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.devices import Device, device_named, device_of_machine
-from sixfold.gpt.plan import Planned, PlannedConfig, as_json, bubbles, plan_layout
+from sixfold.gpt.plan import Planned, PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan
 from sixfold.gpt.plan_search import Choice, Ranking, search, suggestions
 
 _MOST_STAGES = 16  # rows of the table of ranks
@@ -173,6 +173,9 @@ def _times(planned: Planned) -> list[str]:
     if planned.parallel.pp > 1:
         others = ", ".join(f"{name} {bubble:.3f}" for name, bubble in bubbles(planned).items())
         lines.append(f"  of schedules with {planned.parallel.stages_per_rank} stages on a rank: {others}")
+    if planned.parallel.schedule == "plan" and planned.parallel.pp > 1:
+        found = plan_program(replace(planned.config, parallel=planned.parallel), time_limit_s=1.0)
+        lines.append(say_plan(found))
     if planned.step_s is None or planned.tokens_per_second is None:
         lines.append(
             f"time: not known for {planned.device.name}; give --tflops, --device or --machine FILE of doctor's"

@@ -39,6 +39,7 @@ LOGS = ROOT / ".nox" / "ci"
 FULL = (
     ("pipeline", "tests/test_matrix.py", "--full-matrix"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
+    ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
 )
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.

@@ -2,6 +2,7 @@
 
 nox -s "tests(gpt)" -- --instants 400
 nox -s "ranks(gpt)" -- --resume-matrix
+nox -s "ranks(gpt)" -- --memory-matrix
 """
 
 
@@ -12,3 +13,4 @@ def pytest_addoption(parser):
     parser.addoption(
         "--resume-matrix", action="store_true", help="resumes at every layout, schedule and step, and between layouts"
     )
+    parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")

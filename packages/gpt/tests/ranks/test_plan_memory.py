@@ -1,4 +1,7 @@
-"""What ``sixfold plan`` says of a rank's memory, beside what a run of that layout holds on this machine."""
+"""What ``sixfold plan`` says of a rank's memory, beside what a run of that layout holds on this machine.
+
+nox -s full, or nox -s "ranks(gpt)" -- --memory-matrix      all cases; a sample without it
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,20 @@ TWO = {
 }
 
 
+CASES = [(1, case) for case in ONE] + [(2, case) for case in TWO]
+SAMPLE = {
+    (1, "bf16"), (1, "selective"), (1, "long rows"), (1, "qwen"), (2, "no_shard bf16"), (2, "optim bf16"),
+    (2, "optim_grads bf16"), (2, "optim_grads_params fp32"), (2, "pp wave"), (2, "pp uneven full"), (2, "fp8"),
+}  # fmt: skip
+
+
+def pytest_generate_tests(metafunc):
+    """The sample, or all cases."""
+    if "case" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--memory-matrix")
+        metafunc.parametrize(("ranks", "case"), [one for one in CASES if every or one in SAMPLE], ids=str)
+
+
 def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
     """One microbatch on each rank of dp; two where it is said that sums wait for the last one."""
     config = TrainConfig.from_text(MINIMAL, (*WIDE, *overrides))
@@ -62,10 +79,12 @@ def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def measured():
+def measured(request):
     """Bytes of every rank of every case."""
     found = {}
-    for ranks, cases in ((1, ONE), (2, TWO)):
+    every = request.config.getoption("--memory-matrix")
+    for ranks, known in ((1, ONE), (2, TWO)):
+        cases = {case: overrides for case, overrides in known.items() if every or (ranks, case) in SAMPLE}
         texts = [config_of(ranks, overrides).to_toml() for overrides in cases.values()]
         if ranks == 1:
             rows = [measured_rank(0, 1, texts)]
@@ -76,9 +95,6 @@ def measured():
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"), [(1, case) for case in ONE] + [(2, case) for case in TWO], ids=lambda value: str(value)
-)
 def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
     config = config_of(ranks, {1: ONE, 2: TWO}[ranks][case])
     layout = Layout(config, check_world(config, ranks), "cpu")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
 from gpt_helpers import tiny_config
-from run_helpers import assert_same_tensors, final_tensors, losses, run_all
+from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all
 
+from sixfold import dist_ckpt
 from sixfold.gpt import GPTModel, global_batches
 
-MUON = ("optimizer.name=muon", "train.steps=3", "train.clip_grad=0", "model.tie_embeddings=false")
+MUON = ("optimizer.name=muon", "train.steps=3", "checkpoint.every=2", "train.clip_grad=0", "model.tie_embeddings=false")
 ALONE = (1, ())
 PIPELINED = [
     (2, ("parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
     (3, ("parallel.pp=3", "parallel.layers_per_stage=[3, 0, 1]")),
 ]
 SHARDED = [(2, ("parallel.sharding=optim",)), (2, ("fsdp.grad_reduce=last",))]
+RESUMED = (2, ("SHARDED[0], from step 2 on as SHARDED[1]",))
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,10 @@ def trained(tmp_path_factory):
     layouts = [ALONE, *PIPELINED, *SHARDED]
     found = {layout: tiny_config(folder, *MUON, *layout[1], run=f"run{n}") for n, layout in enumerate(layouts)}
     run_all((ranks, config) for (ranks, _), config in found.items())
+    shutil.copytree(found[SHARDED[0]].run.dir, folder / "again")
+    shutil.rmtree(dist_ckpt.retention.step_path(folder / "again" / "checkpoints", 3))
+    found[RESUMED] = tiny_config(folder, *MUON, *SHARDED[1][1], run="again")
+    run_all([(2, found[RESUMED])])
     return found
 
 
@@ -78,3 +85,8 @@ def test_strategies_train_bitwise_alike_and_as_one_process_but_for_the_order_of_
     optim, zero_3 = (trained[layout] for layout in SHARDED)
     assert losses(optim) == losses(zero_3) == pytest.approx(losses(trained[ALONE]), rel=1e-6)
     assert_same_tensors(final_tensors(optim), final_tensors(zero_3))
+
+
+def test_momentum_saved_under_one_strategy_goes_on_bitwise_under_another(trained):
+    assert [entry["step"] for entry in lines(trained[RESUMED], "resume")] == [2]
+    assert_same_tensors(final_tensors(trained[RESUMED]), final_tensors(trained[SHARDED[0]]))

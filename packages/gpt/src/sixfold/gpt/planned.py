@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sixfold import pipeline
@@ -20,8 +21,8 @@ from sixfold.gpt.agree import from_first, wire_errors
 from sixfold.gpt.build import make_program
 from sixfold.gpt.checks import global_batches_of
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.layout import Layout, compute_costs
 from sixfold.gpt.metrics import FIELDS
-from sixfold.gpt.stages import stage_layers
 from sixfold.pipeline import Costs, Program, ScheduleError, passes, simulate
 
 if TYPE_CHECKING:
@@ -39,23 +40,18 @@ def microbatch_counts(config: TrainConfig) -> list[int]:
     return sorted({batch // ranks for _, batch in global_batches_of(config)})
 
 
-def assumed_costs(config: TrainConfig, placement: Sequence[int]) -> Costs:
-    """Costs of each stage from the model's sizes: floating point operations of a token, and layers that are held.
+def assumed_costs(config: TrainConfig, kind: str) -> Costs:
+    """Costs of each stage from the model's sizes, as `sixfold plan` has them: operations, and bytes held.
 
-    A rank's even share of the layers holds activations of 1. A gradient of weights costs what their forward does; that
-    of attention's scores has no weights.
+    Activations are in even shares: those of a rank are 1 in the mean.
+
+    Args:
+        kind: of device, by which attention is chosen.
     """
-    model, sequence = config.model, config.data.seq_length
-    scores = 4 * model.num_attention_heads * model.head_dim * sequence
-    layer, head = 2 * model.layer_matmul_parameters, 2 * model.hidden_size * model.vocab_size
-    layers = [len(r) for r in stage_layers(model.num_layers, len(placement), config.parallel.layers_per_stage)]
-    heads = [0.0] * (len(placement) - 1) + [float(head)]
-    return Costs(
-        forward=[n * (layer + scores) + h for n, h in zip(layers, heads, strict=True)],
-        backward_input=[n * (layer + 2 * scores) + h for n, h in zip(layers, heads, strict=True)],
-        backward_weight=[n * layer + h for n, h in zip(layers, heads, strict=True)],
-        activation=[n * config.parallel.pp / model.num_layers for n in layers],
-    )
+    known = compute_costs(Layout(config, config.parallel, kind))
+    assert known.activation is not None, "a layout knows what its stages hold"
+    share = sum(known.activation) / config.parallel.pp
+    return replace(known, activation=[held / share for held in known.activation])
 
 
 def measured_costs(rank: RankModel, batch: Sequence[Microbatch], steps: int, assumed: Costs) -> Costs | None:
@@ -136,7 +132,7 @@ def settle_schedule(rank: RankModel, batch: Sequence[Microbatch]) -> Found:
         assert rank.stored_plan is not None, "reusable says so"
         found = dict(rank.stored_plan) | {"source": "checkpoint"}
     else:
-        costs: Costs | None = assumed_costs(config, rank.placement)
+        costs: Costs | None = assumed_costs(config, rank.device.type)
         if steps:
             assert costs is not None, "assumed"
             costs = measured_costs(rank, batch, steps, costs)

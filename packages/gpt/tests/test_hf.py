@@ -236,6 +236,8 @@ def test_nothing_is_replaced(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("out\n")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "none"), "--step", "7"]) == 2
     assert not (tmp_path / "none").exists()
+    for path in ("~/out", "s3://bucket/out"):
+        assert main(["export", str(tmp_path / "run"), path]) == 2
 
 
 def test_a_full_disk_or_a_kill_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ OTHER = {
     "hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1,
     "use_sliding_window": True, "is_encoder_decoder": True, "chunk_size_feed_forward": 4, "use_mrope": True,
     "add_cross_attention": True, "cross_attention_hidden_size": 8, "pruned_heads": {"0": [1]}, "torchscript": True,
+    "rope_interleaved": True,
 }  # fmt: skip
 
 
@@ -148,6 +149,58 @@ def test_what_is_written_reads_back_in_both_generations(case):
     assert read(four) == read(five) == config
     theirs = transformers.AutoConfig.for_model(**written).to_dict()
     assert theirs["rope_parameters"] == raw["rope_parameters"]
+
+
+# config.json of published models, as they lie on the hub; what it means beside.
+PUBLISHED = {
+    "llama 3.1 8B": (
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
+         "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+         "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+         "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+         "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "qwen 2.5 0.5B": (
+        {"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+         "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+         "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+         "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+         "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+         "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+         "vocab_size": 151936},
+        494_032_768,
+    ),
+    "qwen 3 0.6B": (
+        {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+         "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+         "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+         "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+         "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936},
+        596_049_920,
+    ),
+    "smollm2 135M": (
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+         "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+         "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "model_type": "llama",
+         "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+         "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+         "vocab_size": 49152},
+        134_515_008,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_with_their_number_of_parameters(name):
+    raw, parameters = PUBLISHED[name]
+    assert read(raw).num_parameters == parameters
 
 
 def test_a_head_size_of_its_own_is_kept():

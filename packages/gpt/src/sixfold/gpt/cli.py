@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
 def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = verbs.add_parser("export", help="a run's model as a Hugging Face folder: Llama, Qwen2 or Qwen3")
     export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
-    export.add_argument("out", type=Path, metavar="OUT_DIR", help="a folder that does not exist or is empty")
+    export.add_argument("out", metavar="OUT_DIR", help="a folder that does not exist or is empty")
     export.add_argument("--step", type=int, help="the checkpoint of that step (default: the newest)")
     export.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the checkpoint, fp32 of runs"
@@ -162,8 +162,8 @@ def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export.set_defaults(run=_export)
 
     bring = verbs.add_parser("import", help="a Hugging Face folder as a run folder with a checkpoint of step 0")
-    bring.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
-    bring.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="a folder that does not exist or is empty")
+    bring.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors")
+    bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
     bring.set_defaults(run=_import)
 
 

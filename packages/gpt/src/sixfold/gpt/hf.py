@@ -28,6 +28,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention, safetensors_export
 from sixfold.gpt import hf_config
 from sixfold.gpt.checkpoint import find
+from sixfold.gpt.checks import refuse_path
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.folders import new_folder, refuse_taken
@@ -89,6 +90,8 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
             unknown, mis-shaped or there twice; ``run_dir`` is not empty; the extra ``hf`` is not installed.
         CheckpointError: the checkpoint cannot be written.
     """
+    refuse_path("HF_DIR", str(hf_dir))
+    refuse_path("RUN_DIR", str(run_dir))
     library, source, target = _library(), Path(hf_dir), Path(run_dir)
     refuse_taken(target, "a run folder")
     raw = _read_json(source / "config.json")
@@ -267,6 +270,7 @@ def export_model(
         ConfigError: no checkpoint there, a model that no architecture computes, values that ``dtype`` cannot hold,
             ``out_dir`` is not empty, or the extra ``hf`` is not installed. CheckpointError: it is damaged.
     """
+    refuse_path("OUT_DIR", str(out_dir))
     _library()
     target = Path(out_dir)
     refuse_taken(target, "a Hugging Face folder")

@@ -58,19 +58,20 @@ FIXED: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
     "use_sliding_window": False, "is_encoder_decoder": False, "chunk_size_feed_forward": 0, "use_mrope": False,
     "add_cross_attention": False, "cross_attention_hidden_size": None, "pruned_heads": {}, "torchscript": False,
+    "rope_interleaved": False,
 }  # fmt: skip
 # No value of these has a part in the logits of a causal language model of these architectures.
 _NEUTRAL = """
     _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path attn_implementation
-    bos_token_id dtype eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    initializer_range is_decoder label2id max_position_embeddings max_window_layers model_type name_or_path num_labels
+    bos_token_id dtype eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range
+    is_decoder is_llama_config label2id max_position_embeddings max_window_layers model_type name_or_path num_labels
     output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id
-    sliding_window task_specific_params tokenizer_class torch_dtype transformers_version unsloth_version use_bfloat16
-    use_cache decoder_start_token_id bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty length_penalty max_length max_new_tokens min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
-    repetition_penalty return_dict_in_generate suppress_tokens temperature tf_legacy_loss tie_encoder_decoder top_k
-    top_p typical_p
+    sliding_window task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
+    unsloth_version use_bfloat16 use_cache decoder_start_token_id bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens temperature tf_legacy_loss tie_encoder_decoder top_k top_p typical_p
 """
 NEUTRAL = frozenset(_NEUTRAL.split())
 READ = frozenset((*_SIZES.values(), *_ROPE, "architectures", "layer_types"))

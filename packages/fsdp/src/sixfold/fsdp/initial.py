@@ -167,7 +167,7 @@ def set_start_values(
 
 def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:
     """The value of the mesh's rank 0, on every rank."""
-    sent = value.detach().clone().contiguous()
+    sent = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     wait(ranks.shard.broadcast(sent))
     wait(ranks.outer.broadcast(sent))
     return sent

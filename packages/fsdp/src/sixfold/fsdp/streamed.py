@@ -272,16 +272,12 @@ def _room_for(
 
 
 def _broadcast(value: Tensor, giver: int, ranks: Ranks, wait: Callable[[Any], None]) -> None:
-    """``value`` of rank ``giver``, on every rank: along its own shard group, then over the replicas.
-
-    As bytes: buffers have any dtype, and no back end sends all of them.
-    """
+    """``value`` of rank ``giver``, on every rank: along its own shard group, then over the replicas."""
     if not value.numel():
         return
     row, column = divmod(giver, ranks.shard.size)
-    flat = value.view(-1).view(torch.uint8)
-    wait(ranks.shard.broadcast(flat, column))
-    wait(ranks.outer.broadcast(flat, row))
+    wait(ranks.shard.broadcast(value, column))
+    wait(ranks.outer.broadcast(value, row))
 
 
 def _from_own(job: _Load, *, compare: bool) -> None:

@@ -89,3 +89,15 @@ def test_latency_and_rate_are_found_again_in_their_own_times():
     assert latency == pytest.approx(1e-4, rel=0.2) and rate == pytest.approx(2e9, rel=0.2)
     latency, rate = fit_line([(1e3, 1e-6), (1e6, 1e-2), (2e6, 1e-2)])  # no line: nothing below 0
     assert latency >= 0 and rate > 0
+
+
+def test_what_all_ranks_send_has_room_however_many_there_are():
+    pytest.importorskip("torch")
+    from sixfold.gpt.doctor_ranks import sizes_of
+
+    assert len(sizes_of("cuda", 8)) == 4 and sizes_of("cuda", 8)[-1] == 2**27
+    for ranks in (2, 64, 4096):
+        for kind, most in (("cpu", 2**28), ("cuda", 2**32)):
+            sizes = sizes_of(kind, ranks)
+            assert sizes == sorted(set(sizes)) and sizes[-1] * ranks <= most
+            assert all(nbytes % 4 == 0 for nbytes in sizes)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.01
 _TOLD_S = 5.0  # after the first error: time for rank 0's own deadline
 _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**23), "cuda": (2**14, 2**20, 2**24, 2**27)}  # bytes of a rank's part
+_LARGEST = {"cpu": 2**28, "cuda": 2**32}  # bytes of all ranks' parts
 _MATMUL = {"cpu": 512, "cuda": 8192}
 _MEASURE_S = 0.15  # of one size, and of one product
 _CLOCK_ROUNDS = 5
@@ -90,14 +91,14 @@ def roll_call(store: Store, what: str, rank: int, ranks: int, timeout_s: float) 
     """
     ends = time.monotonic() + timeout_s
     store.set(f"doctor/{what}/{rank}", "here")
-    missing = [other for other in range(ranks) if other != rank]
-    while missing:
-        missing = [other for other in missing if not store.check([f"doctor/{what}/{other}"])]
-        if missing and time.monotonic() > ends:
-            some = ", ".join(map(str, missing[:8]))
+    # Everybody polls one number, not the signs of all: a thousand ranks would ask a million times.
+    store.add(f"doctor/{what}", 1)
+    while store.add(f"doctor/{what}", 0) < ranks:
+        if time.monotonic() > ends:
+            missing = [other for other in range(ranks) if not store.check([f"doctor/{what}/{other}"])]
+            some = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise TrainError(f"rank {some} did not answer within {timeout_s:g} s (at {what.partition('/')[2]})")
-        if missing:
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def examine_rank(options: Options, *, local: bool = False) -> Report | None:
@@ -391,7 +392,7 @@ def _measure(job: Job, group: dist.ProcessGroup | None, size: int, what: str) ->
     device = job.world.device
     for name, passes in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
         points = []
-        for nbytes in _SIZES[device.type]:
+        for nbytes in sizes_of(device.type, size):
             job.meet(f"{name} of {nbytes}")
             with wire_errors(f"{name} of {nbytes} bytes"):
                 seconds = _collective_s(name, nbytes, size, device, group)
@@ -403,6 +404,12 @@ def _measure(job: Job, group: dist.ProcessGroup | None, size: int, what: str) ->
         found[name] = {"latency_s": latency, "bytes_per_s": rate, "points": points}
         job.say(OK, f"{what}, {name}", f"{latency * 1e6:.0f} us + bytes / {rate / 1e9:.2f} GB/s")
     return found
+
+
+def sizes_of(kind: str, ranks: int) -> list[int]:
+    """Bytes of a rank's part, ascending: many ranks send smaller ones, so that all of it has room."""
+    most = _LARGEST[kind] // ranks // 4 * 4
+    return sorted({max(min(nbytes, most), 4) for nbytes in _SIZES[kind]})
 
 
 def _collective_s(name: str, nbytes: int, size: int, device: torch.device, group: dist.ProcessGroup | None) -> float:

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from sixfold.pipeline import Costs, simulate, v_half, v_min, verify
+from sixfold.pipeline import Costs, plan, simulate, v_half, v_min, verify
+from sixfold.pipeline.schedules.optima import OPTIMA, optimum
 
 TIMES = (2, 3, 4, 6, 8)  # microbatches, of p
 # Of each p the authors' memory in microbatches, what their orders idle at F = I = W in sixths of a rank's time for one
@@ -73,8 +74,25 @@ def test_more_memory_is_used_where_it_is_given_and_less_where_it_is_asked_for():
     timelines = [simulate(program, Costs.per_rank(program)) for program in by_cap.values()]
     assert all(max(t.peak_activations) <= cap for cap, t in zip(by_cap, timelines, strict=True))
     assert sorted((t.makespan for t in timelines), reverse=True) == [t.makespan for t in timelines]
-    half_more = v_min(4, 8, memory_cap=2.5)
-    assert simulate(half_more, Costs.per_rank(half_more)).bubble_over_ideal <= 9 / 48 + 1e-9
+
+
+def test_v_min_with_half_a_microbatch_more_is_the_proven_optimum():
+    for cap, microbatches, bubble in ((2.5, 8, 8 / 48), (2.9, 8, 8 / 48), (2.0, 8, 11 / 48)):
+        timeline = simulate(program := v_min(4, microbatches, memory_cap=cap), Costs.per_rank(program))
+        assert timeline.bubble_over_ideal == pytest.approx(bubble, abs=1e-9)
+        assert max(timeline.peak_activations) <= cap
+    verify(v_min(4, 8, memory_cap=2.5), memory_cap=2.5)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), list(OPTIMA))
+def test_a_plan_finds_what_is_written_down_and_nothing_shorter(ranks, microbatches, request):
+    if not request.config.getoption("--all-bubbles"):
+        pytest.skip("five seconds of searching; --all-bubbles does it")
+    cap, _ = OPTIMA[ranks, microbatches]
+    program = optimum(ranks, microbatches, cap, "v_min")
+    costs = Costs.per_rank(program)
+    found = plan(costs, ranks=ranks, microbatches=microbatches, memory_cap=cap, placement=program.placement)
+    assert found.timeline.makespan == pytest.approx(simulate(program, costs).makespan, rel=1e-9)
 
 
 def test_a_large_one_takes_seconds_of_this_process():

@@ -31,7 +31,7 @@ from sixfold.pipeline.errors import ScheduleError
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
 
-__all__ = ["Cast", "Entry", "Layer", "Operator", "Slot", "deferrable"]
+__all__ = ["MAKES_ITS_OWN", "Cast", "Entry", "Layer", "Operator", "Slot", "deferrable"]
 
 # How to make the gradients, of what (parameter, Cast or None each), from what was saved, and the output's gradient.
 Entry = tuple[Callable[[Any, Tensor, Any], Sequence[Tensor | None]], tuple[Any, ...], Any, Tensor]
@@ -117,24 +117,16 @@ class Layer(Operator):
         self._attributes = module.__dict__
         self._forward = (_linear if self._kind is nn.Linear else _embedding)(store, self, module)
 
-    def install(self) -> None:
-        """The module's forward is this one's: an attribute of the instance, which comes before its class's.
+    def replacement(self) -> tuple[dict[str, Any], Callable[..., Any]] | None:
+        """The module's attributes, and the forward that belongs there while the store is open.
 
-        Not where its class is another by now (parametrizations), its forward somebody else's, or an old kind of
-        backward hook sees what the operator of autograd gives.
+        Not where its class is another by now (parametrizations), or an old kind of backward hook sees what the operator
+        of autograd gives.
         """
         attributes = self._attributes
-        if (
-            type(self.module) is self._kind
-            and "forward" not in attributes
-            and attributes.get("_is_full_backward_hook") is not False
-        ):
-            attributes["forward"] = self._forward
-
-    def remove(self) -> None:
-        """The module is as it was."""
-        if self._attributes.get("forward") is self._forward:
-            del self._attributes["forward"]
+        if type(self.module) is self._kind and attributes.get("_is_full_backward_hook") is not False:
+            return attributes, self._forward
+        return None
 
 
 def deferrable(module: nn.Module, store: GradientStore) -> list[Layer]:
@@ -421,3 +413,6 @@ def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Ten
     if version != (arguments[0]._version, gradient._version):
         _changed()
     return (torch.ops.aten.embedding_dense_backward(gradient, *arguments),)
+
+
+MAKES_ITS_OWN = frozenset({_linear_gradients, _embedding_gradient})  # tensors that nobody else has, and are no views

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 from gpt_helpers import tiny_config
-from run_helpers import JOB_S, world_of
+from run_helpers import JOB_S, lines, train_rank, world_of
 
 import ranktest
-from sixfold.gpt import cli
+from sixfold.gpt import cli, loop
 from sixfold.gpt.config import ParallelConfig
 from sixfold.gpt.mesh import make_mesh, pair_group
 from sixfold.gpt.metrics import read_all
@@ -60,3 +60,33 @@ def test_a_stopped_rank_ends_the_run_within_its_deadline_and_is_named(tmp_path, 
     assert status == 1, error
     assert "rank 1 did not answer: a signal had stopped its process" in error
     assert ended - stopped_at[0] < 5 + 15
+
+
+def hanging_rank(rank, ranks, text):
+    """Train; rank 1 hangs before its second step."""
+    steps, step = [], loop.train_step
+
+    def stepping(*args, **options):
+        steps.append(1)
+        if rank == 1 and len(steps) == 2:
+            time.sleep(JOB_S)
+        return step(*args, **options)
+
+    loop.train_step = stepping
+    train_rank(rank, ranks, text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("parallel.pp=2", r"rank 0 waits at \[4/9\] 0RECV_B0 for rank 1; rank 1 silent"),
+        ("parallel.dp=2", r"rank 1 lives but did not come; .*step 1; op gather; rank 1"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_what_was_waited_for(tmp_path, layout, words):
+    config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "run.timeout_seconds=2", layout)
+    began = time.monotonic()
+    with pytest.raises(ranktest.RankFailed, match=words):
+        ranktest.run_ranks(hanging_rank, 2, config.to_toml(), timeout=JOB_S)
+    assert time.monotonic() - began < JOB_S / 2
+    assert lines(config, "end")[-1]["reason"] == "error"

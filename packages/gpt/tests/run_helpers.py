@@ -43,15 +43,18 @@ def train_all(rank: int, ranks: int, texts: list[str]) -> None:
 
 
 def run_all(configs: Iterable[tuple[int, TrainConfig]]) -> None:
-    """Train each configuration on its number of ranks; those of one number in one job, which saves starting it."""
-    texts: dict[int, list[str]] = {}
+    """Train each configuration on its number of ranks; those of one number in one job, which saves starting it.
+
+    Of more than two ranks those of one pp: torch names the group of a tied pair by how many groups a process has made.
+    """
+    texts: dict[tuple[int, int], list[str]] = {}
     for ranks, config in configs:
-        texts.setdefault(ranks, []).append(config.to_toml())
-    for ranks, jobs in texts.items():
+        texts.setdefault((ranks, config.parallel.pp if ranks > 2 else 0), []).append(config.to_toml())
+    for (ranks, _), jobs in texts.items():
         if ranks == 1:
             train_all(0, 1, jobs)
         else:
-            ranktest.run_ranks(train_all, ranks, jobs, timeout=JOB_S)
+            ranktest.run_ranks(train_all, ranks, jobs, timeout=JOB_S * max(1, len(jobs) // 4))
 
 
 def run(config: TrainConfig, ranks: int) -> list[tuple[int, float | None, str] | None]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from sixfold.gpt.checks import check_config, check_world, refuse_path
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import resume_changes
-from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
+from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build, nearest_divisor
 from sixfold.gpt.toml import read_file, read_tables, write_tables
 from sixfold.pipeline.schedules import by_name, registered
 from sixfold.pipeline.schedules.registry import Schedule
@@ -64,7 +64,7 @@ class GPTConfig(Table):
         heads = self.num_attention_heads
         object.__setattr__(self, "num_query_groups", self.num_query_groups or heads)
         if heads % self.num_query_groups:
-            near = _nearest_divisor(heads, self.num_query_groups)
+            near = nearest_divisor(heads, self.num_query_groups)
             raise ConfigError(
                 f"model.num_query_groups is {self.num_query_groups} and model.num_attention_heads {heads}; "
                 f"groups divide heads: {near} works"
@@ -447,7 +447,3 @@ TABLES: Mapping[str, type[Table]] = {
         ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, RunConfig,
     )
 }  # fmt: skip
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

@@ -159,6 +159,11 @@ def nearest(wanted: str, known: Iterable[str], threshold: float = 0.4) -> str:
     return best[1] if best[0] >= threshold else ""
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of ``number`` that is nearest to ``wanted``, the smaller of two."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
 def _likeness(wanted: str, name: str) -> float:
     wanted_head, _, wanted_key = wanted.rpartition(".")
     name_head, _, name_key = name.rpartition(".")

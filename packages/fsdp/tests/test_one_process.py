@@ -18,6 +18,7 @@ from sixfold.fsdp import (
     ShardingStrategy,
     fully_shard,
     fully_shard_optimizer,
+    norms,
 )
 
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
@@ -297,6 +298,26 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_before_this_one_is_wa
         optimizer.zero_grad()
     assert forwards[0] == ["gather ", "wait ", "gather 0", "wait 0", "gather 1", "wait 1", "gather 2", "wait 2"]
     assert forwards[1] == ["gather ", "gather 0", "wait ", "gather 1", "wait 0", "gather 2", "wait 1", "wait 2"]
+
+
+@pytest.mark.parametrize("part", [100, 1 << 16])
+def test_the_norm_is_that_of_float64_and_makes_no_copy_of_a_gradient(part, monkeypatch):
+    from torch.profiler import ProfilerActivity, profile
+
+    monkeypatch.setattr(norms, "_PART_NUMEL", part)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(90, 130), nn.Linear(130, 70))
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[nn.Linear], strategy="optim_grads_params")
+    model(torch.randn(3, 90) * 1e3).square().sum().backward()
+    gradients = [main.grad for _, main in model.main_parameters()]
+    exact = sum(float((one.detach().double() ** 2).sum()) for one in gradients)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        found = model.grad_square_sum()
+    sizes = [event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert float(found) == pytest.approx(exact, rel=1e-13) and found.dtype == torch.float64
+    assert sizes and max(sizes) < 1024
+    gradients[1][3] = float("nan")
+    assert model.grad_square_sum().isnan()
 
 
 def test_steady_state_makes_no_buffer_however_unequal_the_units():

@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.flat import ParamRecord
+
+_OWNER = "the norm"
+_PART_NUMEL = 1 << 16  # elements in float64 at a time: 512 KiB stay in a cache
 
 
 def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
@@ -25,8 +29,7 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
     on_main = [record for record in records if record.buffer.ranks is engine.ranks]
     elsewhere = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
-    device = engine.units[0].device
-    sums = torch.stack([_squares(on_main, device), _squares(elsewhere, device)])
+    sums = torch.stack([_squares(on_main, engine), _squares(elsewhere, engine)])
     if engine.strategy.shards_optimizer:
         engine.wait(engine.ranks.shard.all_reduce(sums if engine.elsewhere else sums[:1]), None, "reduce")
     elif engine.elsewhere:
@@ -40,11 +43,36 @@ def _counts(record: ParamRecord) -> bool:
     return record.buffer.cut.parts > 1 or record.buffer.ranks.rank == 0
 
 
-def _squares(records: Sequence[ParamRecord], device: torch.device) -> Tensor:
+def _squares(records: Sequence[ParamRecord], engine: Engine) -> Tensor:
+    device = engine.units[0].device
     gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cpu":
+        return _squares_in_parts(gradients, engine.reduction.pool)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+
+
+def _squares_in_parts(gradients: Sequence[Tensor], pool: TemporaryBucketAllocator) -> Tensor:
+    """On a CPU, whose norms make a whole copy in float64 first: part by part, in a slot that no reduction needs now."""
+    slot = pool.allocate(_OWNER, 0) if pool.slot_bytes else None
+    try:
+        wide = torch.empty(0, dtype=torch.uint8) if slot is None else pool.memory(slot)
+        wide = wide[: min(_PART_NUMEL, wide.numel() // 8) * 8].view(torch.float64)
+        if not wide.numel():
+            wide = torch.empty(_PART_NUMEL, dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch._C.DisableTorchFunctionSubclass():
+            for gradient in gradients:
+                flat = gradient.reshape(-1)
+                for at in range(0, flat.numel(), wide.numel()):
+                    part = flat[at : at + wide.numel()]
+                    copied = wide[: part.numel()].copy_(part)
+                    total += torch.dot(copied, copied)
+        return total
+    finally:
+        if slot is not None:
+            pool.free(_OWNER)
 
 
 def _gradients(engine: Engine) -> tuple[list[Tensor], list[Tensor]]:

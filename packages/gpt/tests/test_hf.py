@@ -292,6 +292,14 @@ def test_a_runs_own_tokenizer_says_the_end_of_a_document(tmp_path):
     assert not (tmp_path / "without/tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(("config", "ends"), [({}, None), ({"tokenizer": "bytes"}, 256)])
+def test_the_end_of_a_document_is_told_only_where_a_run_names_its_tokenizer(tmp_path, config, ends):
+    run = run_of(tmp_path / "run", GPTModel(small(vocab_size=300)), **config)
+    export_model(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == ends
+    assert (tmp_path / "out/generation_config.json").exists() == (ends is not None)
+
+
 def test_a_model_of_no_architecture_is_refused(tmp_path):
     run = run_of(tmp_path / "run", GPTModel(small(qk_norm=True, qkv_bias=True)))
     with pytest.raises(ConfigError, match=r"model\.qk_norm and model\.qkv_bias"):

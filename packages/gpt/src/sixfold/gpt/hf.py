@@ -35,7 +35,7 @@ from sixfold.gpt.folders import new_folder, refuse_taken
 from sixfold.gpt.load import IMPORTED, longest_row, saved_common, saved_config, saved_model, saved_tokenizer
 from sixfold.gpt.model import GPTModel
 from sixfold.gpt.tables import keys_of
-from sixfold.gpt.tokenizer import FileTokenizer
+from sixfold.gpt.tokenizer import FileTokenizer, recorded_identity
 from sixfold.gpt.toml import write_tables
 
 INDEX = "model.safetensors.index.json"
@@ -361,12 +361,13 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
     if IMPORTED in common:
         _carry(folder.parent.parent, draft)
     else:
-        tokenizer = None
+        tokenizer, data = None, saved_config(folder).data
         with suppress(ConfigError):  # moved away, or its library is not installed
-            tokenizer = saved_tokenizer(folder)
-            own = common.get("data", {}).get("order") == "own" and not saved_config(folder).data.tokenizer
-            if not own and tokenizer.eod < config.vocab_size:
-                tokens["eos_token_id"] = tokenizer.eod
+            # Where neither the run nor its data names one, nobody knows what ended the documents.
+            if data.tokenizer or any(recorded_identity(prefix) for prefix in data.blend):
+                tokenizer = saved_tokenizer(folder)
+        if tokenizer is not None and tokenizer.eod < config.vocab_size:
+            tokens["eos_token_id"] = tokenizer.eod
         if isinstance(tokenizer, FileTokenizer):
             shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
     written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)

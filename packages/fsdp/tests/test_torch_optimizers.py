@@ -163,3 +163,12 @@ def test_state_of_a_constructor_that_saw_bf16_weights_is_in_main_dtype():
         one.train(3)
     assert {state["sum"].dtype for state in built_after.optimizer.state.values()} == {torch.float32}
     assert same(built_before.weights(), built_after.weights()) == []
+
+
+def test_an_optimizer_is_sharded_once():
+    """Twice, it refused its own state dict as that of an optimizer that was not sharded."""
+    world = World(UNITS)
+    with pytest.raises(FsdpError, match=r"AdamW is sharded already; call fully_shard_optimizer once"):
+        fully_shard_optimizer(world.optimizer, world.call)
+    world.train(1)
+    world.optimizer.load_state_dict(world.optimizer.state_dict())

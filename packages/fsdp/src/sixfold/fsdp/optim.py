@@ -44,6 +44,7 @@ class Attached:
     def __init__(self, *, offload: bool) -> None:
         self.offload = offload
         self.materializing: set[int] = set()  # ids of optimizers whose state is being made, without a step
+        self.sharded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.muons: weakref.WeakSet[PieceMuon] = weakref.WeakSet()
         self.hosts: weakref.WeakSet[HostState] = weakref.WeakSet()
 
@@ -71,14 +72,16 @@ def shard_optimizer(
     """Put main parameters in ``optimizer``'s groups and tell the engine of its steps.
 
     Raises:
-        FsdpError: the optimizer has state, or a parameter that is not of this model, or needs more of a tensor than
-            lies here.
+        FsdpError: the optimizer has state, or is sharded already, or has a parameter that is not of this model, or
+            needs more of a tensor than lies here.
     """
     if optimizer.state and not _untouched(optimizer):
         raise FsdpError(
             f"{type(optimizer).__name__} has state for {len(optimizer.state)} parameters; fully_shard_optimizer takes "
             "a fresh one. Load state through state_records after it"
         )
+    if optimizer in attached.sharded:
+        raise FsdpError(f"{type(optimizer).__name__} is sharded already; call fully_shard_optimizer once for each")
     of_main = {record.main: record for record in records.values() if record.main is not None}
     groups = []
     covered: list[nn.Parameter] = []
@@ -119,6 +122,7 @@ def shard_optimizer(
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
     if attached.offload:
         attached.hosts.add(_to_host(optimizer, engine, marked))
+    attached.sharded.add(optimizer)
     return optimizer
 
 

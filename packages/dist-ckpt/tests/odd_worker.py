@@ -2,6 +2,8 @@
 
 python odd_worker.py slow:PAUSE_S <arguments of the worker>             each write of a file takes a while
 python odd_worker.py held:PATH <arguments of the worker>                so does it; and it decides when PATH exists
+python odd_worker.py orphan:PATH <arguments of the worker>              once PATH exists it writes when its trainer is
+                                                                        dead, and takes its time to end
 python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
 """
@@ -10,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 
 kind, _, what = sys.argv.pop(1).partition(":")
@@ -30,6 +33,22 @@ if kind == "held":
         return decide(*arguments)
 
     _worker.control.decide = held
+if kind == "orphan":
+    discard, write, trainer = _worker.storage.discard, _worker.saving.write, os.getppid()
+    path, kind, what = what, "slow", "0"
+
+    def discard_and_linger(staging):
+        discard(staging)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(6.0)
+
+    def write_as_an_orphan(*arguments):
+        while os.path.exists(path) and os.getppid() == trainer:
+            time.sleep(0.01)
+        time.sleep(0.3 if os.path.exists(path) else 0.0)
+        return write(*arguments)
+
+    _worker.storage.discard, _worker.saving.write = discard_and_linger, write_as_an_orphan
 place, _, count = (what if kind == "dies" else f"storage._write_at:{what}").partition(":")
 module_name, name = place.split(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

@@ -237,6 +237,29 @@ def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
     assert value == 1
 
 
+def lose_the_first_rank_before_its_worker_writes(rank, ranks, folder):
+    orphan = folder / "orphan"
+    background._WORKER = (ODD_WORKER, f"orphan:{orphan}" if rank == 0 else "slow:0.4")
+    background._start_worker = Forked
+    first_save(rank, ranks, folder)
+    orphan.touch()
+    saved = state(rank, ranks, 2)
+    saved["large"] = ShardedTensor.from_rank_offsets("large", torch.ones(6 << 20), (0, rank, ranks))
+    handle = dist_ckpt.async_save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1), timeout_s=60)
+    if rank == 0:
+        time.sleep(1.0)  # its worker has the job
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (*ending(handle)[:2], loaded_value(folder / "c"))
+
+
+def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tmp_path):
+    """It removes what was written, finds the folder gone when it would write, and the others ask it why."""
+    results = run_ranks(lose_the_first_rank_before_its_worker_writes, 2, tmp_path, allow_exit=(0,), timeout=60)
+    kind, text, value = results[1]
+    assert (kind, value) == ("LostPeerError", 1), text
+    assert "rank 0 died" in text
+
+
 def lose_a_rank_without_locks(rank, ranks, folder):
     control.is_locked = lambda *_: False  # this rank says so before the save, and no rank relies on locks then
     control.STALE_S = 1.5

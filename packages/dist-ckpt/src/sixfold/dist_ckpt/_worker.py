@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,7 +30,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
 
-def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
+def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if job.ranks == 1:
@@ -48,7 +49,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
     except OSError as error:
         if job.rank == 0:
             return control.tell(job, folder, Outcome(error=share.error or CheckpointError(str(error))))
-    return control.decide(job, gauge) if job.rank == 0 else control.await_outcome(job, gauge)
+    return control.decide(job, gauge, has_trainer) if job.rank == 0 else control.await_outcome(job, gauge)
 
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
@@ -75,7 +76,7 @@ class _Parent:
         """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""
         with suppress(OSError, EOFError):
             # Not only the end of the file: a process that a killed trainer has forked may hold its end open.
-            while (message := self._channel.receive(self._lives)) is not None:
+            while (message := self._channel.receive(self.lives)) is not None:
                 self.jobs.put(pickle.loads(message))
         job = self.current
         if job is not None and job.rank == 0:
@@ -85,9 +86,10 @@ class _Parent:
 
     def report(self, outcome: Outcome) -> None:
         with suppress(OSError):  # it has ended; listen() ends this process
-            self._channel.send(outcome.encode(), self._lives)
+            self._channel.send(outcome.encode(), self.lives)
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
+        """Whether the process that started this one is still there."""
         return os.getppid() == self._pid
 
 
@@ -100,7 +102,7 @@ def main() -> None:
     arena = MappedArena(arena_fd)
     while True:
         parent.current = parent.jobs.get()
-        outcome = run(parent.current, arena, gauge)
+        outcome = run(parent.current, arena, gauge, parent.lives)
         parent.current = None
         parent.report(outcome)
 

@@ -33,6 +33,7 @@ import hmac
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,8 +216,11 @@ def control_of(job: Job) -> ControlFolder:
     return ControlFolder(Path(job.ticket.target), job.ticket.save_id, job.key)
 
 
-def decide(job: Job, gauge: Gauge) -> Outcome:
-    """What the first rank's worker does when its own record is there: wait for all, commit, tell."""
+def decide(job: Job, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
+    """What the first rank's worker does when its own record is there: wait for all, commit, tell.
+
+    Without a trainer the worker is ending, and removes what was written: that is then the reason, not what it met.
+    """
     folder = control_of(job)
 
     def gathered() -> list[Any]:
@@ -226,7 +230,11 @@ def decide(job: Job, gauge: Gauge) -> Outcome:
         return shares
 
     outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
-    return tell(job, folder, outcome if outcome.error is not None else commit(job, outcome.value))
+    if outcome.error is None:
+        outcome = commit(job, outcome.value)
+    if outcome.error is not None and not has_trainer():
+        outcome = Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
+    return tell(job, folder, outcome)
 
 
 def commit(job: Job, written: list[Any]) -> Outcome:

@@ -6,6 +6,7 @@ from config_helpers import config_with, words_of
 from sixfold.gpt.config import check_world, resume_changes
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import noted_changes
+from sixfold.pipeline.schedules import by_name, registered
 
 
 @pytest.mark.parametrize(
@@ -217,3 +218,17 @@ def test_a_branch_changes_learning_rate_schedule_and_clipping_and_says_so():
         "optimizer.lr": [1e-3, 2e-3], "train.clip_grad": [1.0, 0.5], "schedule.shape": ["constant", "wsd"],
         "schedule.decay_steps": [0, 20],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in registered()])
+def test_every_schedule_of_the_pipeline_package_is_taken_by_name(name):
+    entry = by_name(name)
+    options = [
+        f"parallel.stages_per_rank={1 if entry.chunks == 1 else 2}",
+        "parallel.pp=2",
+        f"parallel.schedule={name}",
+    ]
+    if not entry.flushed:
+        options += [*VERSIONS, *(["train.global_batch_size=4"] if name == "pipedream" else [])]
+    assert config_with(*options).parallel.entry is entry
+    assert by_name(config_with("parallel.pp=2", "parallel.schedule=plan").parallel.entry.name).split

@@ -30,6 +30,7 @@ def train_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str
     return result.step, result.loss, result.reason
 
 
+TOGETHER = 24  # jobs of one process: what each leaves open (files, sockets) goes with it
 JOB_S = 150.0  # ends what hangs and nothing else: longer than the deadline of the tiny configuration
 
 
@@ -51,10 +52,12 @@ def run_all(configs: Iterable[tuple[int, TrainConfig]]) -> None:
     for ranks, config in configs:
         texts.setdefault((ranks, config.parallel.pp if ranks > 2 else 0), []).append(config.to_toml())
     for (ranks, _), jobs in texts.items():
-        if ranks == 1:
-            train_all(0, 1, jobs)
-        else:
-            ranktest.run_ranks(train_all, ranks, jobs, timeout=JOB_S * max(1, len(jobs) // 4))
+        for first in range(0, len(jobs), TOGETHER):
+            some = jobs[first : first + TOGETHER]
+            if ranks == 1:
+                train_all(0, 1, some)
+            else:
+                ranktest.run_ranks(train_all, ranks, some, timeout=JOB_S * max(1, len(some) // 4))
 
 
 def run(config: TrainConfig, ranks: int) -> list[tuple[int, float | None, str] | None]:

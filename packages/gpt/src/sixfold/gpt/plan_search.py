@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from sixfold.gpt.config import TrainConfig
@@ -44,13 +45,22 @@ class Choice:
     @property
     def overrides(self) -> str:
         """As they are written behind CONFIG."""
-        return " ".join(f"{key}={value}" for key, value in self.changes.items()) or "(as given)"
+        return " ".join(f"{key}={_written(value)}" for key, value in self.changes.items()) or "(as given)"
+
+    def beside(self, config: TrainConfig) -> Choice:
+        """Without the changes that ``config`` has already."""
+        left = {key: value for key, value in self.changes.items() if attrgetter(key)(config) != value}
+        return replace(self, changes=left)
 
     @property
     def order(self) -> tuple[float, float, int]:
         """Best first: time, then bubble, then memory."""
         step = self.planned.step_s
         return (0.0 if step is None else step, self.planned.bubble_over_ideal, self.planned.peak_bytes)
+
+
+def _written(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:

@@ -16,6 +16,7 @@ from typing import Any
 
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.devices import Device, device_named, device_of_machine
+from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.plan import Planned, PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan
 from sixfold.gpt.plan_search import Choice, Ranking, search, suggestions
 
@@ -58,7 +59,7 @@ def run(
         device, machine: see ``choose_device``.
         look_further: rank the layouts of this world.
     Raises:
-        ConfigError: a configuration that cannot be at this world.
+        ConfigError: a configuration that cannot be at this world; with ``look_further`` what can is ranked instead.
     """
     config = PlannedConfig.from_toml(path, overrides)
     ranks = config.parallel.world if world is None else world
@@ -68,24 +69,34 @@ def run(
     if gbps is not None:
         chosen = replace(chosen, node_bytes_per_s=gbps * 1e9 / 8 * min(chosen.per_node, 1024))
     memory = None if memory_gb is None else round(memory_gb * 1e9)
-    planned = plan_layout(config, ranks, chosen, memory_bytes=memory)
+    try:
+        planned = plan_layout(config, ranks, chosen, memory_bytes=memory)
+    except ConfigError as error:
+        if not look_further:
+            raise
+        ranking = search(config, ranks, chosen, memory_bytes=memory)
+        if as_object:
+            return json.dumps({"world": ranks, "refused": [str(error)], "search": _found(ranking)})
+        return "\n".join([f"as given: {error}", *_ranking(ranking, config)])
     near = suggestions(planned)
-    ranking = search(config, ranks, chosen, memory_bytes=memory) if look_further else None
+    found = search(config, ranks, chosen, memory_bytes=memory) if look_further else None
     if as_object:
-        return json.dumps(_object(planned, near, ranking))
-    return _text(planned, near, ranking)
+        return json.dumps(_object(planned, near, found))
+    return _text(planned, near, found)
 
 
 def _object(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> dict[str, Any]:
     found = as_json(planned) | {"bubbles": bubbles(planned), "suggestions": [_choice(one) for one in near]}
-    if ranking is not None:
-        found["search"] = {
-            "candidates": ranking.candidates,
-            "planned": ranking.planned,
-            "complete": ranking.complete,
-            "best": [_choice(one) for one in ranking.best],
-        }
-    return found
+    return found if ranking is None else found | {"search": _found(ranking)}
+
+
+def _found(ranking: Ranking) -> dict[str, Any]:
+    return {
+        "candidates": ranking.candidates,
+        "planned": ranking.planned,
+        "complete": ranking.complete,
+        "best": [_choice(one) for one in ranking.best],
+    }
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def _text(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> 
     lines = [
         f"{config.model.num_parameters:,} parameters on {planned.world} ranks: {degrees}; {parallel.schedule}, "
         f"{parallel.sharding}{copies}",
-        f"a step of {config.train.global_batch_size} samples is {planned.microbatches} microbatches of "
+        f"a step of {config.train.global_batch_size} samples is {_counted(planned.microbatches, 'microbatch')} of "
         f"{config.train.micro_batch_size} x {config.data.seq_length} on each rank; {config.train.precision}, "
         f"recompute {config.train.recompute}",
         *_ranks(planned),
@@ -122,13 +133,16 @@ def _text(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> 
     elif not planned.fits:
         lines.append("no change of one or two keys fits; --search looks at all layouts of this world")
     if ranking is not None:
-        lines += _ranking(ranking)
+        lines += _ranking(ranking, config)
     return "\n".join(lines)
 
 
 def _ranks(planned: Planned) -> list[str]:
     """A row for each pipeline rank, the first and the last of many."""
-    lines = ["rank  stages (layers)            weights gradients optimizer  buffers activations temporary  peak GB"]
+    unit, name = (1e9, "GB") if planned.peak_bytes >= 1e9 else (1e6, "MB")
+    lines = [
+        f"rank  stages (layers)            weights gradients optimizer  buffers activations temporary  peak {name}"
+    ]
     shown = list(planned.ranks)
     if len(shown) > _MOST_STAGES:
         shown = [*shown[: _MOST_STAGES // 2], *shown[-_MOST_STAGES // 2 :]]
@@ -137,7 +151,7 @@ def _ranks(planned: Planned) -> list[str]:
         layers = " ".join(f"{stage.stage}({_span(stage.layers)})" for stage in stages)
         held = one.stored
         sizes = (held.parameters + one.older, held.gradients, held.optimizer, held.gathered + held.reducing)
-        columns = "".join(f"{size / 1e9:10.3f}" for size in (*sizes, one.activations, one.temporary, one.peak))
+        columns = "".join(f"{size / unit:10.3f}" for size in (*sizes, one.activations, one.temporary, one.peak))
         lines.append(f"{one.rank:4d}  {layers:22.22s} {columns}")
     return lines
 
@@ -150,18 +164,18 @@ def _span(layers: Sequence[int]) -> str:
 
 def _fit(planned: Planned) -> str:
     if planned.memory_bytes is None:
-        return f"peak {planned.peak_bytes / 1e9:.2f} GB; no bound is known: give --memory-gb"
+        return f"peak {_bytes(planned.peak_bytes)}; no bound is known: give --memory-gb"
     verdict = "fits" if planned.fits else "DOES NOT FIT"
     return (
-        f"{verdict}: peak {planned.peak_bytes / 1e9:.2f} GB ({planned.peak_bytes / 2**30:.2f} GiB) of "
-        f"{planned.memory_bytes / 1e9:.2f} GB"
+        f"{verdict}: peak {_bytes(planned.peak_bytes)} ({planned.peak_bytes / 2**30:.2f} GiB) of "
+        f"{_bytes(planned.memory_bytes)}"
     )
 
 
 def _traffic(planned: Planned) -> str:
     sent = planned.traffic
     parts = ", ".join(
-        f"{axis} {nbytes / 1e9:.3f} GB"
+        f"{axis} {_bytes(nbytes)}"
         for axis, nbytes in (("dp", sent.dp), ("pp", sent.pp), ("tp", sent.tp), ("cp", sent.cp))
         if nbytes
     )
@@ -184,7 +198,7 @@ def _times(planned: Planned) -> list[str]:
     mfu = "" if planned.mfu is None else f", MFU {planned.mfu:.1%}"
     per_rank = "" if planned.flops_per_rank is None else f", {planned.flops_per_rank / 1e12:.1f} TFLOP/s a rank"
     lines.append(
-        f"time on {planned.device.name}: {planned.step_s:.3f} s a step, {planned.tokens_per_second:,.0f} "
+        f"time on {planned.device.name}: {_seconds(planned.step_s)} a step, {planned.tokens_per_second:,.0f} "
         f"tokens/s{per_rank}{mfu}"
     )
     return lines
@@ -192,12 +206,25 @@ def _times(planned: Planned) -> list[str]:
 
 def _short(choice: Choice) -> str:
     planned = choice.planned
-    time = "" if planned.step_s is None else f"{planned.step_s:9.3f} s  "
-    return f"{time}{planned.peak_bytes / 1e9:8.2f} GB  bubble {planned.bubble_over_ideal:.3f}  {choice.overrides}"
+    time = "" if planned.step_s is None else f"{_seconds(planned.step_s):>10s}  "
+    return f"{time}{_bytes(planned.peak_bytes):>9s}  bubble {planned.bubble_over_ideal:.3f}  {choice.overrides}"
 
 
-def _ranking(ranking: Ranking) -> list[str]:
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _bytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}es"
+
+
+def _ranking(ranking: Ranking, config: TrainConfig) -> list[str]:
+    """The best layouts, each by the keys that it changes in ``config``."""
     whole = "all of them" if ranking.complete else "as far as the time went"
     lines = [f"search: {ranking.candidates} layouts, {ranking.planned} planned whole ({whole}); best that fit:"]
-    lines += [f"  {number:2d}. {_short(choice)}" for number, choice in enumerate(ranking.best, 1)]
+    lines += [f"  {number:2d}. {_short(choice.beside(config))}" for number, choice in enumerate(ranking.best, 1)]
     return lines if ranking.best else [*lines, "  none"]

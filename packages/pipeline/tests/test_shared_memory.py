@@ -209,6 +209,33 @@ def test_a_silent_peer_is_a_timeout_and_one_that_left_is_seen_at_once():
     assert time.monotonic() - begin < 10
 
 
+def test_a_process_may_have_more_than_1024_open_files():
+    """``select`` knows no descriptor above; a message that does not come at once is waited for with one here."""
+    import resource
+    import threading
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"this process may open {hard} files at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200) if soft != resource.RLIM_INFINITY else soft, hard))
+    taken = []
+    try:
+        while not taken or taken[-1] < 1024:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        source, destination = ends()
+        later = threading.Timer(0.8, source.send, (7, FORWARD, False, (torch.ones(2),), SEND))
+        later.start()
+        destination.post()
+        assert destination.wait(7, FORWARD, RECEIVE)[0].tolist() == [1, 1]
+        later.join()
+        source.close()
+        destination.close()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_nothing_has_a_name_and_nothing_stays_open():
     gc.collect()
     descriptors = len(os.listdir("/proc/self/fd"))

@@ -16,6 +16,7 @@ receiver clears it. Neither needs a system call.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import select
@@ -242,7 +243,7 @@ class SharedIncoming:
         while (left := deadline - time.monotonic()) > 0 and not (self._alarm is not None and self._alarm.heard()):
             ended = _has_ended(self._peer)  # asked first: all that it sent is there then
             try:
-                if select.select([self._socket], [], [], 0 if ended else min(LOOK_S, left))[0]:
+                if _is_readable(self._socket.fileno(), 0 if ended else min(LOOK_S, left)):
                     return self._socket.recv_into(self._packet)
             except OSError as error:
                 raise PeerLost(action, self._rank) from error
@@ -420,6 +421,13 @@ def _process_of(link: socket.socket) -> int:
     return _credentials(link)[0]
 
 
+def _is_readable(descriptor: int, seconds: float) -> bool:
+    """Whether there is something to read within ``seconds``, or an end. Not by ``select``, which knows 1,024 files."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(math.ceil(seconds * 1000)))
+
+
 def _has_ended(process: int) -> bool:
     """Whether ``process`` is known to be dead. Its socket does not tell while a fork of it, such as a worker that loads
     data, lives on."""
@@ -430,7 +438,7 @@ def _has_ended(process: int) -> bool:
     except (AttributeError, OSError):
         return False
     try:
-        return bool(select.select([descriptor], [], [], 0)[0])
+        return _is_readable(descriptor, 0)
     finally:
         os.close(descriptor)
 

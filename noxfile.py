@@ -36,11 +36,18 @@ WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
 # Package, tests, and the option that makes them whole.
+# Package, tests, option: what the default command takes a sample of.
 FULL = (
     ("pipeline", "tests/test_matrix.py", "--full-matrix"),
+    ("pipeline", "tests/test_mutants.py", "--mutants=1000"),
+    ("pipeline", "tests/test_threads_random.py", "--random-runs=1000"),
+    ("fsdp", "tests/ranks/test_matrix_bits.py", "--all-pairs"),
+    ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
     ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
+    ("gpt", "tests/test_instants.py", "--instants=400"),
 )
+FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
 # tools/check_isolation.py asserts that the package's own metadata asks for all of it.
@@ -173,10 +180,11 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """The large matrices: every schedule at every number of microbatches, every resume. About half an hour."""
+    """The large matrices: every schedule, pair of options, resume and instant, and many random programs. Hours."""
     environment = shared_environment(session)
     for package, folder, option in FULL:
-        environment.run(session, *pytest_on(ROOT / "packages" / package / folder), option, *environment.arguments)
+        command = [*pytest_on(ROOT / "packages" / package / folder), option, f"--timeout={FULL_DEADLINE_S}"]
+        environment.run(session, *command, *environment.arguments)
 
 
 @nox.session(venv_backend="none")

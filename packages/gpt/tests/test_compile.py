@@ -55,7 +55,7 @@ def test_without_a_cpp_compiler_the_configuration_is_refused(monkeypatch):
     check_compiler(torch.device("cuda"))
 
 
-@pytest.mark.parametrize("override", ["train.compile=true", "train.recompute=full"])
+@pytest.mark.parametrize("override", ["train.compile=true", "train.recompute=full", "train.precision=fp8"])
 def test_keys_of_gptmodel_are_refused_beside_a_provider_that_would_not_read_them(tmp_path, override):
     config = tiny_config(tmp_path, override)
     with pytest.raises(ConfigError, match=r"which is of GPTModel and not of a model_provider"):

@@ -89,6 +89,10 @@ ITEMS = {
     "no labels": ({"tokens": torch.arange(32)}, r"has \['tokens'\]; it has tokens, labels"),
     "strange": ({"tokens": 0, "labels": 0, "input_ids": 0}, "input_ids"),
     "mask": ({"tokens": np.arange(32), "labels": [1] * 32, "loss_mask": np.full(32, np.nan)}, "loss_mask"),
+    "weights of targets": (
+        {"tokens": np.arange(32), "labels": [1] * 32, "loss_mask": np.full(32, 0.5)},
+        r"a\[\d+\]\['loss_mask'\] has 0\.5; it is 0 \(does not count\) or 1",
+    ),
     "raises": (None, r"a\[\d+\] raised KeyError: 'gone'"),
 }
 
@@ -118,6 +122,7 @@ def test_an_item_that_is_none_is_named_with_dataset_and_number(tmp_path, case):
         (["data.order=megatron"], TWO, "data.order is 'megatron'"),
         (["data.eod_mask_loss=true"], TWO, "data.eod_mask_loss is True"),
         (["data.split=90,10,0"], TWO, "data.split is '90,10,0'"),
+        (['data.names=["x", "y"]'], TWO, r"data\.names is \['x', 'y'\].*leave it \[\]"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_a_folder_is_made(tmp_path, overrides, datasets, says):
@@ -146,6 +151,18 @@ def test_a_run_resumes_in_the_same_order_and_not_in_another(tmp_path):
     named = type(pairs).from_text(text, ["data.split=98,2,0"])
     with pytest.raises(ConfigError, match=r"data\.split|token pairs"):
         train_in(named, world_of(0, 1), datasets={"wiki": Numbered(3), "code": Numbered(3)})
+
+
+def test_the_order_of_datasets_is_part_of_what_a_checkpoint_keeps(tmp_path):
+    alike = {"a": Numbered(10), "b": Numbered(10)}
+    one, other = (
+        open_own(own_config(tmp_path, "data.weights=[]", "data.max_epochs=0", f"data.blend={names}"), alike)[0]
+        for names in ('["a", "b"]', '["b", "a"]')
+    )
+    assert one.load_state_dict(one.state_dict(8)) == 8
+    assert one.get_batch(range(4))["tokens"].tolist() != other.get_batch(range(4))["tokens"].tolist()
+    with pytest.raises(ConfigError, match="datasets"):
+        other.load_state_dict(one.state_dict(8))
 
 
 def test_datasets_that_are_read_often_are_told(tmp_path):

@@ -229,7 +229,9 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
             f"parallel.schedule is {config.parallel.schedule!r}, whose weights gpt fills itself, and there is a "
             "model_provider: parallel.schedule = 'one_f_one_b' works"
         )
+    fp8 = config.train.precision == "fp8"  # of the matrices that GPTModel's names say
     for key, value, off in (
+        ("train.precision", config.train.precision, "bf16" if fp8 else config.train.precision),
         ("train.compile", config.train.compile, False),
         ("train.recompute", config.train.recompute, "none"),
         ("optimizer.name", config.optimizer.name, "adamw"),

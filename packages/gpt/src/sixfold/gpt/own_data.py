@@ -7,9 +7,9 @@ position gives the same sample on every layout, on every rank and after a restar
 quota tree; within a dataset each epoch is a keyed permutation of its items, another one each time.
 
 [Note: what an item is] Either ``seq_length + 1`` ids, of which all but the last are tokens and all but the first their
-labels, or a dict with ``tokens`` and ``labels`` of ``seq_length`` ids, and if wanted ``loss_mask`` (0 where a target
-does not count) and ``documents`` (numbers that change where another document begins; one document without it). A pure
-function of its number: it is read on a thread, by every rank that needs it, in any order.
+labels, or a dict with ``tokens`` and ``labels`` of ``seq_length`` ids, and if wanted ``loss_mask`` (1, and 0 where a
+target does not count) and ``documents`` (numbers that change where another document begins; one document without it).
+A pure function of its number: it is read on a thread, by every rank that needs it, in any order.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
         if len(dataset) < 1:
             raise ConfigError(f"dataset {name!r} has {len(dataset)} items; it has at least one")
     for key, value, plain in (
+        ("data.names", list(data.names), []),  # own datasets have those of data.blend
         ("data.order", data.order, "stateless"),
         ("data.document_shuffle", data.document_shuffle, "auto"),
         ("data.changes", list(data.changes), []),
@@ -183,8 +184,13 @@ class OwnData:
         rule = f"data.seq_length = {self._width}"
         row = {name: _ids(f"{where}[{name!r}]", found[name], self._width, rule) for name in ("tokens", "labels")}
         mask = np.asarray(found.get("loss_mask", np.ones(self._width)), dtype=np.float32)
-        if mask.shape != (self._width,) or not np.isfinite(mask).all() or (mask < 0).any():
-            raise FinalError(f"{where}['loss_mask'] is no row of {rule} finite numbers >= 0")
+        if mask.shape != (self._width,):
+            raise FinalError(f"{where}['loss_mask'] is of shape {mask.shape}; it is one row of {rule} numbers 0 or 1")
+        if (odd := mask[(mask != 0) & (mask != 1)]).size:  # nan too; a weight would count as a whole target
+            raise FinalError(
+                f"{where}['loss_mask'] has {odd[0]:g}; it is 0 (does not count) or 1: for more of some rows, mix "
+                f"datasets by data.weights"
+            )
         begins = np.zeros(self._width, dtype=np.bool_)
         begins[0] = True
         if "documents" in found:
@@ -208,10 +214,10 @@ class OwnData:
     def state_dict(self, position: int) -> dict[str, Any]:
         """What a checkpoint keeps: what the order is a function of."""
         shares = [str(Fraction(weight)) for weight in self._weights]
-        datasets = {
-            name: {"items": size, "weight": share}
+        datasets = [  # their order is part of the samples' order
+            {"name": name, "items": size, "weight": share}
             for name, size, share in zip(self.names, self._sizes, shares, strict=True)
-        }
+        ]
         return {"order": "own", "position": position, "seed": self._seed, "datasets": datasets, "version": 1}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:

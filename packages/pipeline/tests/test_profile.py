@@ -7,11 +7,25 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from pipeline_helpers import batch, layers, square_loss
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, dualpipe_v, gpipe, one_f_one_b, zb_h1, zb_v
+from sixfold.pipeline import (
+    Action,
+    PipelineRunner,
+    Program,
+    ScheduleError,
+    Stage,
+    dualpipe_v,
+    gpipe,
+    one_f_one_b,
+    pipedream_2bw,
+    recorder,
+    zb_h1,
+    zb_v,
+)
 from sixfold.pipeline.passes import lower
 
 
@@ -55,6 +69,47 @@ def test_without_profile_there_are_no_events():
     assert (result.events, result.timeline) == ((), None)
     with pytest.raises(ScheduleError, match="make the runner with profile=True"):
         runner.gather_timeline(result)
+
+
+@pytest.mark.parametrize("program", [zb_h1(2, 3), pipedream_2bw(2, 3)], ids=lambda p: p.name)
+def test_a_step_that_is_not_to_be_timed_has_no_events_and_the_next_one_has_its_own(program):
+    stages = stages_of(program)
+    for stage in stages:
+        stage.optimizer = torch.optim.SGD(stage.module.parameters(), lr=0.01)
+    runner = PipelineRunner(program, stages, loss_fn=square_loss, profile=True)
+    x, y = batch(6)
+    assert runner.step(x, y).events
+    quiet = runner.step(x, y, profile=False)
+    assert (quiet.events, quiet.timeline, len(quiet.losses)) == ((), None, 3)
+    assert runner.evaluate(x, y, profile=False).events == ()
+    began = time.perf_counter()
+    later = runner.step(x, y).events
+    assert later and all(begin > began for *_, begin, _ in later)
+
+
+def test_a_step_that_is_not_timed_asks_nothing_of_a_device(monkeypatch):
+    asked: list[str] = []
+
+    class OnDevice:
+        def record(self, stream: object) -> None:
+            asked.append("record")
+
+        def synchronize(self) -> None:
+            asked.append("synchronize")
+
+        def elapsed_time(self, end: object) -> float:
+            return 1.0
+
+    monkeypatch.setattr(recorder, "_event", OnDevice)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    times, ran = recorder.Recorder(), []
+    call = times.timed(lambda: ran.append(0), 0, Action.parse("0F0"), torch.device("cuda"))
+    times.begin(False)
+    call()
+    assert (times.events(), asked, ran) == ((), [], [0])
+    times.begin()
+    call()
+    assert len(times.events()) == 1 and asked == ["record"] * 4 + ["synchronize"], "base, begin, end, last"
 
 
 def gather(transport: Any) -> Any:

@@ -47,6 +47,7 @@ class Carried:
     """
 
     steps = True
+    recording = True  # as ``compile.Compiled`` has it
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class Carried:
             self._bound[key] = self._bind(tuple(moved(row, at, self._m) for row in rows), order, at)
         self.program, self.entries, self.calls, self._recorder = self._bound[key]
         if self._recorder is not None:
-            self._recorder.begin()
+            self._recorder.begin(self.recording)
 
     def _order(self, batches: int, piece: int) -> list[tuple[int, int]]:
         """Rank and position of the entries of a piece, in the order in which ``batches`` of them and a tail run.

@@ -70,7 +70,10 @@ class Compiled:
         entries: per call its rank, and what it is.
         tail: of the last stage, None where another process has it.
         steps: whether it has STEPs.
+        recording: with ``profile``, whether the step that begins is noted.
     """
+
+    recording = True
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class Compiled:
         if self.tokens is not None:
             self.tokens.begin()
         if self._recorder is not None:
-            self._recorder.begin()
+            self._recorder.begin(self.recording)
 
     def result(self) -> StepResult:
         """What the step made."""

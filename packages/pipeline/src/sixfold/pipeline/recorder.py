@@ -25,6 +25,7 @@ class Recorder:
     """Takes the times of calls."""
 
     def __init__(self) -> None:
+        self._on = True
         self._whose: list[tuple[int, Action]] = []
         self._begins: list[int] = []
         self._ends: list[int] = []
@@ -42,6 +43,9 @@ class Recorder:
         if device is None or device.type != "cuda":
 
             def on_host() -> None:
+                if not self._on:
+                    run()
+                    return
                 begins[at] = perf_counter_ns()
                 run()
                 ends[at] = perf_counter_ns()
@@ -53,19 +57,25 @@ class Recorder:
         self._bases.setdefault(device, _event())
 
         def on_device() -> None:
+            if not self._on:
+                run()
+                return
             begin.record(torch.cuda.current_stream(device))
             run()
             end.record(torch.cuda.current_stream(device))
 
         return on_device
 
-    def begin(self) -> None:
-        """A new step."""
-        for device, base in self._bases.items():
+    def begin(self, on: bool = True) -> None:
+        """A new step; without ``on`` no time of it is taken, and ``events`` has none and waits for nothing."""
+        self._on = on
+        for device, base in self._bases.items() if on else ():
             base.record(torch.cuda.current_stream(device))
 
     def events(self) -> tuple[Event, ...]:
         """What the step did, in seconds of ``perf_counter``; waits for the devices."""
+        if not self._on:
+            return ()
         for device, base in self._bases.items():
             last = _event()
             last.record(torch.cuda.current_stream(device))

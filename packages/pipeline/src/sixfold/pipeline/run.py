@@ -58,7 +58,7 @@ class PipelineRunner:
         timeout_s: deadline of every wait for another rank.
         store: for ranks to tell each other where they stand after a failure.
         lookahead: compute actions by which a receive is posted before its place.
-        profile: results hold when each action began and ended.
+        profile: results hold when each action began and ended, of those calls that do not say ``profile=False``.
         dynamic_shapes: shapes may differ in every step and microbatch without notice; "announced": only in a step that
             all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
@@ -147,6 +147,7 @@ class PipelineRunner:
         program: Program | None = None,
         keep_outputs: bool = False,
         new_shapes: bool = False,
+        profile: bool = True,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to what is there.
 
@@ -165,18 +166,19 @@ class PipelineRunner:
             keep_outputs: the result holds the last stage's outputs too, detached.
             new_shapes: shapes may differ from those of the step before; the same on all ranks. What
                 ``dynamic_shapes="announced"`` needs; otherwise ranks tell each other by themselves.
+            profile: False: of a runner with ``profile``, this step takes no times and waits for no device.
         Raises:
             ScheduleError: an argument, a stage or ``loss_fn`` failed here or on the rank it names.
             PipelineTimeout: another rank did not answer before the deadline.
         """
         with torch.enable_grad():
-            return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs, new_shapes)
+            return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs, new_shapes, profile)
 
     def drain(self) -> None:
         """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
         if self._carried is not None and self._carried.batches:
             with torch.enable_grad():
-                self._run(None, "drain", self._carried.goal, None, None, None)
+                self._run(None, "drain", self._carried.goal, None, None, None, profile=False)
 
     def state_dict(self) -> dict[str, Any]:
         """What another runner needs to go on behind this step with the same bits; ``torch.load`` reads it as it is.
@@ -226,6 +228,7 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
         keep_outputs: bool = False,
+        profile: bool = True,
     ) -> StepResult:
         """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``.
 
@@ -235,7 +238,7 @@ class PipelineRunner:
         """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
         with torch.no_grad():
-            return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs)
+            return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs, profile=profile)
 
     def forward(self, inputs: Any = None, *, kwargs: Sequence[Mapping[str, Any]] | None = None) -> StepResult:
         """Outputs of the last stage, on its rank, without gradients; nothing else remains."""
@@ -323,6 +326,7 @@ class PipelineRunner:
         kwargs: Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool = False,
         new_shapes: bool = False,
+        profile: bool = True,
     ) -> StepResult:
         self._not_broken()
         program = self._program if program is None else program
@@ -340,6 +344,7 @@ class PipelineRunner:
                 ties.begin()
             if new_shapes:
                 compiled.renew()
+            compiled.recording = profile
             self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
             calls = iter(compiled.calls)
             for call in calls:

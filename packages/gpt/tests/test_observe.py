@@ -3,13 +3,16 @@
 import pytest
 import torch
 from config_helpers import words_of
+from gpt_helpers import tiny_config
 
-from sixfold.gpt import observe
+from sixfold.gpt import observe, train
 from sixfold.gpt.by_source import Rows, by_source, means, token_loss
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.metrics import FIELDS, MetricsWriter
+from sixfold.gpt.metrics import FIELDS, MetricsWriter, describe
 from sixfold.gpt.observe import Board, check_board
-from sixfold.gpt.timeline import kept, show
+from sixfold.gpt.timeline import Keeper, kept, show
+from sixfold.pipeline import Action, PipelineRunner, one_f_one_b
+from sixfold.pipeline.simulate import measured
 
 STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "loss_by_dataset": {"wiki": 2.0, "code": None}}
 
@@ -81,6 +84,39 @@ def test_losses_that_are_not_per_token_are_not_shared_out():
     one = rows(0, 1)
     assert float(token_loss(torch.tensor([1.0, 2.0, 3.0]), one)) == 6.0
     assert one.nats is None and not by_source([one, None], 2, torch.device("cpu")).any()
+
+
+def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):
+    program = one_f_one_b(2, 2)
+    forwards = measured([(0, Action.parse("0F0"), 0.0, 1.0), (1, Action.parse("1F0"), 1.0, 2.0)])
+    keeper = Keeper(tmp_path)
+    for step in (1, 2):
+        line = keeper.keep(step, program, forwards)
+        assert line["bubble_on_paper"] is None and line["bubble"] == pytest.approx(1.0) and line["seconds"] == 2.0
+        assert line["trace"] == str(tmp_path / "timeline" / f"step-0000000{step}.json")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("sixfold: the timeline of step 1 has no bubble on paper: ")
+    assert describe({"kind": "timeline", "step": 1} | line).startswith("step 1  bubble 1.000, on paper unknown; ")
+    assert observe.scalars({"kind": "timeline"} | line) == {"pipeline/bubble": 1.0}
+    (tmp_path / "full").write_text("no folder")
+    assert Keeper(tmp_path / "full").keep(1, program, forwards) is None
+    assert "the timeline of step 1 is not kept: " in capsys.readouterr().err
+
+
+def test_only_the_steps_that_are_asked_for_are_timed(tmp_path, monkeypatch):
+    config, events = tiny_config(tmp_path, "train.steps=3", "log.timeline_steps=[2]", "eval.every=3"), []
+    for name in ("step", "evaluate"):
+        call = getattr(PipelineRunner, name)
+
+        def seen(*args, call=call, **options):
+            result = call(*args, **options)
+            events.append(bool(result.events))
+            return result
+
+        monkeypatch.setattr(PipelineRunner, name, seen)
+    train(config)
+    assert events[:3] == [False, True, False] and len(events) > 3 and not any(events[3:])
+    assert kept(config.run.dir)[0] == 2
 
 
 def test_a_run_without_timelines_and_a_step_without_one_are_refused(tmp_path):

@@ -1,14 +1,19 @@
 """Who is slow, told from the times of all ranks; a clock of parts within parts; the line on the terminal."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from gpt_helpers import tiny_config
 from run_helpers import lines
 
 from sixfold.gpt import straggler, train
+from sixfold.gpt.config import LogConfig
 from sixfold.gpt.metrics import describe
+from sixfold.gpt.optimizer import Optimizers
 from sixfold.gpt.straggler import Clock, RankTimes, slow_ranks
+from sixfold.pipeline import Action, StepResult
 
 
 def times(*rows, stages=None):
@@ -64,6 +69,38 @@ def test_a_part_within_a_part_is_counted_once(monkeypatch):
     assert (clock.seconds["compute"], clock.seconds["communication"]) == (7.0, 9.0)
     clock.steps = 2
     assert clock.per_step()["seconds"] == 10.0
+
+
+def test_waits_are_taken_off_the_part_in_which_they_were_and_off_none_outside(monkeypatch):
+    now = [0.0, 0.0]  # time, waited
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = Clock()
+    clock.waits = lambda: now[1]
+
+    def passes(seconds, waited):
+        now[0], now[1] = now[0] + seconds, now[1] + waited
+
+    passes(5.0, 4.0)  # as an evaluation
+    with clock.part("compute"):
+        passes(3.0, 1.0)
+        with clock.part("optimizer"):
+            passes(2.0, 1.5)
+        passes(1.0, 0.0)
+    assert clock.seconds == {"data": 0.0, "compute": 3.0, "optimizer": 0.5, "save": 0.0, "communication": 2.5}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_times_of_a_device_are_not_taken_off_those_of_the_host(monkeypatch, device):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    rank = SimpleNamespace(
+        clock=Clock(), device=torch.device(device), optimizer=Optimizers([]), model=SimpleNamespace(waited_s=0.0)
+    )
+    report = straggler.StragglerReport(rank, LogConfig(straggler_every=0))
+    report._began = True
+    rank.clock.seconds["compute"] = 5.0
+    ran = StepResult(events=((0, Action.parse("0RECV_B0"), 1.0, 4.0), (0, Action.parse("0F0"), 4.0, 5.0)))
+    report.after_step(2, ran, lambda *_, **__: None)
+    assert rank.clock.seconds["compute"] == (2.0 if device == "cpu" else 5.0)
 
 
 def test_a_line_says_who_by_how_much_and_in_what():

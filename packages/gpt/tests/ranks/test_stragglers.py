@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from gpt_helpers import tiny_config
 from run_helpers import JOB_S, lines, train_rank
 
 import ranktest
 from sixfold.gpt import loop
+from sixfold.gpt.straggler import PARTS
 
 SLEEP_S = 1.0  # a busy machine takes half of it for a step
 
@@ -27,6 +29,34 @@ def slow_rank(rank: int, ranks: int, text: str, part: str) -> None:
     if rank == 1:
         setattr(owner, name, slowly)
     train_rank(rank, ranks, text)
+
+
+def late_rank(rank: int, ranks: int, text: str) -> None:
+    """Train; rank 1 sleeps before each evaluation and before each step of Muon, where the other one waits for it."""
+    if rank == 1:
+        for owner, name in ((loop, "evaluate"), (torch.optim.Muon, "step")):
+            call = getattr(owner, name)
+
+            def slowly(*args, call=call, **options):
+                time.sleep(SLEEP_S / 2)
+                return call(*args, **options)
+
+            setattr(owner, name, slowly)
+    train_rank(rank, ranks, text)
+
+
+def test_waits_of_evaluations_and_of_optimizers_are_taken_off_no_other_part(tmp_path):
+    config = tiny_config(
+        tmp_path, "train.steps=3", "train.global_batch_size=4", "log.straggler_every=3", "parallel.dp=2",
+        "optimizer.name=muon", "train.clip_grad=0", "eval.every=1", "eval.batches=1",
+    )  # fmt: skip
+    ranktest.run_ranks(late_rank, 2, config.to_toml(), timeout=JOB_S)
+    [line] = lines(config, "straggler")
+    parts = [{part: seconds[rank] for part, seconds in line["parts"].items()} for rank in (0, 1)]
+    for mine in parts:
+        assert all(seconds >= 0 for seconds in mine.values()), mine
+        assert sum(mine[part] for part in PARTS) <= mine["seconds"], mine
+    assert parts[0]["communication"] > SLEEP_S / 4 > parts[0]["optimizer"], "rank 0 waits in its optimizer"
 
 
 @pytest.mark.parametrize(("layout", "part"), [("parallel.dp=2", "compute"), ("parallel.pp=2", "data")])

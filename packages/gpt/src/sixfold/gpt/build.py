@@ -160,14 +160,21 @@ class RankModel:
             found += self.model.older_records()
         return found
 
-    def run_program(self, batch: Sequence[Microbatch], program: pipeline.Program) -> pipeline.StepResult:
-        """Forwards and backwards of this rank's microbatches."""
+    def run_program(
+        self, batch: Sequence[Microbatch], program: pipeline.Program, *, timed: bool = False
+    ) -> pipeline.StepResult:
+        """Forwards and backwards of this rank's microbatches.
+
+        Args:
+            timed: the result has events, also where no report takes the times of each step's messages.
+        """
         with hooks_of(self.activations):
             return self.runner.step(
                 [m.tokens for m in batch] if self.is_first else None,
                 [m.rows for m in batch] if self.is_last else None,
                 kwargs=[m.kwargs for m in batch],
                 program=program,
+                profile=timed or times_messages(self.config, self.mesh, self.device),
             )
 
     def finish_grad_sync(self) -> None:

@@ -109,7 +109,9 @@ def check_versions(config: "TrainConfig") -> None:
         ("parallel.sharding", parallel.sharding, "no_shard", "its versions are of whole weights"),
         ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
-    ]
+        ("log.timeline_steps", list(config.log.timeline_steps), [],
+         "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
+    ]  # fmt: skip
     if config.train.precision == "fp8":
         needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))
     if parallel.pp > 1:

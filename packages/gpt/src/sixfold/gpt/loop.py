@@ -87,6 +87,7 @@ class Run:
         self.root = Path(config.run.dir) / "checkpoints"
         self.board: Board | None = None  # on rank 0, where the config wants one
         self._stragglers = StragglerReport(rank, config.log)
+        self._timelines = timeline.Keeper(config.run.dir)
         self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
 
@@ -218,7 +219,7 @@ class Run:
         traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
         try:
             with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
-                outcome = train_step(self.rank, batch, lr, stop=stop)
+                outcome = train_step(self.rank, batch, lr, stop=stop, timed=at.step + 1 in log.timeline_steps)
         except NotFiniteError as found:  # inside the program, where versions of weights are updated
             rank = found.rank * self.rank.mesh.dp + self.rank.mesh.dp_rank
             self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")
@@ -260,15 +261,9 @@ class Run:
         with wire_errors(f"timeline of step {step}"):
             measured = self.rank.runner.gather_timeline(outcome.ran)
         if measured is not None:
-            trace, ran = timeline.keep(self.config.run.dir, step, outcome.program, measured)
-            self.note(
-                "timeline",
-                step=step,
-                trace=str(trace),
-                seconds=measured.makespan,
-                bubble=measured.bubble_over_ideal,
-                bubble_on_paper=ran.predicted.bubble_over_ideal,
-            )
+            kept = self._timelines.keep(step, outcome.program, measured)
+            if kept is not None:
+                self.note("timeline", step=step, **kept)
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         peak = peak_flops_of(torch.cuda.get_device_name(self.rank.device))

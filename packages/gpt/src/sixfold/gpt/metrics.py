@@ -267,7 +267,8 @@ def describe(record: Mapping[str, Any], steps: int | None = None) -> str:
         layout = " ".join(f"{axis}{size}" for axis, size in record["layout"].items() if size > 1) or "one process"
         return f"step {step}  resumed from {record['checkpoint']} as {layout}"
     if kind == "timeline":
-        bubbles = f"bubble {record['bubble']:.3f}, on paper {record['bubble_on_paper']:.3f}"
+        paper = record["bubble_on_paper"]
+        bubbles = f"bubble {record['bubble']:.3f}, on paper {'unknown' if paper is None else f'{paper:.3f}'}"
         return f"step {step}  {bubbles}; {record['trace']}"
     if kind == "straggler":
         return "\n".join(_describe_slow(step, slow) for slow in record["slow"][:3]) or f"step {step}  no rank is slow"

@@ -61,7 +61,7 @@ def measured_costs(rank: RankModel, batch: Sequence[Microbatch], steps: int, ass
     """
     timelines = []
     for _ in range(steps + 1):
-        result = rank.run_program(batch, rank.follow(len(batch)))
+        result = rank.run_program(batch, rank.follow(len(batch)), timed=True)
         rank.finish_grad_sync()
         rank.model.zero_grad()
         timelines.append(rank.runner.gather_timeline(result))

@@ -113,7 +113,7 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool
 
 
 def train_step(
-    rank: RankModel, batch: Sequence[Microbatch], lr: float, *, stop: bool = False
+    rank: RankModel, batch: Sequence[Microbatch], lr: float, *, stop: bool = False, timed: bool = False
 ) -> StepOutcome | NonFinite:
     """Run one update on this rank's microbatches. Collective over the mesh.
 
@@ -121,6 +121,7 @@ def train_step(
         batch: this rank's microbatches, in order.
         lr: learning rate of this update.
         stop: this rank was asked to stop.
+        timed: the outcome's ``ran`` has events, for which the host waits for its device.
     Returns:
         The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
     """
@@ -132,7 +133,7 @@ def train_step(
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
     program = rank.follow(len(batch))
-    result = rank.run_program(batch, program)
+    result = rank.run_program(batch, program, timed=timed)
     rank.model.finish_grad_sync()
     _sum_tied_embedding(rank)
     if counted is not None:
@@ -225,6 +226,7 @@ def evaluate(
                 None,
                 kwargs=[m.kwargs for m in batch],
                 program=rank.program(len(batch)),
+                profile=False,
             )
             for loss in result.losses:
                 totals[0] += loss.double()

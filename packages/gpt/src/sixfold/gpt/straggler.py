@@ -41,11 +41,18 @@ Parts = dict[str, float]  # seconds by part
 
 
 class Clock:
-    """Seconds of this rank by part. A part within another is taken off that one."""
+    """Seconds of this rank by part. A part within another is taken off that one.
+
+    Attributes:
+        waits: seconds for which this host has waited for other ranks so far. What it grows by within a part is
+            communication and not of that part; outside of all parts it is nothing.
+    """
 
     def __init__(self) -> None:
         self.begin()
-        self._open: list[list[Any]] = []  # part, since when it runs
+        self.waits: Callable[[], float] = lambda: 0.0
+        self._open: list[str] = []
+        self._since = 0.0, 0.0  # when the innermost part began or went on, and ``waits`` then
 
     def begin(self) -> None:
         """Forget what was counted."""
@@ -55,18 +62,21 @@ class Clock:
 
     def enter(self, part: str) -> None:
         """From now on it is ``part``."""
-        now = time.monotonic()
-        if self._open:
-            self.seconds[self._open[-1][0]] += now - self._open[-1][1]
-        self._open.append([part, now])
+        self._count()
+        self._open.append(part)
 
     def leave(self) -> None:
         """The part that was entered last is over."""
-        part, since = self._open.pop()
-        now = time.monotonic()
-        self.seconds[part] += now - since
+        self._count()
+        self._open.pop()
+
+    def _count(self) -> None:
+        """Up to now it was the innermost part."""
+        (began, waited), self._since = self._since, (time.monotonic(), self.waits())
         if self._open:
-            self._open[-1][1] = now
+            waited = self._since[1] - waited
+            self.seconds["communication"] += waited
+            self.seconds[self._open[-1]] += self._since[0] - began - waited
 
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
@@ -78,7 +88,7 @@ class Clock:
             self.leave()
 
     def waited(self, seconds: float) -> None:
-        """So much of what was counted as compute was a wait for other ranks."""
+        """So much of what was counted as compute was a wait for other ranks, which ``waits`` does not know."""
         self.seconds["communication"] += seconds
         self.seconds["compute"] -= seconds
 
@@ -171,7 +181,7 @@ class StragglerReport:
     def __init__(self, rank: RankModel, log: LogConfig) -> None:
         self._rank, self._log = rank, log
         self._began = False
-        self._waited_s = 0.0  # for other ranks, within fsdp, up to the last step
+        rank.clock.waits = lambda: rank.model.waited_s
         for part in rank.optimizer.parts:
             part.register_step_pre_hook(lambda *_: rank.clock.enter("optimizer"))
             part.register_step_post_hook(lambda *_: rank.clock.leave())
@@ -184,11 +194,9 @@ class StragglerReport:
             ran: what the pipeline's messages took, where they were timed.
         """
         rank, log, clock = self._rank, self._log, self._rank.clock
-        waited_s = rank.model.waited_s
-        clock.waited(sum(end - begin for _, action, begin, end in ran.events if action.kind in MESSAGES))
-        clock.waited(waited_s - self._waited_s)
+        if rank.device.type == "cpu":  # else these are times of the device, of which the host's have none
+            clock.waited(sum(end - begin for _, action, begin, end in ran.events if action.kind in MESSAGES))
         clock.steps += 1
-        self._waited_s = waited_s
         due = bool(log.straggler_every) and step % log.straggler_every == 0
         if due and self._began:
             mine = RankTimes(stage=rank.mesh.pp_rank, host=socket.gethostname(), parts=clock.per_step())

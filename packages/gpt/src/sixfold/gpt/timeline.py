@@ -1,6 +1,6 @@
 """The pipeline's step as it ran, beside the same program on paper.
 
-    runner.gather_timeline --> keep (this file) --> RUN/timeline/step-N.json (Chrome trace), step-N.txt (the program)
+    runner.gather_timeline --> Keeper (this file) --> RUN/timeline/step-N.json (Chrome trace), step-N.txt (the program)
                                                 `-> show (this file) --> .svg, .png, .json for Perfetto, text
 
 Costs are fitted to what was measured and the program is simulated with them: what is left between the two bubbles is
@@ -10,8 +10,10 @@ same files.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline import Costs, Program, Timeline, draw, simulate
@@ -50,19 +52,39 @@ def folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "timeline"
 
 
-def keep(run_dir: str | Path, step: int, program: Program, measured: Timeline) -> tuple[Path, Ran]:
-    """Write a measured step under ``run_dir``.
+class Keeper:
+    """Writes measured steps under a run's folder. What goes wrong is told once, on stderr; it ends no run."""
 
-    Args:
-        step: the update that was measured, the first being 1 as in metrics.jsonl.
-    Returns:
-        The trace's path, and what ``beside_paper`` says.
-    """
-    trace = folder(run_dir) / f"step-{step:08d}.json"
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.with_suffix(".txt").write_text(str(program))
-    trace.write_text(write_trace({"measured": measured}))
-    return trace, beside_paper(program, measured)
+    def __init__(self, run_dir: str | Path) -> None:
+        self._run_dir = run_dir
+        self._told = False
+
+    def keep(self, step: int, program: Program, measured: Timeline) -> dict[str, Any] | None:
+        """The fields of metrics.jsonl's line, ``bubble_on_paper`` None where no costs fit; None: nothing was written.
+
+        Args:
+            step: the update that was measured, the first being 1 as in metrics.jsonl.
+        """
+        trace = folder(self._run_dir) / f"step-{step:08d}.json"
+        try:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.with_suffix(".txt").write_text(str(program))
+            trace.write_text(write_trace({"measured": measured}))
+        except OSError as error:
+            self._tell(f"the timeline of step {step} is not kept: {error}")
+            return None
+        paper: float | None = None
+        try:
+            paper = beside_paper(program, measured).predicted.bubble_over_ideal
+        except ScheduleError as error:
+            self._tell(f"the timeline of step {step} has no bubble on paper: {error}")
+        bubble = measured.bubble_over_ideal
+        return {"trace": str(trace), "seconds": measured.makespan, "bubble": bubble, "bubble_on_paper": paper}
+
+    def _tell(self, text: str) -> None:
+        if not self._told:
+            print(f"sixfold: {text}", file=sys.stderr, flush=True)
+        self._told = True
 
 
 def kept(run_dir: str | Path, step: int | None = None) -> tuple[int, Ran]:

@@ -81,8 +81,8 @@ def sleep_unprepared(folder):
     return 0
 
 
-def train_and_die_once(folder, config):
-    """A rank of ``sixfold train``; rank 1 is killed in its fourth step, the first time."""
+def train_and_die_once(folder, number, config):
+    """A rank of ``sixfold train``; rank 1 sends itself signal ``number`` in its fourth step, the first time."""
     from sixfold.gpt import cli, loop
 
     died, step = Path(folder) / "died", loop.train_step
@@ -91,7 +91,7 @@ def train_and_die_once(folder, config):
         steps.append(1)
         if rank.mesh.rank == 1 and len(steps) == 4 and not died.exists():
             died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return step(rank, *args, **options)
 
     steps = []

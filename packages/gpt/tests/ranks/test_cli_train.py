@@ -1,6 +1,7 @@
 """``sixfold train`` as a user runs it: its own ranks, SIGTERM, a killed rank, the next start."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,18 +72,29 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(con
     assert resume["step"] == 2 and resume["layout"]["dp"] == 2
 
 
-def test_a_run_whose_rank_is_killed_is_started_again_from_its_newest_checkpoint(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("layout", "number", "seconds", "why"),
+    [
+        ("parallel.pp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
+        ("parallel.dp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
+        ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0: .* rank 1 did not answer: a signal had stopped its process"),
+    ],
+)
+def test_a_run_that_lost_a_rank_is_started_again_from_its_newest_checkpoint(
+    tmp_path, capsys, monkeypatch, layout, number, seconds, why
+):
     path = tmp_path / "short.toml"
-    path.write_text(tiny_config(tmp_path, "train.steps=5", "checkpoint.every=2", "checkpoint.resume=never").to_toml())
+    ends = ("train.steps=5", "checkpoint.every=2", "checkpoint.resume=never", f"run.timeout_seconds={seconds}")
+    path.write_text(tiny_config(tmp_path, *ends).to_toml())
     start = cli.start_ranks
 
     def started(target, ranks, args, **options):
-        return start(partial(gpt_launch_helpers.train_and_die_once, str(tmp_path)), ranks, args, **options)
+        return start(partial(gpt_launch_helpers.train_and_die_once, str(tmp_path), number), ranks, args, **options)
 
     monkeypatch.setattr(cli, "start_ranks", started)
-    assert cli.main(["train", str(path), "parallel.pp=2", "--max-restarts", "2"]) == 0
+    assert cli.main(["train", str(path), layout, "--max-restarts", "2"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sixfold: ")]
-    assert told == ["sixfold: rank 1 was killed by SIGKILL; the kernel does so when memory runs out; restart 1 of 2"]
+    assert len(told) == 1 and re.fullmatch(f"sixfold: {why}; restart 1 of 2", told[0]), told
     assert [entry["step"] for entry in records(tmp_path / "run", "resume")] == [2]
     losses = [(entry["step"], entry["loss"]) for entry in records(tmp_path / "run", "step")]
     assert [step for step, _ in losses] == [1, 2, 3, 3, 4, 5]

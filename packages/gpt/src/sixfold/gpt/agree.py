@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from sixfold.gpt.errors import ConfigError, FinalError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
+from sixfold.pipeline.errors import ScheduleError
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -94,8 +95,10 @@ def memory_errors(rank: int, config: TrainConfig) -> Iterator[None]:
     """Turn an allocation that fails into a FinalError that says what to change."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        asked = next((m for word in MEMORY_WORDS if (m := re.search(word, str(error)))), None)
+    except (RuntimeError, ScheduleError) as error:
+        inside = raised_inside(error)
+        words = str(inside) if isinstance(inside, RuntimeError) else ""  # torch.OutOfMemoryError is one
+        asked = next((m for word in MEMORY_WORDS if (m := re.search(word, words))), None)
         if asked is None:
             raise
         raise FinalError(

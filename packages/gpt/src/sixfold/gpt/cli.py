@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from sixfold.gpt.cli_machines import add_verbs
-from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.errors import ConfigError, raised_inside
 from sixfold.gpt.processes import STOPPED, RankError, is_typed, start_ranks
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     except RankError as error:
         return _fail(error, error.exit_code)
     except Exception as error:
-        if is_typed(error) or isinstance(error, OSError):
+        inside = raised_inside(error)
+        if is_typed(inside) or isinstance(inside, OSError):
             return _fail(error, 1)
         raise
 
@@ -96,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         metavar="N",
-        help="when a rank is killed or lost, start all again from the newest checkpoint, N times at most (%(default)s)",
+        help="start all ranks again from the newest checkpoint, N times at most (%(default)s), when one was killed or "
+        "lost or failed by what may pass; not where configuration, data, a value or the disk would end the run again",
     )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=_train)
@@ -225,10 +227,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int]) -> int:
-    """``run(config)``, and again from the newest checkpoint when a rank was killed or lost, ``most`` times at most.
+    """``run(config)``, and again from the newest checkpoint when it failed, ``most`` times at most.
 
-    A run that would fail again (its configuration or data are wrong, a value was not finite, the disk is full) is not
-    started again.
+    A run that would fail again (its configuration, data or checkpoint are wrong, a value was not finite, memory or the
+    disk is too small) is not started again; see processes.is_final.
     """
     for number in range(1, most + 1):
         try:

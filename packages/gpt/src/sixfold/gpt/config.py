@@ -320,7 +320,7 @@ class LoopConfig(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Table):
-    """[optimizer]: AdamW, decoupled weight decay."""
+    """[optimizer]: AdamW, or Muon on the layers' matrices beside it; decoupled weight decay."""
 
     TABLE: ClassVar[str] = "optimizer"
     name: Literal["adamw", "muon"] = "adamw"

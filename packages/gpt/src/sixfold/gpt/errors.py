@@ -1,9 +1,13 @@
 """The exceptions of the package.
 
     config.py --> ConfigError      (this file)      TrainError, FinalError <-- loop.py, launch.py
+    what a pipeline raised --> raised_inside --> what a stage raised in it, which says whose fault it is
 
-A ConfigError is raised before a rank is started or a folder made; a TrainError ends a run that had begun.
+A ConfigError of the file alone is raised before a rank is started or a folder made; one that needs the ranks (devices,
+data, a checkpoint, a provider) on all of them before the first step. A TrainError ends a run that had begun.
 """
+
+from sixfold.pipeline.errors import ScheduleError
 
 
 class ConfigError(ValueError):
@@ -16,3 +20,10 @@ class TrainError(RuntimeError):
 
 class FinalError(TrainError):
     """A run that would fail again at the same place, so that starting it anew does not help."""
+
+
+def raised_inside(error: BaseException) -> BaseException:
+    """What was raised in an action of a pipeline, whose runner makes a ScheduleError of it; else ``error`` itself."""
+    while isinstance(error, ScheduleError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error

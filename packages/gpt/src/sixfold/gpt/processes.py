@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +31,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
+from sixfold.pipeline.errors import PipelineTimeout
 
 STOPPED = 143  # 128 + SIGTERM, as a shell would say
 POLL_S = 0.1
@@ -247,7 +249,8 @@ def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
     if failures:
         first = _first(failures)
         held = "".join(f"; rank {rank} did not answer: a signal had stopped its process" for rank in stopped)
-        raise RankError(replace(first, text=first.text + held, final=any(f.final for f in failures)))
+        final = not _is_killed(first) and any(f.final for f in failures)
+        raise RankError(replace(first, text=first.text + held, final=final))
     return max(r.result or 0 for r in ranks)
 
 
@@ -257,8 +260,12 @@ def _first(failures: list[Failure]) -> Failure:
     A killed rank comes before errors, which are then its peers' closed connections; SIGABRT does not count, because
     torch aborts a process whose peers are gone. Among errors the earliest by the machine's clock.
     """
-    killed = [f for f in failures if f.killed_by not in (None, signal.SIGABRT)]
+    killed = [f for f in failures if _is_killed(f)]
     return min(killed or failures, key=lambda f: f.time)
+
+
+def _is_killed(failure: Failure) -> bool:
+    return failure.killed_by not in (None, signal.SIGABRT)
 
 
 def _rank_main(
@@ -278,7 +285,7 @@ def _rank_main(
         report = Failure(
             rank=rank,
             time=time.time(),
-            text=_text_of(error, rank, ranks),
+            text=text_of(error, rank, ranks),
             exit_code=_exit_code(error),
             final=is_final(error),
         )
@@ -310,21 +317,28 @@ def is_typed(error: BaseException) -> bool:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a run that ended so would end so again: what was asked or read is wrong, or the disk is full."""
-    from sixfold.gpt.errors import FinalError
+    """Whether a run that ended so would end so again: what was asked or read is wrong, or the disk is full.
 
+    Of what a stage raised inside a pipeline, that is judged. A message that did not come is a peer's fault.
+    """
+    if isinstance(error, PipelineTimeout):
+        return False
+    error = raised_inside(error)
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-    return full or isinstance(error, FinalError) or (is_typed(error) and isinstance(error, ValueError))
+    stored = sys.modules.get("sixfold.dist_ckpt.errors")  # which loads torch; one of its errors has loaded it
+    other = stored is not None and isinstance(error, stored.MismatchError | stored.UnsafeError)
+    return full or other or isinstance(error, FinalError) or (is_typed(error) and isinstance(error, ValueError))
 
 
-def _text_of(error: BaseException, rank: int, ranks: int) -> str:
+def text_of(error: BaseException, rank: int, ranks: int) -> str:
+    """What a rank says of its failure: one line of an error that a sixfold package defines, else a traceback."""
     lead = f"rank {rank}: " if ranks > 1 else ""
-    if is_typed(error):
+    inside = raised_inside(error)
+    if is_typed(inside):
         return f"{lead}{error}"
-    return lead + "".join(traceback.format_exception(error)).strip()
+    told = "" if inside is error else f"{error}\n"  # which action it was
+    return lead + told + "".join(traceback.format_exception(inside)).strip()
 
 
 def _exit_code(error: BaseException) -> int:
-    from sixfold.gpt.errors import ConfigError
-
     return 2 if isinstance(error, ConfigError) else 1

@@ -216,7 +216,7 @@ class VersionedModel:
                 yield f"{stage}.{name}", main
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
-        """As fsdp's; with 2bw also ``older``, the version that the next batch reads."""
+        """As fsdp's: the newest version; ``older_records`` has the other of 2bw."""
         found = []
         for name, main in self.main_parameters():
             state = {} if optimizer is None else optimizer.state.get(main, {})

@@ -309,6 +309,30 @@ def test_a_model_of_no_architecture_is_refused(tmp_path):
         export_model(run, tmp_path / "out")
 
 
+@pytest.mark.parametrize("open_it", [lambda run: export_model(run, run / "out"), load_model], ids=["export", "load"])
+def test_a_checkpoint_with_more_than_the_model_has_or_in_other_shapes_is_refused_with_all_of_it(tmp_path, open_it):
+    model = GPTModel(small())
+    state = model.sharded_state_dict()
+    wider = torch.zeros(len(model.norm.weight) + 8)
+    state["model.norm.weight"] = dist_ckpt.ShardedTensor.from_rank_offsets("model.norm.weight", wider)
+    for name in ("positions.weight", "layers.0.extra"):
+        state[f"model.{name}"] = dist_ckpt.ShardedTensor.from_rank_offsets(f"model.{name}", torch.zeros(3))
+    state["model.layers.1._extra_state"] = dist_ckpt.ShardedObject("model.layers.1._extra_state", 1, (1,), (0,), 0)
+    model.sharded_state_dict = lambda: state
+    run = run_of(tmp_path / "run", model)
+    with pytest.raises(ConfigError) as refused:
+        open_it(run)
+    for part in (
+        f"model.norm.weight is of shape [{len(wider)}] and [model] says [{len(wider) - 8}]",
+        "model.positions.weight, of no part of the model",
+        "model.layers.0.extra, of no part of the model",
+        "model.layers.1._extra_state",
+        "model_provider's own decoder",
+    ):
+        assert part in str(refused.value)
+    assert not (run / "out").exists()
+
+
 def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for words in (["import", "a", "b"], ["export", "a", "b"]):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 from config_helpers import config_with
 
 import sixfold.pipeline as pipeline
+from sixfold.gpt import times
 from sixfold.gpt.activations import BLOCKS_LONGEST, QUERY_BLOCK
 from sixfold.gpt.devices import DEVICES, device_named
 from sixfold.gpt.errors import ConfigError
@@ -134,6 +135,29 @@ def test_fit_and_order_of_the_slides_case_come_out_of_the_model():
     assert found["cp 4"].refused and "context parallelism is not supported" in found["cp 4"].refused[0]
 
 
+def rates_of_the_slides_case():
+    return {case: plan_layout(llama(*o), 64, H100).flops_per_rank for case, (o, _, tflops) in CASES.items() if tflops}
+
+
+@pytest.mark.parametrize("link_loss", [0.4, 0.5, 0.6, 0.7])
+@pytest.mark.parametrize("compute_loss", [0.0, 0.15, 0.3])
+def test_the_order_of_the_slides_case_rests_on_no_fitted_digit(monkeypatch, compute_loss, link_loss):
+    monkeypatch.setattr(times, "COMPUTE_LOSS", compute_loss)
+    monkeypatch.setattr(times, "LINK_LOSS", link_loss)
+    found = rates_of_the_slides_case()
+    assert sorted(found, key=found.__getitem__) == ["cp 8", "cp 4", "cp 2, recompute"]
+
+
+def test_the_fit_of_the_slides_case_needs_no_fitted_value_and_the_order_does(monkeypatch):
+    monkeypatch.setattr(times, "COMPUTE_LOSS", 0.0)
+    monkeypatch.setattr(times, "LINK_LOSS", 0.0)
+    found = {case: plan_layout(llama(*overrides), 64, H100).fits for case, (overrides, _, _) in CASES.items()}
+    assert found == {case: fits for case, (_, fits, _) in CASES.items()}
+    rates = {case: (rate or 0.0) / 1e12 for case, rate in rates_of_the_slides_case().items()}
+    assert max(rates, key=rates.__getitem__) == "cp 4", "not as measured, which the guide says"
+    assert rates["cp 8"] < rates["cp 2, recompute"]
+
+
 def test_overlap_takes_the_longer_of_two_and_what_they_take_from_each_other():
     assert overlapped_s(1.0, 0.0) == 1.0
     assert overlapped_s(0.0, 1.0) == 1.0
@@ -214,6 +238,11 @@ def test_degrees_that_do_not_fit_and_experts_are_refused():
         plan_layout(PlannedConfig.from_text(LLAMA_70B, ("model.num_experts=8",)), 64, H100)
 
 
+def cpu_seconds_of_children():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_planning_a_thousand_ranks_loads_no_torch_and_takes_little_time():
     code = f"""
 import sys
@@ -224,6 +253,6 @@ found = as_json(plan_layout(config, 1024, device_named("h100")))
 assert found["layout"]["dp"] == 16 and found["microbatches"] == 256, found
 assert "torch" not in sys.modules
 """
-    began = time.process_time()
+    began = cpu_seconds_of_children()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert time.process_time() - began < 5.0
+    assert 0.0 < cpu_seconds_of_children() - began < 5.0

@@ -32,8 +32,17 @@ from sixfold.gpt.checks import refuse_path
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.folders import new_folder, refuse_taken
-from sixfold.gpt.load import IMPORTED, longest_row, saved_common, saved_config, saved_model, saved_tokenizer
-from sixfold.gpt.model import GPTModel
+from sixfold.gpt.load import (
+    IMPORTED,
+    TABLES_OF_IDS,
+    canonical_shapes,
+    check_tensors,
+    longest_row,
+    saved_common,
+    saved_config,
+    saved_model,
+    saved_tokenizer,
+)  # fmt: skip
 from sixfold.gpt.tables import keys_of
 from sixfold.gpt.tokenizer import FileTokenizer, recorded_identity
 from sixfold.gpt.toml import write_tables
@@ -48,7 +57,6 @@ CARRIED = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TABLES = ("embedding.weight", "head.weight")  # have vocabulary padding
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _INSIDE = {
     "attention_norm": "input_layernorm", "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
@@ -65,12 +73,6 @@ def hf_name(name: str) -> str:
         return f"{_OUTSIDE[head]}.{leaf}"
     _, layer, part = head.split(".", 2)
     return f"model.layers.{layer}.{_INSIDE[part]}.{leaf}"
-
-
-def canonical_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape without vocabulary padding, of every tensor of the model."""
-    shapes = {name: tuple(p.shape) for name, p in GPTModel(config, device="meta").named_parameters()}
-    return {n: (config.vocab_size, *shape[1:]) if n in _TABLES else shape for n, shape in shapes.items()}
 
 
 # ---- in
@@ -136,7 +138,7 @@ class _Found:
 def _records(name: str, found: _Found, config: GPTConfig) -> list[dist_ckpt.ShardedTensor]:
     """The whole tensor as rows of the padded one, and its padding; see [Note: vocabulary padding]."""
     key, tensor = f"model.{name}", found.tensor()
-    rows = config.padded_vocab_size if name in _TABLES else len(tensor)
+    rows = config.padded_vocab_size if name in TABLES_OF_IDS else len(tensor)
     parts, shape = [tensor], (rows, *tensor.shape[1:])
     if rows > len(tensor):
         parts.append(tensor.new_zeros(rows - len(tensor), *tensor.shape[1:]))
@@ -267,8 +269,9 @@ def export_model(
     Returns:
         ``out_dir``. A tokenizer.json and generation_config.json lie in it if the run has them.
     Raises:
-        ConfigError: no checkpoint there, a model that no architecture computes, values that ``dtype`` cannot hold,
-            ``out_dir`` is not empty, or the extra ``hf`` is not installed. CheckpointError: it is damaged.
+        ConfigError: no checkpoint there, tensors that are not those of its [model], a model that no architecture
+            computes, values that ``dtype`` cannot hold, ``out_dir`` is not empty, or the extra ``hf`` is not installed.
+        CheckpointError: it is damaged.
     """
     refuse_path("OUT_DIR", str(out_dir))
     _library()
@@ -281,13 +284,8 @@ def export_model(
     folder = find(path, step)
     config = saved_model(folder)
     hf_config.architecture_of(config)
-    stored = dist_ckpt.load_tensors_metadata(folder)
-    names = canonical_shapes(config)
-    missing = [f"model.{name}" for name in names if f"model.{name}" not in stored]
-    if missing:
-        raise ConfigError(
-            f"{folder} has no {', '.join(missing)}; a model_provider's own decoder has no Hugging Face form"
-        )
+    check_tensors(folder, config)
+    stored, names = dist_ckpt.load_tensors_metadata(folder), canonical_shapes(config)
     records = {
         hf_name(name): _record(hf_name(name), shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
         for name, shape in names.items()

@@ -26,6 +26,40 @@ if TYPE_CHECKING:
 
 IMPORTED = "imported"  # key of the common data of a checkpoint that hf.py made: no run, a model alone
 
+TABLES_OF_IDS = ("embedding.weight", "head.weight")  # have vocabulary padding
+
+
+def canonical_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape without vocabulary padding, of every tensor of the model."""
+    from sixfold.gpt.model import GPTModel
+
+    shapes = {name: tuple(p.shape) for name, p in GPTModel(config, device="meta").named_parameters()}
+    return {n: (config.vocab_size, *shape[1:]) if n in TABLES_OF_IDS else shape for n, shape in shapes.items()}
+
+
+def check_tensors(folder: Path, config: GPTConfig) -> None:
+    """A checkpoint's ``model.*`` are the tensors of GPTModel, no fewer and no more; vocabulary rows may be padded.
+
+    Raises:
+        ConfigError: one that lists all that is missing, of another shape or not the model's.
+    """
+    stored = {key: one for key, one in dist_ckpt.load_sharded_metadata(folder).items() if key.startswith("model.")}
+    problems = []
+    for name, shape in canonical_shapes(config).items():
+        if (one := stored.pop(f"model.{name}", None)) is None:
+            problems.append(f"no model.{name}")
+            continue
+        found = tuple(one.global_shape)
+        rows = name in TABLES_OF_IDS and bool(found) and found[0] >= shape[0]
+        if (found[1:] if rows else found) != (shape[1:] if rows else shape):
+            problems.append(f"model.{name} is of shape {list(found)} and [model] says {list(shape)}")
+    problems += [f"{key}, of no part of the model" for key in sorted(stored)]
+    if problems:
+        raise ConfigError(
+            f"{folder} is no GPTModel of its [model]: {'; '.join(problems)}; a model_provider's own decoder is loaded "
+            f"by its own code (sixfold.dist_ckpt.load) and has no Hugging Face form"
+        )
+
 
 def saved_common(folder: Path) -> dict[str, Any]:
     """The common data of a checkpoint.
@@ -112,11 +146,13 @@ def load_model(
     Returns:
         The model in evaluation mode, weights in ``dtype``.
     Raises:
-        ConfigError: no checkpoint there. CheckpointError: it is damaged.
+        ConfigError: no checkpoint there, or its tensors are not those of its [model]. CheckpointError: it is damaged.
     """
     from sixfold.gpt.model import GPTModel
 
     folder = find(path, step)
-    model = GPTModel(saved_model(folder), device="meta").to_empty(device="cpu")
+    config = saved_model(folder)
+    check_tensors(folder, config)
+    model = GPTModel(config, device="meta").to_empty(device="cpu")
     dist_ckpt.load(model.sharded_state_dict(), folder, group=None)
     return model.to(device=device, dtype=dtype).eval()

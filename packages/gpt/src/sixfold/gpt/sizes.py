@@ -119,6 +119,7 @@ class Formats:
     bucket_bytes: int | None
     rank_order: bool
     offload: bool
+    versioned: bool  # the schedule keeps versions of compute weights, and main weights are always another copy
 
     @classmethod
     def of(cls, config: TrainConfig) -> Formats:
@@ -136,12 +137,13 @@ class Formats:
             bucket_bytes=fsdp.bucket_bytes,
             rank_order=fsdp.grad_sum == "rank_order",
             offload=fsdp.offload,
+            versioned=not config.parallel.entry.flushed,
         )
 
     @property
     def aliased(self) -> bool:
         """Main weights are what is gathered: there is no copy of them."""
-        return self.compute == self.main
+        return self.compute == self.main and not self.versioned
 
 
 @dataclass(frozen=True)

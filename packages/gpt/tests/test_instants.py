@@ -68,7 +68,7 @@ def evaluations(config):
 def test_sigterm_at_any_instant_saves_the_step_at_hand_and_loses_nothing(whole, tmp_path, monkeypatch, request):
     config, calls = whole
     assert calls > 1000, "the instants are in all packages"
-    draw, count = random.Random(0), request.config.getoption("--instants")
+    draw, count, late = random.Random(0), request.config.getoption("--instants"), 0
     for number in range(count):
         at = 1 + int((number + draw.random()) * (calls - 1) / count)
         asked = tiny_config(tmp_path, *SMALL, run=f"at-{at}")
@@ -77,7 +77,10 @@ def test_sigterm_at_any_instant_saves_the_step_at_hand_and_loses_nothing(whole, 
             result = train(asked)
         where = f"at call {at} of {calls}, {instants.where}"
         root = Path(asked.run.dir) / "checkpoints"
-        assert instants.where, f"no call {at}"
+        if not instants.where:  # a run makes fewer calls than the first one of a process, which imports and caches
+            assert result.reason == "finished" and instants.calls < at, f"no call {at} of {instants.calls}"
+            late += 1
+            continue
         assert retention.latest(root) == retention.step_path(root, result.step), where
         [end] = lines(asked, "end")
         assert (end["step"], end["reason"]) == (result.step, result.reason), where
@@ -87,3 +90,4 @@ def test_sigterm_at_any_instant_saves_the_step_at_hand_and_loses_nothing(whole, 
         assert losses(asked) == losses(config), where
         assert evaluations(asked) == evaluations(config), where
         assert_same_tensors(final_tensors(asked), final_tensors(config))
+    assert late <= count // 10, f"{late} of {count} instants lay behind the end of their run"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from sixfold.gpt.checks import check_world
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.mesh import make_mesh
 from sixfold.gpt.step import train_step
+from sixfold.gpt.versioned import VersionedModel
 
 
 def microbatch_of(config: TrainConfig, seed: int) -> Microbatch:
@@ -69,3 +72,81 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
         if isinstance(t, torch.Tensor) and t.dim()
     ]
     return {**held, "moments": sum(moments), "activations": activations, "pp_rank": mesh.pp_rank, "shard": mesh.dp_rank}
+
+
+class Live:
+    """Bytes of storages that autograd holds now, each once, but for those of parameters; ``most`` there ever were."""
+
+    def __init__(self, own: set[int]) -> None:
+        self._own, self._held, self.now, self.most = own, Counter[int](), 0, 0
+
+    def pack(self, tensor: torch.Tensor) -> Held:
+        """For ``saved_tensors_hooks``."""
+        return Held(self, tensor.detach())
+
+    def count(self, storage: torch.UntypedStorage, by: int) -> None:
+        """Another one holds the storage, or one less."""
+        at = storage.data_ptr()
+        self._held[at] += by
+        if at not in self._own and self._held[at] == max(by, 0):
+            self.now += by * storage.nbytes()
+            self.most = max(self.most, self.now)
+
+
+class Held:
+    """What a graph holds of a tensor, until the graph lets go of it."""
+
+    def __init__(self, live: Live, tensor: torch.Tensor) -> None:
+        self.tensor, self._live = tensor, live
+        live.count(tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self._live.count(self.tensor.untyped_storage(), -1)
+
+
+def rank_in_flight(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
+    """Of each configuration the most bytes that this rank's graphs held in a step, and those of versions of weights."""
+    return [_in_flight(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
+
+
+def _in_flight(config: TrainConfig, world: Any) -> dict[str, int]:
+    mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
+    found = build_rank(config, mesh, world)
+    count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
+    gradients = [0]
+    versions = found.model.weights.values() if isinstance(found.model, VersionedModel) else ()
+    for weights in versions:
+        weights.step = _watched(weights, gradients)
+    steps = 1 if not versions else 3 * world.size
+    batches = [[microbatch_of(config, count * step + n) for n in range(count)] for step in range(steps)]
+    live = Live({p.untyped_storage().data_ptr() for p in found.model.module.parameters()})
+    with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda held: held.tensor):
+        for batch in batches:
+            train_step(found, batch, 1e-3)
+    if not versions:
+        return {"activations": live.most}
+    carried = found.runner.state_dict()["carried"]["weights"].values()
+    leaves = [leaf for one in carried for kept in (one["newest"], *one["older"].values()) for leaf in kept.values()]
+    moments = [t for state in found.optimizer.state.values() for t in state.values() if t.dim()]
+    found.settle()
+    return {
+        "main_weights": _nbytes([main for _, main in found.model.main_parameters()]),
+        "moments": _nbytes(moments),
+        "newest": _nbytes(found.model.module.parameters()),
+        "versions": _nbytes(leaves),
+        "gradients": gradients[0],
+    }
+
+
+def _watched(weights: Any, most: list[int]) -> Callable[[], None]:
+    plain = weights.step
+
+    def step() -> None:
+        most[0] = max(most[0], _nbytes([m.grad for m in weights.mains.values()]))
+        plain()
+
+    return step
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

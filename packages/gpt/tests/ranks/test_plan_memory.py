@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import pytest
 from config_helpers import MINIMAL
-from plan_helpers import measured_rank
+from plan_helpers import measured_rank, rank_in_flight
 
 import ranktest
 from sixfold.gpt import TrainConfig
 from sixfold.gpt.checks import check_world
+from sixfold.gpt.devices import DEVICES
 from sixfold.gpt.layout import Layout
+from sixfold.gpt.plan import plan_layout
 
 # Matrices of some size, so that alignment weighs as little as it does in a model of use.
 WIDE = (
@@ -66,7 +68,7 @@ SAMPLE = {
 
 def pytest_generate_tests(metafunc):
     """The sample, or all cases."""
-    if "case" in metafunc.fixturenames:
+    if "measured" in metafunc.fixturenames:
         every = metafunc.config.getoption("--memory-matrix")
         metafunc.parametrize(("ranks", "case"), [one for one in CASES if every or one in SAMPLE], ids=str)
 
@@ -116,3 +118,51 @@ def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
         assert plan.total == pytest.approx(weights + plan.gathered + gradients + reducing + plan.optimizer, rel=0.05)
         saved = sum(layout.activation_bytes(stage) for stage in stages)
         assert saved == pytest.approx(held["activations"], rel=0.05)
+
+
+FLIGHTS = {
+    "1f1b": ("parallel.pp=2", "train.global_batch_size=8"),
+    "1f1b fp32 untied": (
+        "parallel.pp=2", "train.global_batch_size=8", "train.precision=fp32", "model.tie_embeddings=false",
+    ),
+}  # fmt: skip
+WEIGHTS = ("parallel.pp=2", "parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embeddings=false")
+VERSIONS = {
+    f"{schedule} {precision}": (
+        *WEIGHTS, f"parallel.schedule={schedule}", f"train.precision={precision}", f"train.global_batch_size={batch}",
+    )
+    for schedule, batch in (("pipedream", 2), ("pipedream_2bw", 4))
+    for precision in ("bf16", "fp32")
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def flights():
+    """Bytes of both ranks of every case of several microbatches in flight."""
+    known = FLIGHTS | VERSIONS
+    configs = {case: TrainConfig.from_text(MINIMAL, (*WIDE, *overrides)) for case, overrides in known.items()}
+    texts = [config.to_toml() for config in configs.values()]
+    rows = ranktest.run_ranks(rank_in_flight, 2, texts, timeout=120)
+    return {case: (configs[case], [row[n] for row in rows]) for n, case in enumerate(configs)}
+
+
+@pytest.mark.parametrize("case", FLIGHTS)
+def test_activations_of_a_plan_are_the_most_that_graphs_hold_with_several_microbatches_in_flight(flights, case):
+    """Beside them the plan counts inputs and outputs of stages that wait, which are no saved tensors: 2 to 4 % here."""
+    config, rows = flights[case]
+    planned = plan_layout(config, 2, DEVICES["cpu"])
+    assert planned.microbatches == 4
+    assert [one.microbatches_held for one in planned.stages] == [2, 1]
+    for plan, held in zip(planned.ranks, rows, strict=True):
+        assert plan.activations == pytest.approx(held["activations"], rel=0.05)
+
+
+@pytest.mark.parametrize("case", VERSIONS)
+def test_a_plan_of_versions_counts_main_weights_always(flights, case):
+    config, rows = flights[case]
+    for plan, held in zip(plan_layout(config, 2, DEVICES["cpu"]).ranks, rows, strict=True):
+        assert plan.stored.optimizer == pytest.approx(held["main_weights"] + held["moments"], rel=0.01)
+        assert plan.stored.parameters == pytest.approx(held["newest"], rel=0.01)
+        assert plan.stored.gradients == pytest.approx(held["gradients"], rel=0.05)
+        whole = held["versions"] + held["main_weights"] + held["moments"] + held["gradients"]
+        assert plan.stored.total + plan.older == pytest.approx(whole, rel=0.05)

@@ -282,12 +282,16 @@ def stored(
         gradients, local = home, 0 if per_microbatch else sums
     else:
         gradients, local = sums if formats.grad == formats.main else sums + home, 0
+    pool = pool_bytes(cuts, formats, parallel.dp_replicate)
+    if formats.versioned:  # sums in place, or of every rank's part of one tensor after the other
+        largest = largest_tensor(units) if formats.rank_order and ranks > 1 else 0
+        pool = ranks * largest * formats.main
     return Stored(
         parameters=weights,
         gradients=gradients,
         optimizer=main + (0 if formats.offload else moments),
         gathered=_arena_bytes(cuts, formats) if strategy.shards_params else 0,
-        reducing=local + pool_bytes(cuts, formats, parallel.dp_replicate),
+        reducing=local + pool,
     )
 
 

@@ -35,6 +35,19 @@ def test_tables_that_contradict_each_other_are_named_with_both_numbers(override,
     assert expected in words_of(error)
 
 
+def test_a_search_that_outlasts_those_who_wait_for_it_is_refused_with_values_that_work():
+    planned = ("parallel.schedule=plan", "parallel.pp=2", "train.batch_ramp=[[1, 8], [2, 12], [3, 8]]")
+    slow = (*planned, "pipeline.plan_seconds=20", "run.timeout_seconds=60")
+    with pytest.raises(ConfigError) as error:
+        config_with(*slow)
+    said = words_of(error)
+    assert "pipeline.plan_seconds is 20 for each of 3 global batch sizes, and run.timeout_seconds 60" in said
+    assert "pipeline.plan_seconds = 10 works, or run.timeout_seconds = 120" in said
+    config_with(*slow, "pipeline.plan_seconds=10")
+    config_with(*slow, "run.timeout_seconds=120")
+    config_with(*slow, "parallel.pp=1")
+
+
 VERSIONS = ("parallel.pp=2", "parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embeddings=false")
 
 

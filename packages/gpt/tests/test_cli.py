@@ -4,14 +4,17 @@ import errno
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from gpt_helpers import tiny_config
 
 from sixfold.dist_ckpt import LostPeerError, StorageError
-from sixfold.gpt import cli
+from sixfold.gpt import cli, metrics
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
+from sixfold.gpt.launch import Rendezvous
 from sixfold.gpt.processes import Failure, RankError, is_final
 from sixfold.indexed_data import IndexedDataError
 
@@ -155,6 +158,23 @@ def test_restarts_are_the_launchers_own_where_there_is_one(config_file, capsys, 
         monkeypatch.setenv(name, value)
     assert cli.main(["train", str(config_file), "--max-restarts", "2"]) == 2
     assert whose in one_line(capsys) and started == []
+
+
+def test_a_progress_line_that_hangs_does_not_hold_a_rank_that_is_done(tmp_path, monkeypatch):
+    free, polled = threading.Event(), []
+
+    def hang(line):
+        polled.append(threading.current_thread().name)
+        free.wait(60)
+
+    monkeypatch.setattr(cli, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(metrics.ProgressLine, "poll", hang)
+    monkeypatch.setattr(cli, "train_rank", lambda config: time.sleep(0.5) or 0)
+    first = Rendezvous(launcher="torchrun", rank=0, size=2, local_rank=0, url="env://")
+    began = time.monotonic()
+    assert cli._be_a_rank(tiny_config(tmp_path), first) == 0
+    assert polled == ["sixfold-progress"] and time.monotonic() - began < 30
+    free.set()
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

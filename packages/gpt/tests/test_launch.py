@@ -1,9 +1,12 @@
 """Which launcher started a process, read from its variables alone."""
 
+import os
+
 import pytest
 import torch
+from gpt_helpers import tiny_config
 
-from sixfold.gpt import launch
+from sixfold.gpt import launch, train
 from sixfold.gpt.errors import ConfigError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -216,6 +219,26 @@ def test_node_lists_are_expanded_as_scontrol_does(nodes, hosts):
 def test_a_broken_node_list_is_named(nodes):
     with pytest.raises(ConfigError, match="node list"):
         launch.expand_hosts(nodes)
+
+
+@pytest.mark.parametrize(("own", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+def test_deterministic_runs_have_a_workspace_of_cublas_before_cuda_is_used(tmp_path, monkeypatch, own, found):
+    seen = []
+
+    def join(*args, **options):
+        seen.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.are_deterministic_algorithms_enabled()))
+        raise InterruptedError
+
+    monkeypatch.setattr(os, "environ", dict(own))
+    monkeypatch.setattr(launch, "join", join)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for option in ("false", "true"):
+            with pytest.raises(InterruptedError):
+                train(tiny_config(tmp_path, f"train.deterministic={option}"))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert seen == [(own.get("CUBLAS_WORKSPACE_CONFIG"), before), (found, True)]
 
 
 def test_a_world_of_one_has_no_group_and_leaves_the_threads_of_its_user_alone():

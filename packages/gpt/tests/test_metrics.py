@@ -1,12 +1,14 @@
 """metrics.jsonl: what is written, what is read back after kills and resumes, what is shown."""
 
+import errno
 import io
 import json
 import math
 
 import pytest
 
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt import metrics
+from sixfold.gpt.errors import FinalError, TrainError
 from sixfold.gpt.metrics import FIELDS, MetricsTail, MetricsWriter, ProgressLine, describe, read_all, read_metrics
 
 STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "batch_size": 8, "samples": 8, "tokens": 64}
@@ -44,9 +46,25 @@ def test_a_wrong_field_is_our_own_mistake(tmp_path):
 def test_a_full_disk_is_named_with_its_file():
     with (
         MetricsWriter("/dev/full") as writer,
-        pytest.raises(TrainError, match=r"/dev/full: 0 of the \d+ bytes .* No space"),
+        pytest.raises(FinalError, match=r"/dev/full: 0 of the \d+ bytes .* No space"),
     ):
         writer.write("end", step=1, reason="finished")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(None, FinalError), (errno.EDQUOT, FinalError), (errno.EIO, TrainError), (errno.ESTALE, TrainError)],
+)
+def test_only_a_disk_without_room_is_so_at_the_next_start(tmp_path, monkeypatch, number, kind):
+    def refuse(file, line):
+        if number is None:
+            return len(line) - 1
+        raise OSError(number, "no")
+
+    with MetricsWriter(tmp_path / "m") as writer, pytest.raises(TrainError, match="bytes of a line") as error:
+        monkeypatch.setattr(metrics.os, "write", refuse)
+        writer.write("end", step=1, reason="finished")
+    assert type(error.value) is kind
 
 
 def test_each_line_is_on_disk_when_written(tmp_path):

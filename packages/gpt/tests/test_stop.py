@@ -113,6 +113,23 @@ def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeyp
     assert [entry["step"] for entry in lines(config, "step")] == [1, 2]
 
 
+def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, monkeypatch):
+    free, reading, result, read = threading.Event(), loop.TokenStream.step, loop.Ahead.result, []
+    monkeypatch.setattr(loop, "CLOSE_S", 0.1)
+    monkeypatch.setattr(loop, "plan_run", lambda run: run.coming_batch())
+    monkeypatch.setattr(
+        loop.TokenStream, "step", lambda self, at, *args: (read.append(at), reading(self, at, *args))[1]
+    )
+    config = tiny_config(tmp_path, "parallel.schedule=plan", "train.steps=2", run="healthy")
+    train(config)
+    assert read == [0, 8]
+    monkeypatch.setattr(loop.TokenStream, "step", lambda *_: free.wait(60))
+    monkeypatch.setattr(loop.Ahead, "result", lambda self, seconds: result(self, seconds / 1000))
+    with pytest.raises(TrainError, match=r"step 0: rank 0 did not read its data within 120 s"):
+        train(tiny_config(tmp_path, "parallel.schedule=plan"))
+    free.set()
+
+
 def test_two_signals_of_one_moment_are_one_and_a_further_one_ends_at_once(monkeypatch):
     killed = []
     monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append((pid, number)))

@@ -267,10 +267,23 @@ def _check_stages(config: "TrainConfig") -> None:
                 f"pipeline.{key} is {value} and parallel.schedule {parallel.schedule!r} is not searched; leave the key "
                 "out, or set parallel.schedule = 'plan'"
             )
+    _check_search(config)
     if 0 < config.pipeline.group < parallel.pp:
         raise ConfigError(
             f"pipeline.group is {config.pipeline.group} and parallel.pp {parallel.pp}; in smaller "
             f"groups ranks wait for each other for ever: pipeline.group = {parallel.pp} works, or 0 for the default"
+        )
+
+
+def _check_search(config: "TrainConfig") -> None:
+    """Rank 0 searches a plan for each number of microbatches; the others wait no longer than for all else."""
+    counts = len({batch for _, batch in global_batches_of(config)})
+    each, limit = config.pipeline.plan_seconds, config.run.timeout_seconds
+    if config.parallel.schedule == "plan" and config.parallel.pp > 1 and each * counts >= limit:
+        raise ConfigError(
+            f"pipeline.plan_seconds is {each:g} for each of {counts} global batch sizes, and run.timeout_seconds "
+            f"{limit:g}, after which the ranks that wait for the plan give up; pipeline.plan_seconds = "
+            f"{limit / counts / 2:g} works, or run.timeout_seconds = {2 * each * counts:g}"
         )
 
 

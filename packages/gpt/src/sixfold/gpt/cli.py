@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from sixfold.gpt.launch import Rendezvous
 
 
+PROGRESS_S = 5.0  # for the progress line of rank 0 to end with its run
+
 # Who starts ranks anew where sixfold did not start them.
 _RESTARTS = {
     "torchrun": "torchrun --max-restarts",
@@ -276,8 +278,9 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
         return record(train_rank)(config) or 0
     finally:
         done.set()
-        thread.join()
-        line.close()
+        thread.join(PROGRESS_S)
+        if not thread.is_alive():  # else it hangs in a read or a write, and so would this
+            line.close()
 
 
 def _check_world(config: TrainConfig, ranks: int) -> None:

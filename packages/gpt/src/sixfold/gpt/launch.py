@@ -25,7 +25,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -278,6 +278,17 @@ def pick_device(wanted: str, rendezvous: Rendezvous | None = None) -> torch.devi
     if not torch.cuda.is_available():
         raise ConfigError('run.device is "cuda" and torch sees no GPU here; use "cpu", or a torch built for this GPU')
     return torch.device("cuda", device_index(rendezvous, torch.cuda.device_count()))
+
+
+def make_deterministic(environ: MutableMapping[str, str]) -> None:
+    """Have torch compute the same bits each time, or refuse. Before CUDA is first used: cuBLAS reads its variable then.
+
+    A CUBLAS_WORKSPACE_CONFIG of the user's own stays.
+    """
+    import torch
+
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def join(rendezvous: Rendezvous | None, device: str = "auto", timeout_s: float = 600.0) -> World:

@@ -118,15 +118,15 @@ class Run:
 
     def coming_batch(self) -> list[Microbatch]:
         """This step's microbatches, without any being consumed."""
-        return self._fetch(self.progress.step, self.progress.samples)
-
-    def next_batch(self) -> list[Microbatch]:
-        """This step's microbatches; the next step's are fetched on a thread while this one runs."""
         step, samples = self.progress.step, self.progress.samples
         if self._ahead is None or self._ahead[0] != step:
             self._ahead = (step, Ahead(lambda: self._fetch(step, samples)))
-        batch = self._await_data(f"step {step}", self._ahead[1])
-        self._ahead = None
+        return self._await_data(f"step {step}", self._ahead[1])
+
+    def next_batch(self) -> list[Microbatch]:
+        """This step's microbatches; the next step's are fetched on a thread while this one runs."""
+        batch, self._ahead = self.coming_batch(), None
+        step, samples = self.progress.step, self.progress.samples
         if step + 1 < self.config.train.steps:
             after = samples + batch_size(self.config, step)
             self._ahead = (step + 1, Ahead(lambda: self._fetch(step + 1, after)))
@@ -312,7 +312,7 @@ def train_in(
     """`train` for ranks that have met already: ``world`` is this process among them."""
     config = replace(config, parallel=check_world(config, world.size))
     if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
+        launch.make_deterministic(os.environ)
     mesh = make_mesh(config.parallel, world, world.device, config.run.timeout_seconds)
     together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
@@ -398,6 +398,8 @@ def train(
             f"parallel.pp * dp * cp * tp is {config.parallel.world} ranks and this process is alone; "
             f"`sixfold train` and torchrun start them, train() itself is one of them"
         )
+    if config.train.deterministic:
+        launch.make_deterministic(os.environ)
     world = launch.join(rendezvous, device=config.run.device, timeout_s=config.run.timeout_seconds)
     try:
         return train_in(config, world, model_provider, datasets)

@@ -10,6 +10,7 @@ the next writer begins on a new line. No torch here.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.rundir import hold
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -88,7 +89,7 @@ class MetricsWriter:
         Returns:
             The record as it was written.
         Raises:
-            TrainError: the line does not fit on the disk.
+            FinalError: the line does not fit on the disk. TrainError: the system refused it otherwise.
         """
         wanted = FIELDS[kind]
         assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
@@ -96,11 +97,12 @@ class MetricsWriter:
         # One write call per line: a kill cuts a line at most, it never mixes two.
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
-            written, why = os.write(self._file, line), "the disk is full"
+            written, why, full = os.write(self._file, line), "the disk is full", True
         except OSError as error:
-            written, why = 0, str(error.strerror)
+            written, why, full = 0, str(error.strerror), error.errno in (errno.ENOSPC, errno.EDQUOT)
         if written < len(line):
-            raise TrainError(f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}")
+            error_type = FinalError if full else TrainError
+            raise error_type(f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}")
         return record
 
     def close(self) -> None:

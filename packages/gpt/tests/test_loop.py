@@ -127,13 +127,17 @@ def test_the_start_line_says_the_order_and_how_often_each_dataset_is_read(tmp_pa
     assert "stateless order" in describe(start) and f"wiki {start['epochs']['wiki']:.3g}" in describe(start)
 
 
-def test_a_batch_without_any_target_is_told_as_such(tmp_path):
+VERSIONS = ("parallel.schedule=pipedream_2bw", "parallel.sharding=no_shard", "train.clip_grad=0")
+
+
+@pytest.mark.parametrize("options", [(), VERSIONS], ids=["flushed", "versions"])
+def test_a_batch_without_any_target_is_told_as_such(tmp_path, options):
     for name in ("wiki", "code"):
         with IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=np.uint16) as builder:
             for _ in range(300):
                 builder.add_document(np.full(3, 256, np.uint16))
-    config = tiny_config(tmp_path, "data.eod_mask_loss=true")
-    with pytest.raises(TrainError, match=r"step 0: no token of the global batch is a target; data\.eod_mask_loss"):
+    config = tiny_config(tmp_path, "data.eod_mask_loss=true", *options)
+    with pytest.raises(TrainError, match=r"^step 0: no token of the global batch is a target; data\.eod_mask_loss"):
         train(config)
     assert not lines(config, "nonfinite")
 

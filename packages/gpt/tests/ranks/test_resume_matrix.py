@@ -73,9 +73,14 @@ def cases(config: pytest.Config) -> tuple[list[tuple[str, int]], list[tuple[str,
     return SAMPLE, SAMPLE_PAIRS
 
 
+def params_of(request: pytest.FixtureRequest) -> list[dict[str, object]]:
+    """The parameters of the tests that this command runs (``-k``)."""
+    return [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+
+
 def chosen(request: pytest.FixtureRequest) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
-    """As ``cases``, of the tests that this command runs (``-k``)."""
-    of_tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    """As ``cases``, of the tests that this command runs."""
+    of_tests = params_of(request)
     cuts = [(found["layout"], found["cut"]) for found in of_tests if "cut" in found]
     return cuts, [(found["source"], found["to"]) for found in of_tests if "to" in found]
 
@@ -86,6 +91,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("layout", "cut"), cuts)
     if "to" in metafunc.fixturenames:
         metafunc.parametrize(("source", "to"), pairs)
+    if "planned" in metafunc.fixturenames:
+        skipped = pytest.param("", marks=pytest.mark.skip(reason="test_planned.py has it in small; --resume-matrix"))
+        metafunc.parametrize("planned", ["plan" if metafunc.config.getoption("--resume-matrix") else skipped])
 
 
 def test_the_matrix_is_as_large_as_it_says():
@@ -98,7 +106,8 @@ def wholes(request, tmp_path_factory):
     """Of each layout a run that never stopped, with a checkpoint of every step."""
     cuts, pairs = chosen(request)
     folder = tmp_path_factory.mktemp("wholes")
-    names = sorted({name for name, _ in cuts} | {source for source, _ in pairs})
+    planned = {found["planned"] for found in params_of(request) if found.get("planned")}
+    names = sorted({name for name, _ in cuts} | {source for source, _ in pairs} | planned)
     found = {
         name: (LAYOUTS[name][0], tiny_config(folder, *SAVING, *LAYOUTS[name][1], run=name.replace(" ", "-")))
         for name in names
@@ -135,6 +144,14 @@ def test_a_resume_is_bitwise_the_run_that_never_stopped(wholes, resumed, layout,
     assert [entry["step"] for entry in lines(again, "resume")] == [cut]
     assert losses(again)[STEPS:] == losses(whole)[cut:]
     assert_same_tensors(final_tensors(whole), final_tensors(again))
+
+
+def test_a_plan_is_bitwise_a_known_schedule(wholes, planned):
+    folder, found = wholes
+    known = tiny_config(folder, *SAVING, "parallel.pp=2", "parallel.schedule=one_f_one_b", UNTIED, run="known")
+    run_all([(2, known)])
+    assert losses(found[planned][1]) == losses(known)
+    assert_same_tensors(final_tensors(found[planned][1]), final_tensors(known))
 
 
 def test_a_resume_at_another_layout_trains_as_one_process(resumed, source, to):

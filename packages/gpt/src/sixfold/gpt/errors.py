@@ -27,3 +27,19 @@ def raised_inside(error: BaseException) -> BaseException:
     while isinstance(error, ScheduleError) and error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+class NoTargetsError(FinalError):
+    """A global batch whose loss mask leaves nothing.
+
+    Args:
+        masked: the value of data.eod_mask_loss.
+        where: what stands before the text, as "step 3: ".
+    """
+
+    TEXT = "no token of the global batch is a target"
+
+    def __init__(self, masked: bool, where: str = "") -> None:
+        super().__init__(
+            f"{where}{self.TEXT}; data.eod_mask_loss is {masked}, and the loss mask leaves nothing: look at the data"
+        )

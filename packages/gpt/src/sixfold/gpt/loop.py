@@ -29,7 +29,7 @@ from sixfold.gpt.checks import check_world
 from sixfold.gpt.config import PLAN
 from sixfold.gpt.data import Microbatch, TokenStream, open_on_ranks
 from sixfold.gpt.devices import peak_flops_of
-from sixfold.gpt.errors import ConfigError, FinalError, TrainError
+from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
 from sixfold.gpt.host_memory import check_offload
 from sixfold.gpt.mesh import make_mesh
 from sixfold.gpt.metrics import MetricsWriter, read_all
@@ -220,6 +220,8 @@ class Run:
         try:
             with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
                 outcome = train_step(self.rank, batch, lr, stop=stop, timed=at.step + 1 in log.timeline_steps)
+        except NoTargetsError:
+            raise NoTargetsError(self.config.data.eod_mask_loss, f"step {at.step}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated
             rank = found.rank * self.rank.mesh.dp + self.rank.mesh.dp_rank
             self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")

@@ -16,7 +16,7 @@ from torch import nn
 from sixfold.gpt.agree import gather
 from sixfold.gpt.build import RankModel, canonical
 from sixfold.gpt.data import Microbatch
-from sixfold.gpt.errors import FinalError
+from sixfold.gpt.errors import NoTargetsError
 
 Place = tuple[int, str]  # stage, canonical name of a module; "" is the output of the stage itself
 
@@ -27,15 +27,12 @@ def blamed(rank: RankModel, batch: list[Microbatch], gradient: Place | None, ste
     Args:
         gradient: this rank's, of ``nonfinite_gradient``.
     Raises:
-        FinalError: nothing is wrong with the model: no token of the global batch is a target.
+        NoTargetsError: nothing is wrong with the model: no token of the global batch is a target.
     """
     mine = (first_nonfinite(rank, batch), gradient, sum(m.targets for m in batch))
     found = gather(rank.mesh.control, rank.mesh.size, mine)
     if not any(targets for _, _, targets in found):  # 0 / 0
-        raise FinalError(
-            f"step {step}: no token of the global batch is a target; data.eod_mask_loss is "
-            f"{rank.config.data.eod_mask_loss}, and the loss mask leaves nothing: look at the data"
-        )
+        raise NoTargetsError(rank.config.data.eod_mask_loss, f"step {step}: ")
     outputs = [(place[0], number, place[1]) for number, (place, _, _) in enumerate(found) if place]
     if outputs:
         _, first, where = min(outputs)  # forward runs through the stages upwards, backward downwards

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sixfold.fsdp import StateRecord
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.errors import NoTargetsError, TrainError
 from sixfold.gpt.optimizer import Optimizers, build_optimizer
 from sixfold.pipeline import ScheduleError
 from sixfold.pipeline.periods import endless
@@ -146,15 +146,19 @@ class StageWeights:
         """Update main weights, and write compute weights anew.
 
         Raises:
-            TrainError: a gradient is not finite; the stage's weights are those before it.
+            TrainError: a gradient is not finite, or nothing is a target; the stage's weights are those before it.
         """
-        for name, main in reversed(self.mains.items()):
-            if main.grad is not None and not bool(main.grad.isfinite().all()):
-                raise TrainError(
-                    f"the gradient of {name} (stage {self.stage}) is not finite; the weights of this stage are those "
-                    "before it"
-                )
-        _, rate = self._batches[self.done - 1]
+        targets, rate = self._batches[self.done - 1]
+        gradients = {name: main.grad for name, main in self.mains.items() if main.grad is not None}
+        finite = [gradient.isfinite().all() for gradient in gradients.values()]
+        if finite and not bool(torch.stack(finite).all()):  # the one read of the host
+            if not bool(targets):  # 0 / 0
+                raise TrainError(NoTargetsError.TEXT)
+            name = [name for name, one in zip(gradients, finite, strict=True) if not bool(one)][-1]
+            raise TrainError(
+                f"the gradient of {name} (stage {self.stage}) is not finite; the weights of this stage are those "
+                "before it"
+            )
         for group in self.optimizers.param_groups:
             group["lr"] = rate
         self.optimizers.step()
@@ -318,6 +322,8 @@ def run_batch(
 
     Args:
         targets: of the whole batch, over all data-parallel ranks.
+    Raises:
+        NotFiniteError: a gradient, of this batch or of one before it. NoTargetsError: the batch has none.
     """
     if model.microbatches not in (0, len(batch)):
         model.drain(rank.runner)  # other microbatches: another program
@@ -327,6 +333,8 @@ def run_batch(
     try:
         result = rank.run_program(batch, program)
     except ScheduleError as error:  # on all ranks of the pipeline, with the text of the one
+        if NoTargetsError.TEXT in str(error):
+            raise NoTargetsError(rank.config.data.eod_mask_loss) from error
         if (found := _NOT_FINITE.search(str(error))) is None:
             raise
         raise NotFiniteError(f"{error}", rank=int(found[1]), where=found[2].rpartition(".")[0]) from error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from gpt_helpers import tiny_config
-from hf_helpers import Peak, write_folder
+from hf_helpers import Peak, edit_json, write_folder
 from run_helpers import JOB_S, lines, losses, run, world_of
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.gpt import ConfigError, TrainConfig, checkpoint, global_batches
-from sixfold.gpt.hf import import_model
+from sixfold.gpt.hf import export_model, import_model
 from sixfold.gpt.loop import train_in
 from sixfold.gpt.sample import open_run
 
@@ -87,6 +89,26 @@ def test_a_run_in_the_imported_folder_goes_on_from_step_0_and_keeps_its_model(tm
     import_model(tmp_path / "hf", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"model\.rope_theta \(was 10000\.0, is 5\.0\)"):
         run(TrainConfig.from_text(other.to_toml(), ["model.rope_theta=5"]), 1)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("imported", [256, 7]), ("new", 256), ("other", 7)])
+def test_a_trained_import_is_exported_with_what_its_config_and_folder_said(tmp_path, name, ends):
+    """The run's documents end with 256; where the import's do not, its ids are of another tokenizer."""
+    write_folder(tmp_path / "hf", "llama", vocab_size=257)
+    ids = {"bos_token_id": 3, "eos_token_id": ends, "pad_token_id": 5}
+    edit_json(tmp_path / "hf/config.json", lambda raw: raw.update(ids))
+    (tmp_path / "hf/tokenizer_config.json").write_text('{"it is": "kept"}')
+    import_model(tmp_path / "hf", tmp_path / "imported")
+    source = [] if name == "imported" else [f"checkpoint.init_from={tmp_path / 'imported'}"]
+    text = config_of(tmp_path, "schedule.shape=constant", run=name).to_toml()
+    for steps in (1, 2):  # the second goes on from a checkpoint of the first
+        run(TrainConfig.from_text(text, [f"train.steps={steps}", *source]), 1)
+    export_model(tmp_path / name, tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["max_position_embeddings"] == 256
+    kept = ids if name != "other" else {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+    assert {key: written[key] for key in ids} == kept
+    assert (tmp_path / "out/tokenizer_config.json").exists() == (name == "imported")
 
 
 def test_init_from_says_what_its_model_has_otherwise(tmp_path, capfd):

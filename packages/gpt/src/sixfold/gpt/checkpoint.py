@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # How long a rank waits for what rank 0 has chosen to show up: network file systems cache folders for up to a minute.
 SEEN_S = 90.0
 SEEN_POLL_S = 0.05
+ORIGIN = "origin"  # key of common data: what hf.py's import said that [model] does not; checkpoints hand it on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +141,8 @@ def save(
     }
     if rank.stored_plan is not None:
         state["plan"] = rank.stored_plan
+    if rank.origin is not None:
+        state[ORIGIN] = rank.origin
     timeout = rank.config.run.timeout_seconds
     if background:
         handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
@@ -183,6 +186,7 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
+    rank.origin = common.get(ORIGIN)
     _set_extra_state(rank, common)
     rank.model.refresh()
     if rank.config.parallel.schedule == PLAN:
@@ -197,6 +201,7 @@ def load_weights(rank: RankModel, folder: Path) -> None:
     state = dict(sharded_state(rank, weights_only=True))
     loaded = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     _set_extra_state(rank, loaded)
+    rank.origin = loaded.get(ORIGIN)
     rank.model.refresh()
 
 

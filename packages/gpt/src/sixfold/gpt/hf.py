@@ -27,7 +27,7 @@ import torch
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention, safetensors_export
 from sixfold.gpt import hf_config
-from sixfold.gpt.checkpoint import find
+from sixfold.gpt.checkpoint import ORIGIN, find
 from sixfold.gpt.checks import refuse_path
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
@@ -44,7 +44,7 @@ from sixfold.gpt.load import (
     saved_tokenizer,
 )  # fmt: skip
 from sixfold.gpt.tables import keys_of
-from sixfold.gpt.tokenizer import FileTokenizer, recorded_identity
+from sixfold.gpt.tokenizer import FileTokenizer, Tokenizer, recorded_identity
 from sixfold.gpt.toml import write_tables
 
 INDEX = "model.safetensors.index.json"
@@ -104,7 +104,7 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
         text = write_tables({"model": {key: getattr(config, key) for key in _written_keys(config)}})
         origin = {key: raw[key] for key in _TOKENS if raw.get(key) is not None}
         origin["max_position_embeddings"] = hf_config.longest(raw)
-        common = {"step": 0, "samples": 0, "tokens": 0, "config": text, IMPORTED: origin}
+        common = {"step": 0, "samples": 0, "tokens": 0, "config": text, IMPORTED: origin, ORIGIN: origin}
         with new_folder(target, "a run folder") as draft:
             (draft / "config.toml").write_text(text, encoding="utf-8")
             _carry(source, draft)
@@ -355,23 +355,29 @@ def _converted(
 def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> None:
     """config.json, and what the run knows of its tokenizer: files of an import, else the tokenizer.json it names."""
     common = saved_common(folder)
-    tokens: dict[str, Any] = {key: value for key, value in common.get(IMPORTED, {}).items() if key in _TOKENS}
-    if IMPORTED in common:
-        _carry(folder.parent.parent, draft)
-    else:
-        tokenizer, data = None, saved_config(folder).data
-        with suppress(ConfigError):  # moved away, or its library is not installed
-            # Where neither the run nor its data names one, nobody knows what ended the documents.
-            if data.tokenizer or any(recorded_identity(prefix) for prefix in data.blend):
-                tokenizer = saved_tokenizer(folder)
-        if tokenizer is not None and tokenizer.eod < config.vocab_size:
-            tokens["eos_token_id"] = tokenizer.eod
-        if isinstance(tokenizer, FileTokenizer):
-            shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
+    tokens = {key: value for key, value in common.get(ORIGIN, {}).items() if key in _TOKENS}
+    tokenizer = None if IMPORTED in common else _own_tokenizer(folder)
+    ends = tokens.get("eos_token_id", [])
+    if tokenizer is None or tokenizer.eod in (ends if isinstance(ends, list) else [ends]):
+        if ORIGIN in common:
+            _carry(folder.parent.parent, draft)
+    else:  # trained on other ids than the import's
+        tokens = {"eos_token_id": tokenizer.eod} if tokenizer.eod < config.vocab_size else {}
+    if isinstance(tokenizer, FileTokenizer):
+        shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
     written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)
     _write_json(draft / "config.json", written)
     if tokens and not (draft / "generation_config.json").exists():
         _write_json(draft / "generation_config.json", tokens)
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer | None:
+    """Of the run that wrote a checkpoint; None where neither the run nor its data names one."""
+    data = saved_config(folder).data
+    with suppress(ConfigError):  # moved away, or its library is not installed
+        if data.tokenizer or any(recorded_identity(prefix) for prefix in data.blend):
+            return saved_tokenizer(folder)
+    return None
 
 
 # ---- files

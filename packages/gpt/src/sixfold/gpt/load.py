@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.gpt.checkpoint import find
+from sixfold.gpt.checkpoint import ORIGIN, find
 from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import forget_idle_keys
@@ -117,11 +117,12 @@ def model_differences(folder: Path, model: GPTConfig) -> list[str]:
 
 
 def longest_row(folder: Path) -> int:
-    """Tokens in a row of what a checkpoint's model has been trained on."""
+    """Tokens in a row of what a checkpoint's model has been trained on, before its import too."""
     common = saved_common(folder)
     if IMPORTED in common:
         return int(common[IMPORTED]["max_position_embeddings"])
-    return saved_config(folder).data.seq_length
+    before = common.get(ORIGIN, {}).get("max_position_embeddings", 0)
+    return max(saved_config(folder).data.seq_length, int(before))
 
 
 def saved_tokenizer(folder: Path) -> Tokenizer:

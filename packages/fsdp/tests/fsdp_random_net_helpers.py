@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from fsdp_matrix_helpers import Linear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,34 +48,6 @@ class NetSpec:
 
 class Boom(Exception):
     """Raised in the middle of a forward or a backward, on all ranks."""
-
-
-class Deferred(torch.autograd.Function):
-    """x @ weight.T whose weight gradient is put aside, as a split backward does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, aside: list) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.aside = weight, aside
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
-        x, weight = ctx.saved_tensors
-        ctx.aside.append((ctx.parameter, gradient.flatten(0, -2).t() @ x.flatten(0, -2)))
-        return gradient @ weight, None, None
-
-
-class Linear(nn.Linear):
-    """Defers its weight gradient to ``aside`` where that is a list."""
-
-    aside: list | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.aside is None or not self.weight.requires_grad:
-            return F.linear(x, self.weight, self.bias)
-        y = Deferred.apply(x, self.weight, self.aside)
-        return y if self.bias is None else y + self.bias
 
 
 class Bomb(torch.autograd.Function):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sixfold.pipeline as pipeline
 from sixfold.gpt.config import TrainConfig
@@ -67,18 +68,10 @@ def plan_program(
 
 
 def schedule_for(
-    config: TrainConfig,
-    costs: pipeline.Costs | None = None,
-    memory_cap: float | None = None,
-    *,
-    microbatches: int | None = None,
-    placement: Sequence[int] | None = None,
-    time_limit_s: float = 5.0,
+    config: TrainConfig, costs: pipeline.Costs | None = None, memory_cap: float | None = None, **search: Any
 ) -> pipeline.Program:
-    """The program of ``plan_program``, of compute actions: ``passes.lower`` makes it ready to run."""
-    return plan_program(
-        config, costs, memory_cap, microbatches=microbatches, placement=placement, time_limit_s=time_limit_s
-    ).program
+    """The program of ``plan_program``, arguments alike, of compute actions: ``passes.lower`` makes it ready to run."""
+    return plan_program(config, costs, memory_cap, **search).program
 
 
 def say_plan(found: pipeline.Plan) -> str:

@@ -52,6 +52,7 @@ ep = 1
 dp = 0
 dp_replicate = 1
 sequence = true
+cp_comm_type = "all_gather"
 schedule = "one_f_one_b"
 stages_per_rank = 1
 layers_per_stage = []

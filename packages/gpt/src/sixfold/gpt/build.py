@@ -26,8 +26,10 @@ import sixfold.pipeline as pipeline
 from sixfold.fsdp import FullyShardedDataParallel, StateRecord, fully_shard_optimizer
 from sixfold.fsdp.residency import Action
 from sixfold.gpt.agree import gather, together
+from sixfold.gpt.axes import Axes
 from sixfold.gpt.by_source import token_loss
 from sixfold.gpt.config import PLAN
+from sixfold.gpt.cuts import Cuts
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.host_memory import HostActivations, hooks_of
 from sixfold.gpt.init import fill_elements
@@ -194,12 +196,13 @@ class RankModel:
             self.model.materialize_state(part)
 
     def counts_in_norm(self, name: str) -> bool:
-        """Whether a main parameter, named as in the container, is counted on this rank: a tied copy is not."""
-        return not (self.tied_copy and canonical(name) == TIED)
+        """Whether a main parameter, named as in the container, is counted on this rank: a copy is not."""
+        name = canonical(name)
+        return not (self.tied_copy and name == TIED) and self.mesh.cuts.replica(name) == 0
 
 
 def _stage_modules(
-    config: TrainConfig, mine: list[int], placement: tuple[int, ...], provider: ModelProvider | None
+    config: TrainConfig, axes: Axes, mine: list[int], placement: tuple[int, ...], provider: ModelProvider | None
 ) -> nn.ModuleDict:
     last = len(placement) - 1
     layers = stage_layers(config.model.num_layers, len(placement), config.parallel.layers_per_stage)
@@ -212,7 +215,13 @@ def _stage_modules(
             container[str(s)] = provider(s == 0, s == last, chunk, **_taken_by(provider, which))
             continue
         stage = GPTModel(
-            config.model, pre_process=s == 0, post_process=s == last, vp_stage=chunk, layers=layers[s], device="meta"
+            config.model,
+            axes=axes,
+            pre_process=s == 0,
+            post_process=s == last,
+            vp_stage=chunk,
+            layers=layers[s],
+            device="meta",
         )
         stage.recompute = config.train.recompute
         if config.train.compile:
@@ -291,12 +300,12 @@ def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
             )
 
 
-def _draw_start_values(model: FullyShardedDataParallel, config: TrainConfig) -> None:
+def _draw_start_values(model: FullyShardedDataParallel | VersionedModel, config: TrainConfig, cuts: Cuts) -> None:
     """Initial weights of this rank's shards; nobody draws what another rank holds."""
     seed = config.train.seed
     for record in model.state_records():
         name, shape = canonical(record.name), record.global_shape
-        fill_elements(config.model, seed, name, shape, record.start, record.tensor)
+        fill_elements(config.model, seed, name, shape, record.start, record.tensor, cuts.of(name))
     model.refresh()
 
 
@@ -315,10 +324,7 @@ def _versioned_rank(
     container.to_empty(device=world.device)
     model = VersionedModel(container, config, mesh)
     if draw:
-        for record in model.state_records():
-            name, shape = canonical(record.name), record.global_shape
-            fill_elements(config.model, config.train.seed, name, shape, record.start, record.tensor)
-        model.refresh()
+        _draw_start_values(model, config, mesh.cuts)
     stages = [
         pipeline.Stage(container[str(s)], s, data_parallel=weights, optimizer=weights)  # type: ignore[arg-type]
         for s, weights in model.weights.items()
@@ -384,7 +390,9 @@ def build_rank(
     program = make_program(config, mesh.pp)
     placement = program.placement
     mine = [s for s, rank in enumerate(placement) if rank == mesh.pp_rank]
-    container = together(mesh.control, mesh.size, lambda: _stage_modules(config, mine, placement, model_provider))
+    container = together(
+        mesh.control, mesh.size, lambda: _stage_modules(config, mesh.axes, mine, placement, model_provider)
+    )
     if model_provider is not None:
         _check_names(container, mesh)
     if not config.parallel.entry.flushed:
@@ -404,7 +412,7 @@ def build_rank(
     for part in optimizer.parts:
         fully_shard_optimizer(part, model)
     if draw and model_provider is None:
-        _draw_start_values(model, config)
+        _draw_start_values(model, config, mesh.cuts)
     # Whatever the number of microbatches: a schedule of split backwards may have a whole one here and there.
     fused = not config.parallel.entry.split
     handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}

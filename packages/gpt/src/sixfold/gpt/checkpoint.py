@@ -50,16 +50,19 @@ def sharded_state(
 ) -> dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject]:
     """Live shards of this rank by checkpoint key. No communication; the tensors are aliases."""
     state: dict[str, dist_ckpt.ShardedTensor | dist_ckpt.ShardedObject] = {}
+    cuts = rank.mesh.cuts
     for record in rank.state_records(weights_only=weights_only):
         name = canonical(record.name)
         tied = int(rank.tied_copy and name == TIED)
+        offsets = [(axis, part, parts) for axis, (part, parts) in sorted(cuts.of(name).items())]
         key = f"model.{name}" if record.key == "param" else f"optimizer.state.{record.key}.model.{name}"
         state[key] = dist_ckpt.ShardedTensor.from_rank_offsets_flat(
             key,
             record.tensor,
             record.global_shape,
+            *offsets,
             flattened_range=slice(record.start, record.stop),
-            replica_id=(0, tied, record.replica),
+            replica_id=(cuts.replica(name), tied, record.replica),
         )
     return state | _buffers(rank) | _extra_state(rank)
 
@@ -74,22 +77,22 @@ def _with_extra_state(rank: RankModel) -> dict[str, nn.Module]:
 
 
 def _extra_state(rank: RankModel) -> dict[str, dist_ckpt.ShardedObject]:
-    """Extra state of a model_provider's modules (GPTModel has none): that of dp rank 0 is saved."""
+    """Extra state of a model_provider's modules (GPTModel has none): that of data rank 0 is saved."""
     return {
-        key: dist_ckpt.ShardedObject(key, module.get_extra_state(), (1,), (0,), (0, 0, rank.mesh.dp_rank))
+        key: dist_ckpt.ShardedObject(key, module.get_extra_state(), (1,), (0,), (0, 0, rank.mesh.data_rank))
         for key, module in _with_extra_state(rank).items()
     }
 
 
 def _buffers(rank: RankModel) -> dict[str, dist_ckpt.ShardedTensor]:
-    """Persistent buffers of a model_provider's modules (GPTModel has none): those of dp rank 0 are saved."""
+    """Persistent buffers of a model_provider's modules (GPTModel has none): those of data rank 0 are saved."""
     kept = rank.model.module.state_dict(keep_vars=True)  # for its names: no weight is read
     state = {}
     for name, buffer in rank.model.module.named_buffers():
         if name in kept:
             key = f"model.{canonical(name)}"
             alias = buffer.detach().view(1) if buffer.dim() == 0 else buffer.detach()
-            state[key] = dist_ckpt.ShardedTensor.from_rank_offsets(key, alias, replica_id=(0, 0, rank.mesh.dp_rank))
+            state[key] = dist_ckpt.ShardedTensor.from_rank_offsets(key, alias, replica_id=(0, 0, rank.mesh.data_rank))
     return state
 
 

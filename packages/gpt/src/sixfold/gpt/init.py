@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.cuts import UNCUT, WHOLE, Cut, Cuts, runs, whole_shape
 
 BLOCK = 16384  # elements drawn together; Philox gives 4 words per count, so a block is BLOCK / 4 counts
 
@@ -57,7 +58,7 @@ def initial_values(
     return tensor.view(*shape) if stop - start == size else tensor
 
 
-def initializer(config: GPTConfig, seed: int) -> Callable[[str, nn.Module], None]:
+def initializer(config: GPTConfig, seed: int, cuts: Cuts = WHOLE) -> Callable[[str, nn.Module], None]:
     """A function that fills a whole module's own parameters by their canonical names.
 
     Returns:
@@ -71,36 +72,54 @@ def initializer(config: GPTConfig, seed: int) -> Callable[[str, nn.Module], None
     def fill(name: str, module: nn.Module) -> None:
         for leaf, parameter in module.named_parameters(recurse=False):
             full = f"{name}.{leaf}" if name else leaf
-            fill_elements(config, seed, full, parameter.shape, 0, parameter.detach().view(-1))
+            fill_elements(config, seed, full, parameter.shape, 0, parameter.detach().view(-1), cuts.of(full))
 
     return fill
 
 
-def fill_elements(config: GPTConfig, seed: int, name: str, shape: Sequence[int], start: int, out: torch.Tensor) -> None:
-    """Fill ``out`` with elements ``[start, start + len(out))`` of the flattened parameter ``name``; draws no others.
+def fill_elements(
+    config: GPTConfig, seed: int, name: str, shape: Sequence[int], start: int, out: torch.Tensor, cut: Cut = UNCUT
+) -> None:
+    """Fill ``out`` with elements ``[start, start + len(out))`` of the flattened parameter ``name``.
 
     Args:
         name: canonical name, as ``layers.3.attention.q.weight``.
-        shape: of the whole parameter.
+        shape: of the whole parameter, or of the part of it that lies here.
         out: 1-D, of any dtype and device; filled in place.
+        cut: which part of the canonical parameter that is.
+    No elements but those wanted are drawn, and where rows are cut those between them.
     """
-    module, _, leaf = name.rpartition(".")
-    if leaf == "bias":
+    if name.endswith(".bias"):
         out.zero_()
     elif len(shape) < 2:
         out.fill_(1.0)
     else:
-        stop = start + out.numel()
-        # Rows of padding are 0 and are not drawn.
-        drawn = config.vocab_size * shape[1] if module in ("embedding", "head") else stop
-        end = min(max(drawn, start), stop)
-        out[: end - start].copy_(initial_values(seed, name, shape, _std(config, module), start, end).view(-1))
-        out[end - start :].zero_()
+        _draw(config, seed, name, shape, start, out, cut)
+
+
+def _draw(
+    config: GPTConfig, seed: int, name: str, shape: Sequence[int], start: int, out: torch.Tensor, cut: Cut
+) -> None:
+    module = name.rpartition(".")[0]
+    whole, std = whole_shape(cut, shape), _std(config, module)
+    # Rows of padding are 0 and are not drawn.
+    real = config.vocab_size * whole[1] if module in ("embedding", "head") else math.prod(whole)
+    window = range(0)  # of the canonical elements that were drawn last: short runs share one
+    drawn = torch.empty(0)
+    for at, first, length in runs(cut, shape, start, start + out.numel()):
+        part = out[at - start : at - start + length]
+        end = min(max(real, first), first + length)
+        if end > max(window.stop, first):
+            window = range(first, min(max(end, (first // BLOCK + 1) * BLOCK), real) if cut else end)
+            drawn = initial_values(seed, name, whole, std, window.start, window.stop).view(-1)
+        if end > first:
+            part[: end - first].copy_(drawn[first - window.start : end - window.start])
+        part[end - first :].zero_()
 
 
 def _std(config: GPTConfig, module_name: str) -> float:
     """Residual projections are damped, so that the sum over layers keeps its variance (GPT-2)."""
-    damped = module_name.endswith(("attention.out", "ffn.down"))
+    damped = module_name.endswith(("attention.out", "ffn.down", "experts.down", "shared.down"))
     return config.init_std / math.sqrt(2 * config.num_layers) if damped else config.init_std
 
 

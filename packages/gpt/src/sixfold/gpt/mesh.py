@@ -3,21 +3,25 @@
     config.parallel + launch.World --> mesh (this file) --> build.py, step.py, checkpoint.py
 
 One DeviceMesh with axes ("pp", "dp", "cp", "tp"), outermost first, so tp varies fastest. With dp_replicate (HSDP) dp is
-("dp_replicate", "dp_shard"): copies, each of neighbouring ranks that share its shards. A group of one rank is
-``None`` everywhere, which is how the packages below spell "this process alone". Data moves on the groups of the mesh;
-control (errors, small objects, checkpoint plans) on ``control``, which is always a CPU channel.
+("dp_replicate", "dp_shard"): copies, each of neighbouring ranks that share its shards. Experts have a second mesh of
+the same ranks, ("pp", "edp", "ep", "tp"): ep consecutive ranks of dp x cp hold all experts between them. A group of one
+rank is ``None`` everywhere, which is how the packages below spell "this process alone". Data moves on the groups of the
+meshes; control (errors, small objects, checkpoint plans) on ``control``, which is always a CPU channel.
 """
 
 from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from sixfold.gpt.axes import ALONE, Axes, Axis
+from sixfold.gpt.cuts import Cuts
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig
@@ -33,17 +37,28 @@ class RankMesh:
     pp: int
     pp_rank: int
     dp: int
-    dp_rank: int
+    dp_rank: int  # which samples it reads: those of a cp or tp group read the same
+    data_rank: int  # in ``data``: dp_rank * cp + cp_rank
+    axes: Axes = ALONE
     pipeline: dist.ProcessGroup | None = None  # the pp ranks of this rank's pipeline, in stage order
-    data: dist.ProcessGroup | None = None  # dp x cp: the ranks that see different samples
+    data: dist.ProcessGroup | None = None  # dp x cp: the ranks that see different tokens
     hybrid: DeviceMesh | None = None  # (replicate, shard) of ``data`` where dp_replicate > 1, else None
+    statistics: dist.ProcessGroup | None = None  # cp x tp: the ranks that share a microbatch
+    expert_data: DeviceMesh | None = None  # the ranks that share this rank's experts, where ep > 1; 1-D
     control: dist.ProcessGroup | None = None  # every rank, on the CPU
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of every collective of these groups
 
     @property
     def layout(self) -> dict[str, int]:
         """The degrees, as the metrics' start line shows them."""
-        return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": 1, "ep": 1}
+        axes = self.axes
+        return {"pp": self.pp, "dp": self.dp, "cp": axes.cp.size, "tp": axes.tp.size, "ep": axes.ep.size}
+
+    @property
+    def cuts(self) -> Cuts:
+        """Which parts of canonical tensors lie here, before fsdp shards them."""
+        tp, ep = self.axes.tp, self.axes.ep
+        return Cuts(tp_rank=tp.rank, tp=tp.size, ep_rank=ep.rank, ep=ep.size)
 
 
 def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, timeout_s: float) -> RankMesh:
@@ -53,20 +68,29 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, time
         timeout_s: longest wait in a collective of any of its groups.
     """
     if world.size == 1:
-        return RankMesh(rank=0, size=1, pp=1, pp_rank=0, dp=1, dp_rank=0)
+        return RankMesh(rank=0, size=1, pp=1, pp_rank=0, dp=1, dp_rank=0, data_rank=0)
     sizes = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
     copies = parallel.dp_replicate
     if copies > 1:
         shards = {"dp_replicate": copies, "dp_shard": parallel.dp // copies}
         sizes = {"pp": parallel.pp, **shards, "cp": parallel.cp, "tp": parallel.tp}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    hybrid = mesh["dp_replicate", "dp_shard"] if copies > 1 else None
-    data = mesh["dp"] if hybrid is None else hybrid._flatten("dp")
+    data, hybrid = _data_meshes(mesh, parallel)
+    both = mesh["cp", "tp"]._flatten("cp_tp") if parallel.cp > 1 and parallel.tp > 1 else None
+    experts = _expert_mesh(parallel, device)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
     timeout = datetime.timedelta(seconds=timeout_s)
+    axes = _axes(mesh, experts, parallel)
+    statistics = both.get_group() if both is not None else (axes.cp.group or axes.tp.group)
     # [Note: deadlines of groups] torch gives the groups of a mesh its own default of 10 or 30 minutes, whatever the
     # default group was made with.
-    for group in (*(mesh.get_group(axis) for axis in sizes), data.get_group(), control):
+    groups: list[Any] = [mesh.get_group(axis) for axis in sizes]
+    if experts is not None:
+        groups += [experts.get_group(axis) for axis in ("edp", "ep")]
+    groups += [data.get_group(), control, *(group for group in (statistics, axes.exchange.group) if group is not None)]
+    if hybrid is not None:
+        groups.append(hybrid.get_group(1))
+    for group in groups:
         _set_pg_timeout(timeout, group)
     return RankMesh(
         timeout=timeout,
@@ -75,12 +99,48 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, time
         pp=parallel.pp,
         pp_rank=mesh.get_local_rank("pp"),
         dp=parallel.dp,
-        dp_rank=data.get_local_rank(),
+        dp_rank=data.get_local_rank() // parallel.cp,
+        data_rank=data.get_local_rank(),
+        axes=axes,
         pipeline=mesh.get_group("pp") if parallel.pp > 1 else None,
-        data=data.get_group() if parallel.dp > 1 else None,
+        data=data.get_group() if parallel.dp * parallel.cp > 1 else None,
         hybrid=hybrid,
+        statistics=statistics,
+        expert_data=experts["edp"] if experts is not None else None,
         control=control,
     )
+
+
+def _data_meshes(mesh: DeviceMesh, parallel: ParallelConfig) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """dp x cp as one axis, and as (replicate, shard) where there are replicas."""
+    if parallel.dp_replicate == 1:
+        return (mesh["dp"] if parallel.cp == 1 else mesh["dp", "cp"]._flatten("dp_cp")), None
+    if parallel.cp == 1:
+        hybrid = mesh["dp_replicate", "dp_shard"]
+        return hybrid._flatten("dp"), hybrid
+    data = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return data, mesh["dp_replicate", "dp_shard_cp"]
+
+
+def _expert_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh | None:
+    """The ranks again, with dp x cp as ("edp", "ep"); None where every rank has all experts."""
+    if parallel.ep == 1:
+        return None
+    shared = parallel.dp * parallel.cp // parallel.ep
+    sizes = {"epp": parallel.pp, "edp": shared, "ep": parallel.ep, "etp": parallel.tp}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _axes(mesh: DeviceMesh, experts: DeviceMesh | None, parallel: ParallelConfig) -> Axes:
+    tp, cp = Axis.of(mesh, "tp"), Axis.of(mesh, "cp")
+    ep, exchange = Axis(), tp
+    if experts is not None:
+        ep = exchange = Axis.of(experts, "ep")
+        if tp.size > 1:
+            both = experts["ep", "etp"]._flatten("exchange")
+            exchange = Axis(both.get_local_rank(), both.size(), both.get_group())
+    return Axes(tp=tp, cp=cp, ep=ep, exchange=exchange, sequence=parallel.sequence, cp_comm_type=parallel.cp_comm_type)
 
 
 def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | None:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sixfold.gpt.attention import Rows, plan_rows
+from sixfold.gpt.axes import ALONE, Axes
 from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.cuts import Cuts
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.init import initializer
 from sixfold.gpt.loss import token_losses
@@ -134,7 +136,8 @@ class GPTModel(nn.Module):
 
     Args:
         config: shape of the whole model.
-        mesh: the run's device mesh; axis ``tp`` has size 1.
+        mesh: the run's device mesh; its axes ``tp``, ``cp``, ``ep`` and ``exchange`` are those that it has.
+        axes: the same, for who has the groups already.
         pre_process: holds the embedding and takes tokens.
         post_process: holds the last norm and the head and gives logits or losses.
         vp_stage: number of this stage among those of its rank; kept as an attribute.
@@ -150,6 +153,7 @@ class GPTModel(nn.Module):
         config: GPTConfig,
         *,
         mesh: "DeviceMesh | None" = None,
+        axes: Axes = ALONE,
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
@@ -158,8 +162,9 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         held = range(config.num_layers) if layers is None else layers
-        _check(config, mesh, held)
-        self.config = config
+        axes = axes if mesh is None else Axes.of(mesh)
+        _check(config, axes, held)
+        self.config, self.axes = config, axes
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.recompute = "none"  # train.recompute: "none", "selective" or "full"
         if pre_process:
@@ -210,9 +215,15 @@ class GPTModel(nn.Module):
             return logits[..., : self.config.vocab_size]
         return token_losses(logits, labels, loss_mask, self.config.vocab_size)
 
+    @property
+    def cuts(self) -> Cuts:
+        """Which parts of canonical tensors the parameters are."""
+        tp, ep = self.axes.tp, self.axes.ep
+        return Cuts(tp_rank=tp.rank, tp=tp.size, ep_rank=ep.rank, ep=ep.size)
+
     def initialize(self, seed: int) -> None:
         """Fill all parameters held: a function of seed, canonical name and index, not of stage or order."""
-        fill = initializer(self.config, seed)
+        fill = initializer(self.config, seed, self.cuts)
         for name, module in self.named_modules():
             fill(name, module)
 
@@ -223,9 +234,10 @@ class GPTModel(nn.Module):
         copy = isinstance(getattr(self, "embedding", None), TiedHead)
         state: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
-            replica = (0, int(copy and name == "embedding.weight"), 0)
+            replica = (self.cuts.replica(name), int(copy and name == "embedding.weight"), 0)
+            offsets = [(axis, part, parts) for axis, (part, parts) in sorted(self.cuts.of(name).items())]
             key = prefix + name
-            state[key] = ShardedTensor.from_rank_offsets(key, parameter.detach(), replica_id=replica)
+            state[key] = ShardedTensor.from_rank_offsets(key, parameter.detach(), *offsets, replica_id=replica)
         return state
 
     def _project(self, x: Tensor) -> Tensor:
@@ -245,11 +257,11 @@ def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _check(config: GPTConfig, mesh: "DeviceMesh | None", held: range) -> None:
+def _check(config: GPTConfig, axes: Axes, held: range) -> None:
     if config.num_experts:
         raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts is not supported: use 0")
-    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
-        raise ConfigError(f"parallel.tp is {mesh['tp'].size()}; tensor parallelism is not supported: use 1")
+    if axes.tp.size > 1:
+        raise ConfigError(f"parallel.tp is {axes.tp.size}; tensor parallelism is not supported: use 1")
     if any(number not in range(config.num_layers) for number in held):
         raise ConfigError(
             f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"

@@ -3,10 +3,11 @@
     data.py --> runner.step --> finish_grad_sync --> tied embedding --> / count --> norm --> clip --> AdamW
                                               (this file)
 
-[Note: who sums what] fsdp sums every gradient over dp x cp (SUM, never mean). The tied embedding, when its two copies
-live on different ranks, is summed over that pair. The number of unmasked targets is summed over dp x cp and divides
-once. The squares for the norm are summed over dp x cp by fsdp and over pp here; loss, stop flag and memory ride along,
-so a step has one host read, before the optimizer: a non-finite value must stop it.
+[Note: who sums what] fsdp sums every gradient over dp x cp, experts' over the ranks that share them (SUM, never mean).
+Weights that tensor-parallel ranks have whole and use in part (cuts.py) are summed over tp, the tied embedding, when its
+two copies live on different ranks, over that pair. The number of unmasked targets is summed over dp x cp and divides
+once. The squares for the norm are summed over dp x cp by fsdp and over tp and pp here, copies left out; loss, stop flag
+and memory ride along, so a step has one host read, before the optimizer: a non-finite value must stop it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.by_source import by_source, means
+from sixfold.gpt.cuts import summed_over_tp
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
 from sixfold.gpt.straggler import communicates
@@ -83,6 +85,27 @@ def _sum_tied_embedding(rank: RankModel) -> None:
             dist.all_reduce(parameter.grad, group=rank.tied_group)
 
 
+@communicates
+def _sum_over_tensor_parallel(rank: RankModel) -> None:
+    """Add the parts of gradients of weights that every tensor-parallel rank has whole; one message for all of them."""
+    tp = rank.mesh.axes.tp
+    if tp.group is None:
+        return
+    sequence = rank.mesh.axes.sequence
+    parts = []
+    for name, parameter in rank.model.main_parameters():
+        if summed_over_tp(canonical(name), sequence=sequence):
+            assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
+            parts.append(parameter.grad)
+    if not parts:
+        return
+    together = torch.cat([part.reshape(-1).float() for part in parts])
+    dist.all_reduce(together, group=tp.group)
+    totals = torch.split_with_sizes(together, [part.numel() for part in parts])
+    for part, total in zip(parts, totals, strict=True):
+        part.copy_(total.view_as(part))
+
+
 def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Tensor, dist.Work | None]:
     """Start the sum of unmasked targets over dp x cp; it travels while the program runs."""
     count = torch.tensor(sum(m.targets for m in batch), dtype=torch.float64, device=rank.device)
@@ -98,17 +121,19 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool
     Args:
         sources: (2, datasets), flattened behind the rest.
     """
-    mesh = rank.mesh
+    mesh, tp = rank.mesh, rank.mesh.axes.tp
     values = torch.zeros(3 + mesh.size + sources.numel(), dtype=torch.float64, device=rank.device)
-    values[0] = loss
+    if tp.rank == 0:  # the others have the same losses
+        values[0] = loss
+        values[3 + mesh.size :] = sources.flatten()
     values[1] = float(stop)
     values[3 + mesh.rank] = float(memory_bytes(rank.device))
-    values[3 + mesh.size :] = sources.flatten()
     if mesh.data is not None:
         dist.all_reduce(values, group=mesh.data)
-    values[2] = square  # fsdp has summed it over dp x cp already
-    if mesh.pipeline is not None:
-        dist.all_reduce(values, group=mesh.pipeline)
+    values[2] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
+    for group in (tp.group, mesh.pipeline):
+        if group is not None:
+            dist.all_reduce(values, group=group)
     return values.tolist()
 
 
@@ -135,6 +160,7 @@ def train_step(
     program = rank.follow(len(batch))
     result = rank.run_program(batch, program, timed=timed)
     rank.model.finish_grad_sync()
+    _sum_over_tensor_parallel(rank)
     _sum_tied_embedding(rank)
     if counted is not None:
         counted.wait()

@@ -196,7 +196,7 @@ class VersionedModel:
         self.module = module
         self.delayed = config.parallel.schedule == "pipedream_2bw"
         self.batches = Batches()
-        self._replica = mesh.dp_rank
+        self._replica = mesh.data_rank
         self.weights = {
             int(stage): StageWeights(int(stage), one, config, mesh.data, self.batches) for stage, one in module.items()
         }

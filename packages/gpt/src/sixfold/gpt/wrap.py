@@ -11,10 +11,15 @@ import torch
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
+from sixfold.gpt.cuts import is_expert
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.optimizer import is_layer_matrix
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
     from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.launch import World
     from sixfold.gpt.mesh import RankMesh
@@ -44,6 +49,7 @@ def wrapped(
                 container,
                 process_group=mesh.data if mesh.hybrid is None else None,
                 mesh=mesh.hybrid,
+                mesh_for=_experts_mesh(mesh),
                 strategy=config.parallel.sharding,
                 fsdp_unit_modules=units,
                 root_units=False,
@@ -61,6 +67,12 @@ def wrapped(
         if str(error).startswith("gathered_bytes is "):
             raise ConfigError(f"fsdp.{error}") from error
         raise
+
+
+def _experts_mesh(mesh: RankMesh) -> Callable[[str], DeviceMesh | None] | None:
+    """Experts on the ranks that share them; None where all ranks share all weights."""
+    own = mesh.expert_data
+    return None if own is None else lambda name: own if is_expert(name) else None
 
 
 def _mixed_precision(config: TrainConfig) -> MixedPrecision:

@@ -27,6 +27,11 @@ init_std = 0.02
 num_experts = 0
 experts_per_token = 2
 router_aux_loss = 0.01
+moe_ffn_hidden_size = 0
+shared_ffn_hidden_size = 0
+shared_expert_gate = false
+norm_topk_prob = true
+dense_layers = 0
 num_query_groups = 4
 head_dim = 16
 
@@ -295,6 +300,52 @@ def test_parameters_and_flops_are_the_sums_over_a_model_written_out():
     assert config.flops_per_token(4096) == 6 * matmul + 12 * 16 * 2048 * 4096
     assert config.padded_vocab_size == 128256
     assert dataclasses.replace(config, vocab_size=257).padded_vocab_size == 384
+
+
+def test_parameters_of_a_mixture_count_all_experts_and_operations_those_of_a_token():
+    # Qwen3-30B-A3B and Qwen1.5-MoE-A2.7B, as their config.json say: 30.5 and 14.3 billion, 3.3 and 2.7 active.
+    qwen3 = GPTConfig(
+        num_layers=48, hidden_size=2048, num_attention_heads=32, num_query_groups=4, head_dim=128, vocab_size=151936,
+        ffn_hidden_size=6144, qk_norm=True, tie_embeddings=False, num_experts=128, experts_per_token=8,
+        moe_ffn_hidden_size=768,
+    )  # fmt: skip
+    assert qwen3.num_parameters == 30_532_122_624
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    active = 48 * (attention + 128 * 2048 + 8 * 3 * 2048 * 768) + 151936 * 2048
+    assert qwen3.flops_per_token(4096) == 6 * active + 12 * 48 * 32 * 128 * 4096
+    qwen2 = GPTConfig(
+        num_layers=24, hidden_size=2048, num_attention_heads=16, vocab_size=151936, ffn_hidden_size=5632,
+        qkv_bias=True, tie_embeddings=False, num_experts=60, experts_per_token=4, moe_ffn_hidden_size=1408,
+        shared_ffn_hidden_size=5632, shared_expert_gate=True, norm_topk_prob=False,
+    )  # fmt: skip
+    assert qwen2.num_parameters == 14_315_784_192
+    first_dense = dataclasses.replace(qwen3, dense_layers=1)
+    moe, dense = 128 * 2048 + 128 * 3 * 2048 * 768, 3 * 2048 * 6144
+    assert qwen3.num_parameters - first_dense.num_parameters == moe - dense
+    assert (first_dense.has_experts(0), first_dense.has_experts(1)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_experts": 4, "experts_per_token": 5}, "different experts: model.experts_per_token = 4 works"),
+        ({"num_experts": 4, "dense_layers": 2}, "no layer has experts: model.dense_layers = 1 works"),
+        ({"num_experts": 4, "shared_expert_gate": True}, "so there is no shared expert"),
+        *(
+            ({key: value}, f"model.{key} is {str(value).lower()} and model.num_experts 0")
+            for key, value in {
+                "experts_per_token": 3, "router_aux_loss": 0.1, "moe_ffn_hidden_size": 8, "shared_ffn_hidden_size": 8,
+                "shared_expert_gate": True, "norm_topk_prob": False, "dense_layers": 1,
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_experts_that_cannot_work_or_do_nothing_are_refused(fields, expected):
+    with pytest.raises(ConfigError) as error:
+        GPTConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=24, vocab_size=10, **fields
+        )  # fmt: skip
+    assert expected in words_of(error)
 
 
 def test_dataset_names_do_not_depend_on_the_folder():

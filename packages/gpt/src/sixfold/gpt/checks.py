@@ -27,8 +27,6 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
     ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
     ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
-    ("model.experts_per_token", lambda value: value == 2, "no such key", "mixture of experts"),
-    ("model.router_aux_loss", lambda value: value == 0.01, "no such key", "mixture of experts"),
     ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     (

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from sixfold.gpt.checks import check_config, check_world, refuse_path
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.model_config import GPTConfig
 from sixfold.gpt.past import resume_changes
-from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build, nearest_divisor
+from sixfold.gpt.tables import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
 from sixfold.gpt.toml import read_file, read_tables, write_tables
 from sixfold.pipeline.schedules import by_name, registered
 from sixfold.pipeline.schedules.registry import Schedule
@@ -33,102 +34,6 @@ _BUFFER_KEYS = (
     "gathered_bytes", "prefetch_bytes", "reduce_buffers", "align_bytes", "user_buffers", "bucket_bytes",
     "nccl_min_ctas", "nccl_max_ctas", "offload",
 )  # fmt: skip
-_LLAMA3_KEYS = {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(Table):
-    """[model]: the shape of the network. A 0 in ``num_query_groups`` or ``head_dim`` is replaced when made."""
-
-    TABLE: ClassVar[str] = "model"
-    num_layers: Positive
-    hidden_size: Positive
-    num_attention_heads: Positive
-    num_query_groups: Count = 0  # = heads
-    head_dim: Count = 0  # = hidden / heads
-    ffn_hidden_size: Positive
-    vocab_size: Positive
-    vocab_multiple: Positive = 128  # independent of the layout, so that checkpoint shapes are too
-    rope_theta: Rate = 10000.0
-    rope_scaling: dict[str, float | str] = field(default_factory=dict)
-    norm_eps: Rate = 1e-5
-    tie_embeddings: bool = True
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    init_std: Size = 0.02
-    num_experts: Count = 0
-    experts_per_token: Positive = 2
-    router_aux_loss: Size = 0.01
-
-    def check(self) -> None:
-        heads = self.num_attention_heads
-        object.__setattr__(self, "num_query_groups", self.num_query_groups or heads)
-        if heads % self.num_query_groups:
-            near = nearest_divisor(heads, self.num_query_groups)
-            raise ConfigError(
-                f"model.num_query_groups is {self.num_query_groups} and model.num_attention_heads {heads}; "
-                f"groups divide heads: {near} works"
-            )
-        if not self.head_dim:
-            if self.hidden_size % heads:
-                near = max(1, round(self.hidden_size / heads)) * heads
-                raise ConfigError(
-                    f"model.hidden_size is {self.hidden_size} and model.num_attention_heads {heads}; without "
-                    f"model.head_dim heads divide the hidden size: {near} works"
-                )
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim is {self.head_dim}; rotary positions need it even: {self.head_dim + 1} works"
-            )
-        self._check_rope_scaling()
-
-    def _check_rope_scaling(self) -> None:
-        scaling = self.rope_scaling
-        if not scaling:
-            return
-        if scaling.get("rope_type") != "llama3":
-            raise ConfigError(
-                f'model.rope_scaling is {scaling}; it is {{}} or a table with rope_type = "llama3" and '
-                f"{', '.join(sorted(_LLAMA3_KEYS - {'rope_type'}))}"
-            )
-        if set(scaling) != _LLAMA3_KEYS:
-            missing, extra = sorted(_LLAMA3_KEYS - set(scaling)), sorted(set(scaling) - _LLAMA3_KEYS)
-            raise ConfigError(f"model.rope_scaling: keys of llama3 missing: {missing}; not keys of llama3: {extra}")
-        for key in sorted(_LLAMA3_KEYS - {"rope_type"}):
-            value = scaling[key]
-            if isinstance(value, str) or value <= 0:
-                raise ConfigError(f"model.rope_scaling.{key} is {value!r}; it is a number > 0")
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """``vocab_size`` rounded up to a multiple of ``vocab_multiple``: rows of the embedding and of the head."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def layer_matmul_parameters(self) -> int:
-        """Weights of one layer that multiply activations: q, k, v, out, gate, up, down."""
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
-        return self.hidden_size * (2 * queries + 2 * keys) + 3 * self.hidden_size * self.ffn_hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters without vocabulary padding; a tied embedding counts once."""
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_query_groups * self.head_dim
-        per_layer = self.layer_matmul_parameters + 2 * self.hidden_size
-        per_layer += queries + 2 * keys if self.qkv_bias else 0
-        per_layer += 2 * self.head_dim if self.qk_norm else 0
-        tables = 1 if self.tie_embeddings else 2
-        return self.num_layers * per_layer + self.hidden_size + tables * self.vocab_size * self.hidden_size
-
-    def flops_per_token(self, seq_length: int) -> int:
-        """Floating point operations that one token of a row of ``seq_length`` costs, forward and backward.
-
-        6 per matmul parameter (head included, embedding table not) plus 12 * layers * heads * head_dim * seq_length,
-        without halving for the causal mask: the convention of PaLM (arXiv 2204.02311, appendix B).
-        """
-        matmul = self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size
-        return 6 * matmul + 12 * self.num_layers * self.num_attention_heads * self.head_dim * seq_length
 
 
 @dataclass(frozen=True, kw_only=True)

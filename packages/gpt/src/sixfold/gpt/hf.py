@@ -43,6 +43,7 @@ from sixfold.gpt.load import (
     saved_model,
     saved_tokenizer,
 )  # fmt: skip
+from sixfold.gpt.model_config import EXPERT_KEYS
 from sixfold.gpt.tables import keys_of
 from sixfold.gpt.tokenizer import FileTokenizer, Tokenizer, recorded_identity
 from sixfold.gpt.toml import write_tables
@@ -115,8 +116,8 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
 
 def _written_keys(config: GPTConfig) -> list[str]:
     """Keys of [model] that an import decides: those that are not left at a default of no effect."""
-    plain = {"num_experts", "experts_per_token", "router_aux_loss"}
-    return [key for key in keys_of(type(config)) if key not in plain]
+    idle = () if config.num_experts else ("num_experts", *EXPERT_KEYS)
+    return [key for key in keys_of(type(config)) if key not in idle]
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,10 @@ def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
         values["pipeline"].pop("group", None)
     if values["parallel"].get("schedule") != "hanayo":
         values["pipeline"].pop("waves", None)
-    for table, key in (("pipeline", "steps"), ("model", "experts_per_token"), ("model", "router_aux_loss")):
-        values[table].pop(key, None)
+    values["pipeline"].pop("steps", None)
+    if not values["model"].get("num_experts"):
+        for key in ("experts_per_token", "router_aux_loss"):
+            values["model"].pop(key, None)
     for table, key in (("run", "dir"), ("checkpoint", "init_from"), ("data", "cache_dir")):
         path = values[table].get(key, "")
         if path.startswith("~") or "://" in path:

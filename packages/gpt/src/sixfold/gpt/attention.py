@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sixfold.gpt.axes import ALONE, Axes
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.rope import inverse_frequencies, tables
 
@@ -87,17 +88,20 @@ def plan_rows(
     cu_seqlens: Tensor | None,
     recompute: str = "none",
     backend: str | None = None,
+    axes: Axes = ALONE,
 ) -> Rows:
     """Work out once what all layers share.
 
     Args:
-        x: hidden states (b, s, hidden); their shape, dtype and device count.
+        x: hidden states (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism; their shape, dtype and
+            device count.
         position_ids: (b, s) for rope; None restarts at each document.
         cu_seqlens: int32 boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s, or None: each
             row is one document. On any device; nothing of it is read by the host but its length.
         backend: a name of BACKENDS instead of the choice made here.
+        axes: a tensor-parallel rank attends with its own heads, to whole rows.
     """
-    b, s = x.shape[:2]
+    b, s = x.shape[0], x.shape[1] * (axes.tp.size if axes.sharded_sequence else 1)
     first = None
     # b + 1 boundaries are the row starts alone: plain causal rows.
     if cu_seqlens is not None and cu_seqlens.numel() > b + 1:
@@ -105,8 +109,8 @@ def plan_rows(
     documents = Documents(
         b=b,
         s=s,
-        heads=config.num_attention_heads,
-        key_heads=config.num_query_groups,
+        heads=config.num_attention_heads // axes.tp.size,
+        key_heads=config.num_query_groups // axes.tp.size,
         dtype=x.dtype,
         device=x.device,
         cu_seqlens=None if first is None else cu_seqlens,

@@ -47,6 +47,10 @@ deadline too short      | run.timeout_seconds=0.5               | 2 | run.timeou
 batch and microbatch    | train.global_batch_size=7             | 2 | train.global_batch_size is 7 and train.micro_batch_size * parallel.dp is 2 * 1 = 2; ... 6 or 8 works
 a ramp that falls back  | train.batch_ramp=[[3,8],[2,16]]       | 2 | train.batch_ramp starts at steps [3, 2]; they ascend
 query groups            | model.num_query_groups=3              | 2 | model.num_query_groups is 3 and model.num_attention_heads 4; groups divide heads: 2 works
+heads that do not divide | parallel.tp=3                        | 2 | model.num_attention_heads is 4 and parallel.tp is 3; tp divides it: parallel.tp = 2 works
+chunks of the sequence  | parallel.cp=3                         | 2 | data.seq_length is 32; it is a multiple of 2 * parallel.cp = 6: 30 or 36 works
+no experts to split     | parallel.ep=2                         | 2 | parallel.ep is 2 and model.num_experts 0, so there are no experts to split; parallel.ep = 1 works, or model.num_experts = 2
+experts that do not divide | parallel.ep=3 model.num_experts=4  | 2 | model.num_experts is 4 and parallel.ep is 3; ep divides it: parallel.ep = 2 works
 layers lost             | parallel.layers_per_stage=[3]         | 2 | parallel.layers_per_stage sums to 3 and model.num_layers is 4; they are equal
 stages of a V schedule  | parallel.schedule=zb_v                | 2 | parallel.stages_per_rank is 1 and parallel.schedule 'zb_v' puts 2 stages on a rank; parallel.stages_per_rank = 2 works
 groups of a schedule    | parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=2 pipeline.group=1 | 2 | pipeline.group is 1 and parallel.pp 2; ... pipeline.group = 2 works, or 0 for the default

@@ -246,6 +246,13 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
             f"parallel.schedule is {config.parallel.schedule!r}, whose weights gpt fills itself, and there is a "
             "model_provider: parallel.schedule = 'one_f_one_b' works"
         )
+    for key in ("tp", "cp", "ep"):
+        degree = getattr(config.parallel, key)
+        if provider is not None and degree > 1:
+            raise ConfigError(
+                f"parallel.{key} is {degree}, which splits GPTModel and not the module of a model_provider: "
+                f"parallel.{key} = 1 works, with more of parallel.pp or dp"
+            )
     fp8 = config.train.precision == "fp8"  # of the matrices that GPTModel's names say
     for key, value, off in (
         ("train.precision", config.train.precision, "bf16" if fp8 else config.train.precision),

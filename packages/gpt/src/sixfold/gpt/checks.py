@@ -2,7 +2,7 @@
 
     config.py --> check_config        (this file)      made
     launch.py --> check_world         (this file)      the number of ranks is known
-    past.py has the rules between a run and its past.
+    degrees.py has what tp, cp and ep divide, past.py has the rules between a run and its past.
 
 Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
 """
@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from sixfold.gpt.degrees import check_degrees, check_ranks, multiples
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
 
@@ -54,10 +55,8 @@ def check_config(config: "TrainConfig") -> None:
 
 def check_rules(config: "TrainConfig") -> None:
     """Refuse what no world can run; what is not supported passes: it can be planned."""
-    _check_tensor_parallel(config)
+    check_degrees(config)
     _check_stages(config)
-    if config.parallel.dp:
-        _check_copies(config.parallel)
     _check_schedule_lr(config)
     if not config.parallel.entry.flushed:
         check_versions(config)
@@ -105,6 +104,8 @@ def check_versions(config: "TrainConfig") -> None:
     parallel, name = config.parallel, config.parallel.schedule
     needs: list[tuple[str, object, object, str]] = [
         ("parallel.sharding", parallel.sharding, "no_shard", "its versions are of whole weights"),
+        ("parallel.tp", parallel.tp, 1, "the program of a stage sums no gradients over tp"),
+        ("parallel.ep", parallel.ep, 1, "the program of a stage sums all gradients over the same ranks"),
         ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
         ("log.timeline_steps", list(config.log.timeline_steps), [],
@@ -161,11 +162,11 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
             f"a world of {parallel.world} works, or {_fitting(parallel.pp, model_ranks, world)}"
         )
     if world < 1 or world % model_ranks:
-        worlds = " or ".join(str(n) for n in _multiples(model_ranks, world))
+        worlds = " or ".join(str(n) for n in multiples(model_ranks, world))
         remedy = f", or {_fitting(parallel.pp, model_ranks, world)}" if world > 0 else ""
         raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
     resolved = replace(parallel, dp=world // model_ranks)
-    _check_copies(resolved)
+    check_ranks(config, resolved)
     if not parallel.entry.flushed:
         check_microbatches(config, resolved.dp)
     for name, batch in global_batches_of(config):
@@ -190,29 +191,10 @@ def samples_before(config: "TrainConfig", step: int) -> int:
 
 def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
     if batch % (micro * dp):
-        works = " or ".join(str(n) for n in _multiples(micro * dp, batch))
+        works = " or ".join(str(n) for n in multiples(micro * dp, batch))
         raise ConfigError(
             f"{name} is {batch} and train.micro_batch_size * parallel.dp is {micro} * {dp} = {micro * dp}; "
             f"the first is a multiple of the second: {works} works"
-        )
-
-
-def _check_tensor_parallel(config: "TrainConfig") -> None:
-    model, tp = config.model, config.parallel.tp
-    for key, value in (
-        ("model.num_attention_heads", model.num_attention_heads),
-        ("model.num_query_groups", model.num_query_groups),
-        ("the padded vocabulary (model.vocab_size, model.vocab_multiple)", model.padded_vocab_size),
-    ):
-        if value % tp:
-            near = min((d for d in range(1, value + 1) if value % d == 0), key=lambda d: (abs(d - tp), d))
-            raise ConfigError(f"{key} is {value} and parallel.tp is {tp}; tp divides it: parallel.tp = {near} works")
-    chunks = 2 * config.parallel.cp
-    if config.parallel.cp > 1 and config.data.seq_length % chunks:
-        works = " or ".join(str(n) for n in _multiples(chunks, config.data.seq_length))
-        raise ConfigError(
-            f"data.seq_length is {config.data.seq_length}; it is a multiple of 2 * parallel.cp = {chunks}: "
-            f"{works} works"
         )
 
 
@@ -285,17 +267,6 @@ def _check_search(config: "TrainConfig") -> None:
         )
 
 
-def _check_copies(parallel: "ParallelConfig") -> None:
-    """HSDP: each of dp_replicate copies has as many ranks."""
-    copies, dp = parallel.dp_replicate, parallel.dp
-    if dp % copies:
-        near = min((d for d in range(1, dp + 1) if dp % d == 0), key=lambda d: abs(d - copies))
-        raise ConfigError(
-            f"parallel.dp_replicate is {copies} and parallel.dp {dp}; the first divides the second: "
-            f"parallel.dp_replicate = {near} works"
-        )
-
-
 def _check_schedule_lr(config: "TrainConfig") -> None:
     schedule, steps = config.schedule, config.train.steps
     if schedule.shape != "wsd" and schedule.decay_steps:
@@ -347,12 +318,6 @@ def _check_changes(config: "TrainConfig") -> None:
         if samples_before(config, step) != change.at:
             near = " or ".join(str(samples_before(config, one)) for one in (step - 1, step))
             raise ConfigError(f"{what}.at is {change.at}, inside a step; it is where a step begins: {near} works")
-
-
-def _multiples(unit: int, value: int) -> list[int]:
-    """The multiples of ``unit`` just below and above ``value``, those > 0."""
-    below = value // unit * unit
-    return [n for n in (below, below + unit) if n > 0]
 
 
 def _fitting(pp: int, model_ranks: int, world: int) -> str:

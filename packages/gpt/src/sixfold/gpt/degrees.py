@@ -10,6 +10,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.tables import nearest_divisor
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
@@ -45,10 +46,10 @@ def check_ranks(config: "TrainConfig", parallel: "ParallelConfig") -> None:
     if dp % copies:
         raise ConfigError(
             f"parallel.dp_replicate is {copies} and parallel.dp {dp}; the first divides the second: "
-            f"parallel.dp_replicate = {_near_divisor(dp, copies)} works"
+            f"parallel.dp_replicate = {nearest_divisor(dp, copies)} works"
         )
     if dp * cp % ep:
-        near = _near_divisor(gcd(dp * cp, max(config.model.num_experts, 1)), ep)
+        near = nearest_divisor(gcd(dp * cp, max(config.model.num_experts, 1)), ep)
         raise ConfigError(
             f"parallel.ep is {ep} and parallel.dp * cp = {dp} * {cp} = {dp * cp}, the ranks over which experts are "
             f"split; the first divides the second: parallel.ep = {near} works, or parallel.dp = "
@@ -74,7 +75,7 @@ def _check_tensor_parallel(config: "TrainConfig") -> None:
     }
     for key, value in cut.items():
         if value % tp:
-            near = _near_divisor(gcd(*cut.values()), tp)
+            near = nearest_divisor(gcd(*cut.values()), tp)
             raise ConfigError(f"{key} is {value} and parallel.tp is {tp}; tp divides it: parallel.tp = {near} works")
     if tp > 1 and config.optimizer.name == "muon":
         raise ConfigError(
@@ -116,15 +117,10 @@ def _check_experts(config: "TrainConfig") -> None:
         )
     if ep > 1 and experts % ep:
         ranks = config.parallel.dp * config.parallel.cp
-        near = _near_divisor(gcd(experts, ranks), ep)
+        near = nearest_divisor(gcd(experts, ranks), ep)
         raise ConfigError(
             f"model.num_experts is {experts} and parallel.ep is {ep}; ep divides it: parallel.ep = {near} works"
         )
-
-
-def _near_divisor(value: int, wanted: int) -> int:
-    """The divisor of ``value`` (> 0) that is nearest to ``wanted``; of two the smaller."""
-    return min((d for d in range(1, value + 1) if value % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 def _near_multiple(unit: int, value: int) -> int:

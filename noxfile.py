@@ -63,6 +63,9 @@ WHEEL_LIMIT_DEFAULT_BYTES = 200_000
 LANES = 3  # sessions of `ci` that run at a time: two for the cores of the smallest machine, one while ranks wait
 SESSION_DEADLINE_S = 1800.0
 NO_TESTS_COLLECTED = 5  # pytest's exit status
+# Of every process of a session. Bytecode is kept even where the user's own variable says otherwise: hundreds of
+# processes load torch, in three times the time where each compiles it.
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
@@ -257,18 +260,19 @@ def run_session(arguments: list[str]) -> tuple[int, float, Path]:
 def isolation(session: nox.Session, package: str) -> None:
     """Install one wheel alone, as a user would; assert that no sibling comes with it; run its tests."""
     builder = shared_environment(session)
-    siblings = PACKAGES if package == "gpt" else [package]
-    for name in [*siblings, "ranktest"]:
+    for name in PACKAGES if package == "gpt" else [package]:
         build_wheel(session, builder, name, WHEELS)
+    ranktest = build_wheel(session, builder, "ranktest", WHEELS)
     site = Path(session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
     bases = [make_base(session, name) for name in BASES_OF.get(package, BASE_DEFAULT)]
     (site / "bases.pth").write_text("\n".join(map(str, bases)) + "\n")
     pip = ("-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS), "--find-links", str(WHEELS))
     session.run("python", *pip, f"sixfold-{package}")
-    session.run("python", str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS)
+    session.run("python", str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS, env=VARIABLES)
     if "torch" in BASES_OF.get(package, BASE_DEFAULT):
-        session.run("python", *pip, "ranktest")
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ONCE)}
+        with zipfile.ZipFile(ranktest) as wheel:
+            wheel.extractall(site)  # what pip does of a wheel in pure Python, without its two seconds
+    variables = {**VARIABLES, "PYTHONPATH": str(ONCE)}
     command = [*single_process_tests(package), "-p", "once", "--proves", str(proof_of(package))]
     session.run("python", *command, env=variables, success_codes=[0, NO_TESTS_COLLECTED])
     for arguments in ALSO_ISOLATED.get(package, []):
@@ -301,7 +305,7 @@ def shared_environment(session: nox.Session) -> Environment:
     With ``--system-torch`` among the session's arguments it is the Python on the path, and nothing is installed.
     """
     arguments = [argument for argument in session.posargs if argument != "--system-torch"]
-    variables = {"OMP_NUM_THREADS": "1"}
+    variables = dict(VARIABLES)
     if len(arguments) < len(session.posargs):
         sources = [*ROOT.glob("packages/*/src"), ROOT / "tools/ranktest/src"]
         variables["PYTHONPATH"] = os.pathsep.join([*map(str, sources), os.environ.get("PYTHONPATH", "")])

@@ -4,8 +4,9 @@
                pre_process      any range       \\___ post_process ___/
 
 Parameters carry canonical names with global layer numbers (``layers.3.attention.q.weight``), whatever stage holds them.
-The model computes in the dtype of its weights, has no dropout, and knows neither ranks nor sharding: Block is the unit
-that sixfold.fsdp gathers.
+The model computes in the dtype of its weights, has no dropout, and knows no sharding: Block is the unit that
+sixfold.fsdp gathers. Over tensor-parallel ranks its modules are those of the rank's part: with sequence parallelism
+hidden states between them are (b, s / tp, hidden), logits are (b, s, padded vocabulary / tp).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from sixfold.gpt.init import initializer
 from sixfold.gpt.loss import token_losses
 from sixfold.gpt.norm import RMSNorm
 from sixfold.gpt.rope import rotate
+from sixfold.gpt.tensor_parallel import check_length, columns, embedded, joined, whole_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,12 +36,16 @@ DEFAULT_SEED = 1234  # as train.seed
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; projections stay apart, as in the checkpoint."""
+    """Grouped-query attention with rotary positions; projections stay apart, as in the checkpoint.
 
-    def __init__(self, config: GPTConfig) -> None:
+    A tensor-parallel rank has neighbouring heads and the key heads that they read.
+    """
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_query_groups * config.head_dim
+        self.head_dim, self.axes = config.head_dim, axes
+        queries = config.num_attention_heads // axes.tp.size * config.head_dim
+        keys = config.num_query_groups // axes.tp.size * config.head_dim
         self.q = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias, device="meta")
         self.k = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
         self.v = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
@@ -50,39 +56,45 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """(b, s, hidden) -> (b, s, hidden)."""
-        q, k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q, self.k, self.v))
+        """Hidden states as between blocks -> the same."""
+        projected = columns(x, (self.q, self.k, self.v), self.axes, recomputed=rows.recompute != "none")
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)  # type: ignore[no-untyped-call]
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
-        mixed: Tensor = self.out(rows.attend(q, k, v).flatten(2))
-        return mixed
+        return joined(self.out(rows.attend(q, k, v).flatten(2)), self.axes)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)).
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        width: of the whole of it, of which a tensor-parallel rank has its part; None is ``config.ffn_hidden_size``.
+    """
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, *, width: int | None = None) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False, device="meta")
-        self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size, bias=False, device="meta")
-        self.down = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=False, device="meta")
+        self.axes = axes
+        mine = (config.ffn_hidden_size if width is None else width) // axes.tp.size
+        self.gate = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
+        self.up = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
+        self.down = nn.Linear(mine, config.hidden_size, bias=False, device="meta")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, s, hidden) -> (b, s, hidden)."""
-        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return projected
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Hidden states as between blocks -> the same."""
+        gate, up = columns(x, (self.gate, self.up), self.axes, recomputed=rows.recompute == "full")
+        return joined(self.down(F.silu(gate) * up), self.axes)
 
 
 class Block(nn.Module):
     """One layer; the unit that fsdp gathers and frees."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
-        self.attention = Attention(config)
+        self.attention = Attention(config, axes)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
-        self.ffn = FeedForward(config)
+        self.ffn = FeedForward(config, axes)
 
     def compile_layer(self, backend: str = "inductor") -> None:
         """Run the layer compiled from now on.
@@ -92,7 +104,7 @@ class Block(nn.Module):
         self._layer = torch.compile(self._layer, backend=backend)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """(b, s, hidden) -> (b, s, hidden)."""
+        """Hidden states (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism -> the same."""
         out: Tensor = self._layer(x, rows)
         return out
 
@@ -108,7 +120,7 @@ class Block(nn.Module):
             x = x + _again(self._attend, x, rows)
         else:
             x = x + self._attend(x, rows)
-        fed: Tensor = x + self.ffn(self.ffn_norm(x))
+        fed: Tensor = x + self.ffn(self.ffn_norm(x), rows)
         return fed
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
@@ -122,12 +134,13 @@ class TiedHead(nn.Module):
     A module of its own on both stages, so that fsdp can make it a unit with the same layout on both (seams of gpt).
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size, device="meta"))
+        rows = config.padded_vocab_size // axes.tp.size
+        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, s, hidden) -> logits (b, s, padded vocabulary)."""
+        """(b, s, hidden) -> logits (b, s, padded vocabulary / tp)."""
         return F.linear(x, self.weight)
 
 
@@ -145,7 +158,7 @@ class GPTModel(nn.Module):
         device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
             seed 1234, as ``initialize`` does.
     Raises:
-        ConfigError: layers outside the model, or what is not supported (experts, tensor parallelism).
+        ConfigError: layers outside the model, what is not supported (experts), or a size that tp does not divide.
     """
 
     def __init__(
@@ -167,15 +180,16 @@ class GPTModel(nn.Module):
         self.config, self.axes = config, axes
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.recompute = "none"  # train.recompute: "none", "selective" or "full"
+        self.vocab_rows = config.padded_vocab_size // axes.tp.size  # of this rank
         if pre_process:
-            self.embedding: nn.Module = nn.Embedding(config.padded_vocab_size, config.hidden_size, device="meta")
-        self.layers = nn.ModuleDict({str(number): Block(config) for number in held})
+            self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
+        self.layers = nn.ModuleDict({str(number): Block(config, axes) for number in held})
         if post_process:
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
             if not config.tie_embeddings:
-                self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False, device="meta")
+                self.head = nn.Linear(config.hidden_size, self.vocab_rows, bias=False, device="meta")
             elif not pre_process:
-                self.embedding = TiedHead(config)
+                self.embedding = TiedHead(config, axes)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize(DEFAULT_SEED)
@@ -192,28 +206,38 @@ class GPTModel(nn.Module):
         """Run the layers held.
 
         Args:
-            x: int64 tokens (b, s) with ``pre_process``, else hidden states (b, s, hidden).
+            x: int64 tokens (b, s) with ``pre_process``, else hidden states (b, s, hidden), of which a tensor-parallel
+                rank has (b, s / tp, hidden) with sequence parallelism.
             position_ids: (b, s); None counts from 0 in each document.
             cu_seqlens: int32 document boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s;
                 None: a row is one document.
             labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
             loss_mask: (b, s), 0 where a target does not count.
         Returns:
-            Hidden states (b, s, hidden) without ``post_process``; logits (b, s, vocab_size) without ``labels``; else
-            losses of each token in nats, float32 (b, s), 0 where masked.
+            Hidden states as x without ``post_process``; logits (b, s, vocab_size) without ``labels``; else losses of
+            each token in nats, float32 (b, s), 0 where masked. Logits and losses are whole on every tensor-parallel
+            rank, and so are the gradients that it takes.
         """
         if self.pre_process:
-            x = self.embedding(x)
+            check_length(x.shape[1], self.axes)
+            x = embedded(x, self.embedding, self.vocab_rows, self.axes)
         if self.layers:
-            rows = plan_rows(self.config, x, position_ids=position_ids, cu_seqlens=cu_seqlens, recompute=self.recompute)
+            rows = plan_rows(
+                self.config,
+                x,
+                position_ids=position_ids,
+                cu_seqlens=cu_seqlens,
+                recompute=self.recompute,
+                axes=self.axes,
+            )
             for layer in self.layers.values():
                 x = layer(x, rows)
         if not self.post_process:
             return x
-        logits = self._project(self.norm(x))
+        (logits,) = columns(self.norm(x), (self._project,), self.axes)
         if labels is None:
-            return logits[..., : self.config.vocab_size]
-        return token_losses(logits, labels, loss_mask, self.config.vocab_size)
+            return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
+        return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp)
 
     @property
     def cuts(self) -> Cuts:
@@ -241,7 +265,7 @@ class GPTModel(nn.Module):
         return state
 
     def _project(self, x: Tensor) -> Tensor:
-        """Hidden states -> logits (b, s, padded vocabulary)."""
+        """(b, s, hidden) -> logits (b, s, padded vocabulary / tp)."""
         if not self.config.tie_embeddings:
             logits: Tensor = self.head(x)
         elif self.pre_process:
@@ -260,8 +284,14 @@ def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
 def _check(config: GPTConfig, axes: Axes, held: range) -> None:
     if config.num_experts:
         raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts is not supported: use 0")
-    if axes.tp.size > 1:
-        raise ConfigError(f"parallel.tp is {axes.tp.size}; tensor parallelism is not supported: use 1")
+    for key, value in (
+        ("num_attention_heads", config.num_attention_heads),
+        ("num_query_groups", config.num_query_groups),
+        ("ffn_hidden_size", config.ffn_hidden_size),
+        ("padded_vocab_size", config.padded_vocab_size),
+    ):
+        if value % axes.tp.size:
+            raise ConfigError(f"model.{key} is {value} and parallel.tp is {axes.tp.size}; tp divides it")
     if any(number not in range(config.num_layers) for number in held):
         raise ConfigError(
             f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"

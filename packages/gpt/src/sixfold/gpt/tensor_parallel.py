@@ -1,0 +1,238 @@
+"""Layers over tensor-parallel ranks: what travels before and behind the linears of a rank's part.
+
+    (b, s / tp, hidden) --> columns: gather, q k v or gate up --> heads or ffn columns --> out or down --> joined: sum
+                            (this file)                                                                    (this file)
+
+The linears stay ``nn.Linear`` of the rank's part; collectives are autograd Functions around them. With sequence
+parallelism hidden states between blocks are cut along the sequence: an all-gather comes before and a reduce-scatter
+behind, in backward the other way round. Without it every rank has them whole: nothing travels before and an all-reduce
+behind, in backward the other way round. On an axis of one rank nothing happens at all.
+
+[Note: gathered again] What the linears read is (b, s, hidden) and is not kept for backward: the rank keeps its own
+(b, s / tp, hidden), once, and the first linear in backward gathers for all of them. Within a part that is recomputed
+in backward it is kept, since it lives for that backward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo  # which imports torch._dynamo when it is called, not here
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from sixfold.gpt.axes import Axes, Axis
+from sixfold.gpt.errors import ConfigError
+
+# Their names from torch 2.13 on, and before.
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Product = Callable[[Tensor], Tensor]
+
+
+def columns(x: Tensor, products: Sequence[Product], axes: Axes, *, recomputed: bool = False) -> list[Tensor]:
+    """Run ``products`` on the whole sequence; they share one gather, and in backward one sum.
+
+    Args:
+        x: (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism.
+        products: linears of columns of this rank, (b, s, hidden) -> (b, s, n).
+        recomputed: it runs in a part that backward computes again.
+    """
+    if axes.tp.size == 1:
+        return [product(x) for product in products]
+    if torch.compiler.is_compiling():
+        return _columns_uncompiled(x, products, axes, recomputed)
+    return _columns(x, products, axes, recomputed)
+
+
+def joined(x: Tensor, axes: Axes) -> Tensor:
+    """The sum over tensor-parallel ranks of ``x`` (b, s, hidden), cut along the sequence as between blocks."""
+    if axes.tp.size == 1:
+        return x
+    return _joined_uncompiled(x, axes) if torch.compiler.is_compiling() else _joined(x, axes)
+
+
+def embedded(tokens: Tensor, table: Product, rows: int, axes: Axes) -> Tensor:
+    """Look up ``tokens`` in a table of ``rows`` rows on each rank.
+
+    Args:
+        tokens: (b, s) numbers of the whole table.
+        table: the rank's, (b, s) -> (b, s, hidden).
+    Returns:
+        Hidden states as between blocks.
+    """
+    if axes.tp.size == 1:
+        return table(tokens)
+    mine = tokens - axes.tp.rank * rows
+    elsewhere = (mine < 0) | (mine >= rows)
+    return joined(table(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), axes)
+
+
+def whole_rows(x: Tensor, axis: Axis) -> Tensor:
+    """The last dimension of all ranks, in their order; its gradient is the same on all of them."""
+    if axis.size == 1:
+        return x
+    whole: Tensor = _Beside.apply(x, axis)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def check_length(s: int, axes: Axes) -> None:
+    """A row of ``s`` tokens has a part of equal length for each rank.
+
+    Raises:
+        ConfigError: sequence parallelism, and it has not.
+    """
+    if axes.sharded_sequence and s % axes.tp.size:
+        raise ConfigError(
+            f"rows have {s} tokens and parallel.tp is {axes.tp.size}; with parallel.sequence tp divides their length: "
+            f"parallel.sequence = false works"
+        )
+
+
+def _columns(x: Tensor, products: Sequence[Product], axes: Axes, recomputed: bool) -> list[Tensor]:
+    if not axes.sequence:
+        shared: Tensor = _Copied.apply(x, axes.tp)  # type: ignore[no-untyped-call]
+        return [product(shared) for product in products]
+    whole: Tensor = _Gathered.apply(x, axes.tp)  # type: ignore[no-untyped-call]
+    if recomputed or whole.grad_fn is None:
+        return [product(whole) for product in products]
+    again = _Again(whole, axes.tp)
+    with saved_tensors_hooks(again.pack, again.unpack):
+        return [product(whole) for product in products]
+
+
+def _joined(x: Tensor, axes: Axes) -> Tensor:
+    function = _Scattered if axes.sequence else _Summed
+    out: Tensor = function.apply(x, axes.tp)  # type: ignore[no-untyped-call]
+    return out
+
+
+# What travels stays outside of compiled parts, and with it the linears that share a gather.
+_columns_uncompiled, _joined_uncompiled = _disable_dynamo(_columns), _disable_dynamo(_joined)
+
+
+class _Place(NamedTuple):
+    """Stands for the gathered tensor among what autograd saved."""
+
+    shape: torch.Size
+
+
+class _Again:
+    """A gathered tensor that backward gathers once more. [Note: gathered again]"""
+
+    def __init__(self, whole: Tensor, axis: Axis) -> None:
+        self._axis = axis
+        self._node: Any = whole.grad_fn  # which has saved the rank's part, under whatever hooks are around the layer
+        self._at, self._numel = whole.data_ptr(), whole.numel()
+        self._awaited = 0
+        self._made: Tensor | None = None
+
+    def pack(self, saved: Tensor) -> Tensor | _Place:
+        if saved.data_ptr() != self._at or saved.numel() != self._numel or not saved.is_contiguous():
+            return saved
+        self._awaited += 1
+        return _Place(saved.shape)
+
+    def unpack(self, packed: Tensor | _Place) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        made = self._made
+        if made is None:
+            made = self._made = gather_sequence(self._node.saved_tensors[0].detach(), self._axis)
+        self._awaited -= 1
+        if self._awaited <= 0:  # the last one; of a second backward each
+            self._made = None
+        return made.view(packed.shape)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(x)  # for _Again
+        return gather_sequence(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return scatter_sequence(gradients[0], ctx.axis), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return scatter_sequence(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gather_sequence(gradients[0], ctx.axis), None
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradients[0], ctx.axis), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return _sum(x, axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.width = axis, x.shape[-1]
+        parts = x.new_empty(axis.size, *x.shape)
+        _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+        return torch.cat(parts.unbind(0), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].narrow(-1, ctx.axis.rank * ctx.width, ctx.width), None
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """(b, s / tp, hidden) of each rank -> (b, s, hidden)."""
+    b, s, *rest = x.shape
+    parts = x.new_empty(axis.size * b, s, *rest)
+    _gather(parts, x.contiguous(), group=axis.group)
+    if b == 1:
+        return parts.view(1, axis.size * s, *rest)
+    return parts.view(axis.size, b, s, *rest).transpose(0, 1).reshape(b, axis.size * s, *rest)
+
+
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """(b, s, hidden) -> the sum of all ranks' parts (b, s / tp, hidden)."""
+    b, s, *rest = x.shape
+    parts = x.reshape(b, axis.size, s // axis.size, *rest).transpose(0, 1).contiguous()
+    out = x.new_empty(b, s // axis.size, *rest)
+    _scatter(out, parts.flatten(0, 1), group=axis.group)
+    return out
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    """A new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total

@@ -35,6 +35,13 @@ class Sent(NamedTuple):
     nbytes: int
 
 
+def gathers(args: Any) -> bool:
+    """The collective with ``args`` goes to a communicator that fsdp made for gathers: two ranks on gloo swap there."""
+    objects = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
+    groups = [dist.ProcessGroup.unbox(one) for one in objects if "ProcessGroup" in str(one._type())]
+    return any(group.group_name == "sixfold.fsdp gathers" for group in groups)
+
+
 class Traffic(TorchDispatchMode):
     """All data collectives inside, in order; control messages apart."""
 
@@ -49,7 +56,7 @@ class Traffic(TorchDispatchMode):
             return NotImplemented  # its own dispatch comes back here with local tensors
         result = func(*args, **(kwargs or {}))
         if name.startswith(("c10d.", "_c10d_functional.")) and not name.startswith(LOCAL):
-            kind = next((kind for part, kind in KINDS.items() if part in name), name)
+            kind = "all_gather" if gathers(args) else next((kind for part, kind in KINDS.items() if part in name), name)
             leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             nbytes = max((tensor.nbytes for tensor in tensors), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_count_helpers import gathers
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,16 +18,15 @@ VARIANTS = [{}, {"tied": True, "frozen": True}, {"recompute": "around"}, {"recom
 
 
 class Gathers(TorchDispatchMode):
-    """Number of all-gathers of weights; control messages are int64."""
+    """Number of gathers of weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func).startswith("c10d") and "allgather" in str(func):
-            leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.calls += leaves[0].dtype != torch.int64
+        if str(func).startswith("c10d"):
+            self.calls += gathers(args)
         return func(*args, **(kwargs or {}))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_oracle import is_fp8, seen
+from fsdp_count_helpers import gathers
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,9 +118,11 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func).startswith("c10d"):
             leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            for kind, sizes in self.sizes.items():
+            for kind in self.sizes:
                 if kind in str(func) and leaves[0].dtype != torch.int64:
-                    sizes.append(max(leaf.nbytes for leaf in leaves))
+                    halves = 2 if kind == "alltoall" else 1  # two ranks swap what each lacks
+                    found = "allgather" if gathers(args) else kind
+                    self.sizes[found].append(max(leaf.nbytes for leaf in leaves) * halves)
         return func(*args, **(kwargs or {}))
 
 
@@ -152,7 +155,7 @@ def test_one_gather_per_mixed_unit_and_one_small_all_reduce_per_step():
     # Forward and backward of three blocks; the root stays, and so may the last block.
     assert len(sizes["allgather"]) <= 2 * 3 + 1
     assert set(sizes["allgather"]) == set(wire.values())
-    assert len(sizes["reduce_scatter"]) == 4
+    assert len(sizes["alltoall"]) == 4 and not sizes["reduce_scatter"]
     for i in range(3):
         matrices, others = 2 * 64 * (19 + 4 * i), 2 * (2 * 64 + 19 + 4 * i)
         assert matrices + others <= wire[f"blocks.{i}"] <= matrices + others + 7 * 128

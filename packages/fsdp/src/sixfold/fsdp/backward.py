@@ -31,11 +31,14 @@ class Backward:
         opened: units whose backward has begun and is not done, each with the call that it counts down.
         makes_gradients: False while ``autograd.grad`` of inputs runs, which accumulates nothing.
         asked: ``id`` of each of the inputs that it was given; None: it was given none.
+        joint: it runs through several root calls (loss1 + loss2).
     """
 
     opened: list[tuple[Unit, CallContext | None]] = field(default_factory=list)
     makes_gradients: bool = True
     asked: frozenset[int] | None = None
+    joint: bool = False
+    _call: CallContext | None = None  # the first that it came to
     _task: int = -1  # of autograd, the last one that was asked
 
     def ask(self, task: int, records: Sequence[ParamRecord], *, driven: bool) -> None:
@@ -44,6 +47,13 @@ class Backward:
             self._task = task
             self.makes_gradients = driven or accumulates(records)
             self.asked = None if driven else asked_for()
+
+    def came_to(self, context: CallContext) -> None:
+        """A unit of ``context`` is next."""
+        if self._call is None:
+            self._call = context
+        elif context is not self._call:
+            self.joint = True
 
     def open(self, unit: Unit, context: CallContext | None) -> bool:
         """``unit``'s backward begins; False where it had."""

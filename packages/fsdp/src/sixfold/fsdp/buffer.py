@@ -98,6 +98,11 @@ class ParamAndGradBuffer:
             device=device,
         )
 
+    @property
+    def summed_everywhere(self) -> bool:
+        """Every rank needs all of a sum. A group of one scatters where weights are sharded: it tries what more do."""
+        return self.cut.parts == 1 and not self.weights.shards_params
+
 
 def _cut(packing: Packing, ranks: Ranks) -> Cut:
     # Whole sums are cut in as many equal pieces as there are ranks by grad_sum="rank_order" under no_shard too.

@@ -8,13 +8,9 @@ process. Never the default group.
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +45,9 @@ class Comm(Protocol):
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """``received`` (size * n,) becomes shard ``rank`` of every rank's ``sent``."""
+
+    def swap(self, received: Tensor, sent: Tensor) -> Any:
+        """Between two ranks: ``received`` (n,) becomes what the other one ``sent`` (n,)."""
 
     def all_to_all_uneven(
         self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
@@ -88,6 +87,9 @@ class LocalComm:
         """Copy."""
         received.copy_(sent)
 
+    def swap(self, received: Tensor, sent: Tensor) -> None:
+        """There is no other."""
+
     def all_to_all_uneven(
         self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
     ) -> None:
@@ -100,72 +102,6 @@ class LocalComm:
     def spread(self, full: Tensor, part: Tensor) -> None:
         """Copy, unless ``part`` lies in ``full``."""
         self.all_gather(full, part)
-
-
-_END_S = 0.2  # for the thread to end
-
-
-class _Waiter:
-    """One thread that waits for Works one after the other, in the order in which they are handed over."""
-
-    def __init__(self) -> None:
-        self._handed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(self._handed,), name="sixfold-fsdp-wait", daemon=True)
-        thread.start()
-        weakref.finalize(self, _end, self._handed, thread)
-
-    def hand(self, wait: Callable[[], None]) -> None:
-        """Wait for it after the ones before."""
-        self._handed.put(wait)
-
-
-def _end(handed: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    """A process must not end while the thread lets go of a Work, which is C++."""
-    handed.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_END_S)
-
-
-def _serve(handed: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (wait := handed.get()) is not None:
-        wait()
-        del wait  # and with it the Work: not first when the next one comes
-
-
-class GlooSumWork:
-    """A reduce-scatter of gloo with a deadline.
-
-    torch's Work of it (2.13) waits for an all-reduce without any deadline, whatever it is told, and never says that it
-    is completed: a peer that is stopped held the survivors for as long as the group's own timeout, 30 minutes.
-    """
-
-    def __init__(self, work: Any, waiter: _Waiter) -> None:
-        self._work = work
-        self._waiter = waiter
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._handed = False
-
-    def _run(self) -> None:
-        try:
-            self._work.wait()
-        except BaseException as error:  # raised in the thread that waits for it
-            self._error = error
-        self._done.set()
-
-    def is_completed(self) -> bool:
-        """True from the end of the first wait on."""
-        return self._done.is_set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """As Work's, in time."""
-        if not self._handed:
-            self._handed = True
-            self._waiter.hand(self._run)
-        if not self._done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
-        if self._error is not None:
-            raise self._error
 
 
 _GATHER, _SCATTER, _SUM, _EXCHANGE, _BROADCAST, _MAXIMUM = range(1, 7)
@@ -208,7 +144,6 @@ class GroupComm:
         self._spread = _method(reductions, "all_gather_single", "_allgather_base")
         self._scatter = _method(reductions, "reduce_scatter_single", "_reduce_scatter_base")
         self._exchange = _method(reductions, "all_to_all_single", "alltoall_base")
-        self._waiter = _Waiter() if _sums_by_gloo(reductions) else None
         self._gather_options, self._scatter_options = AllgatherOptions(), ReduceScatterOptions()
         self._sum_options, self._exchange_options = AllreduceOptions(), AllToAllOptions()
         self._broadcast_options, self._maximum_options = BroadcastOptions(), AllreduceOptions()
@@ -224,8 +159,7 @@ class GroupComm:
     def reduce_scatter(self, part: Tensor, full: Tensor) -> Any:
         """One reduce-scatter (sum; the division is the engine's, a premultiplied sum exists on NCCL only)."""
         self.launches[1].add(_SCATTER, full)
-        work = self._scatter(part, full, self._scatter_options)
-        return work if self._waiter is None or full.is_cuda else GlooSumWork(work, self._waiter)
+        return self._scatter(part, full, self._scatter_options)
 
     def all_reduce(self, full: Tensor) -> Any:
         """One all-reduce."""
@@ -241,6 +175,15 @@ class GroupComm:
         """One all-to-all of equal shards."""
         self.launches[1].add(_EXCHANGE, sent)
         return self._exchange(received, sent, [], [], self._exchange_options)
+
+    def swap(self, received: Tensor, sent: Tensor) -> Any:
+        """One all-to-all in which a rank keeps nothing for itself."""
+        self.launches[1].add(_EXCHANGE, sent)
+        return self._swap(self._exchange, received, sent)
+
+    def _swap(self, exchange: Callable[..., Any], received: Tensor, sent: Tensor) -> Any:
+        counts = [sent.numel(), 0] if self.rank else [0, sent.numel()]
+        return exchange(received, sent, counts, counts, self._exchange_options)
 
     def all_to_all_uneven(
         self, received: Tensor, sent: Tensor, incoming: Sequence[int], outgoing: Sequence[int]
@@ -265,11 +208,34 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
     return found
 
 
-def _sums_by_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:  # no back end for CPU tensors
-        return False
+class GlooComm(GroupComm):
+    """CPU tensors over gloo.
+
+    torch's all-gather over it (2.13) goes through a copy of the whole that it makes each time; its reduce-scatter is an
+    all-reduce of such a copy, with a Work that knows no deadline. Two ranks swap what they have in place instead, and
+    sums.py never asks for the reduce-scatter.
+    """
+
+    def __init__(self, gathers: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:
+        super().__init__(gathers, reductions)
+        self._gather_swap = _method(gathers, "all_to_all_single", "alltoall_base")
+
+    def all_gather(self, full: Tensor, part: Tensor) -> Any:
+        """One all-gather; between two ranks one all-to-all."""
+        if self.size != 2:
+            return super().all_gather(full, part)
+        self.launches[0].add(_GATHER, full)
+        return self._fill(self._gather_swap, full, part)
+
+    def spread(self, full: Tensor, part: Tensor) -> Any:
+        """The same, on the reductions' communicator."""
+        return self._fill(self._exchange, full, part) if self.size == 2 else super().spread(full, part)
+
+    def _fill(self, exchange: Callable[..., Any], full: Tensor, part: Tensor) -> Any:
+        rows = full.view(2, -1)
+        if rows[self.rank].data_ptr() != part.data_ptr():
+            rows[self.rank].copy_(part)
+        return self._swap(exchange, rows[1 - self.rank], part)
 
 
 @dataclass(frozen=True, kw_only=True)

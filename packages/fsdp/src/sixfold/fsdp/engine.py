@@ -240,6 +240,7 @@ class Engine:
         if not backward.makes_gradients:
             return False
         if context is not None:
+            backward.came_to(context)
             context.outstanding[unit.index] -= 1
             self._outstanding[unit.index] = max(self._outstanding[unit.index] - 1, 0)
         if unit.index:
@@ -307,7 +308,7 @@ class Engine:
         if self._faults.failed is not None or backward is None:
             return
         opened = backward.opened
-        apart = any(self._outstanding[unit.index] for unit, _ in opened)
+        apart = not backward.joint and any(self._outstanding[unit.index] for unit, _ in opened)
         for unit, _ in opened:
             if unit.index:
                 self._close(unit)
@@ -327,7 +328,8 @@ class Engine:
         """[Note: several calls, one backward] A unit called by several root calls (loss1 + loss2) delivers all its
         gradients in the backward of the first call, so closing it after that of the last would reduce zeros. With
         micro-batches in flight each call has a backward of its own. Which of the two comes cannot be known before
-        the backward ends; the last one's answer is taken for the next. It decides traffic, never sums.
+        the backward ends; the last one's answer is taken for the next. It decides traffic, never sums. A graph that
+        was dropped looks like one in flight, and is not looked at: ranks drop theirs at different moments.
         """
         if self._joint and apart and self._shards_grads:
             self.reduction.release_own_sums()  # units that stayed open took full-size sums of their own

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from sixfold.fsdp.comm import Comm, GroupComm, LocalComm
+from sixfold.fsdp.comm import Comm, GlooComm, GroupComm, LocalComm
 from sixfold.fsdp.config import BufferConfig
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.pulse import Launched
@@ -119,9 +119,10 @@ class Links:
                 "nccl_min_ctas and nccl_max_ctas are options of the NCCL groups that fsdp makes, and "
                 f"{why}; leave them None"
             )
+        kind = GlooComm if backend == "gloo" and self._device.type == "cpu" else GroupComm
         if self._board is None or self._buffers.share_communicator or backend not in ("gloo", "nccl"):
             self._shared.append(group)
-            return GroupComm(group, group)
+            return kind(group, group)
         members = dist.get_process_group_ranks(group)
         store = PrefixStore(f"links/{_key(members)}", self._board)
         made = []
@@ -136,7 +137,7 @@ class Links:
                 ) from error
             made.append(one)
         self._made += made
-        return GroupComm(*made)
+        return kind(*made)
 
     def _make(self, group: dist.ProcessGroup, backend: str, name: str, store: Store) -> dist.ProcessGroup:
         corner = PrefixStore(name, store)

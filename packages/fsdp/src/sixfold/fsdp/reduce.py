@@ -377,9 +377,7 @@ class Reduction:
             (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
         )
         shard_sum = self.ways.sums[ranks.shard]
-        # A group of one scatters too where weights are sharded, so that it tries what more ranks do.
-        whole = stream.cut.parts == 1 and not stream.weights.shards_params
-        start_sum = shard_sum.everywhere if whole else shard_sum.scatter
+        start_sum = shard_sum.everywhere if stream.summed_everywhere else shard_sum.scatter
         finish = start_sum(ranks.shard, sent, result, received, self.wide)
         holder = None if way.kind is Kind.SLOT else owner
         return _Piece(stream, taken, start, stop, finish, from_replicas, holder)

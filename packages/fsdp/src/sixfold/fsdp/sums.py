@@ -1,4 +1,4 @@
-"""The two ways to sum over the ranks of a group.
+"""The ways to sum over the ranks of a group.
 
     reduce.py --> GradSum (this file) --> comm.py
 
@@ -8,13 +8,14 @@ what is sent and its result comes in as ``scratch``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sixfold.fsdp.adding import add_into
-from sixfold.fsdp.comm import Comm
+from sixfold.fsdp.comm import Comm, GlooComm
 
 Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
 Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
@@ -26,7 +27,7 @@ class GradSum(Protocol):
     ``scratch`` is (scratch_numel,) or more in the dtype of ``sent``; ``wide`` as in ``add_into``.
     """
 
-    def scratch_numel(self, size: int, numel: int) -> int:
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
         """Elements that a sum of ``numel`` sent elements over ``size`` ranks needs."""
 
     def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
@@ -39,7 +40,7 @@ class GradSum(Protocol):
 class BackendSum:
     """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
 
-    def scratch_numel(self, size: int, numel: int) -> int:
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
         """None."""
         return 0
 
@@ -73,18 +74,35 @@ class RankOrderSum:
     each addend once, never the sum (cf. pytorch#106395).
     """
 
-    def scratch_numel(self, size: int, numel: int) -> int:
-        """What every rank sent for this rank's shard; for all of it where that does not divide."""
-        return numel if numel % size == 0 else size * numel
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """What every rank sent for this rank's shard (of two: the other); for all of it where that does not divide."""
+        if numel % size:
+            return size * numel
+        return numel // 2 if size == 2 else numel
 
     def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
+        if comm.size == 2:
+            return self._scatter_of_two(comm, sent, result, scratch, wide)
         received = scratch[: sent.numel()]
         work = comm.all_to_all(received, sent)
 
         def finish(wait: Wait) -> Tensor:
             wait(work)
-            return _add_up(received.view(comm.size, -1), result, wide)
+            return _add_up(received.view(comm.size, -1).unbind(), result, wide)
+
+        return finish
+
+    def _scatter_of_two(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Each rank receives what it lacks, and nothing of its own."""
+        parts = list(sent.view(2, -1).unbind())
+        received = scratch[: parts[0].numel()]
+        work = comm.swap(received, parts[1 - comm.rank])
+        parts[1 - comm.rank] = received
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return _add_up(parts, result, wide)
 
         return finish
 
@@ -96,7 +114,7 @@ class RankOrderSum:
 
             def finish_whole(wait: Wait) -> Tensor:
                 wait(work)
-                return _add_up(received.view(comm.size, -1), result, wide)
+                return _add_up(received.view(comm.size, -1).unbind(), result, wide)
 
             return finish_whole
         start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
@@ -108,14 +126,48 @@ class RankOrderSum:
         return finish
 
 
-def _add_up(parts: Tensor, result: Tensor, wide: Tensor | None) -> Tensor:
-    """(size, n) -> (n,), row 0 first."""
-    result.copy_(parts[0])
-    for part in parts[1:]:
+class GlooSum:
+    """Shards in rank order, whole sums by the back end.
+
+    An exchange and the additions cost less than gloo's reduce-scatter; its all-reduce is good.
+    """
+
+    def __init__(self) -> None:
+        self._shards, self._whole = RankOrderSum(), BackendSum()
+
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """Of the one that is asked for."""
+        return 0 if everywhere else self._shards.scratch_numel(size, numel, everywhere=False)
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """As RankOrderSum, in the dtype of ``sent``: as a reduce-scatter rounds."""
+        if sent.dtype == result.dtype:
+            return self._shards.scatter(comm, sent, result, scratch, wide)
+        finish_sum = self._shards.scatter(comm, sent, sent.view(comm.size, -1)[comm.rank], scratch, wide)
+        return lambda wait: result.copy_(finish_sum(wait))
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """As BackendSum."""
+        return self._whole.everywhere(comm, sent, result, scratch, wide)
+
+
+def _add_up(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
+    """(n,) each, the first one first; ``result`` may be one of the first two."""
+    first, second, *rest = parts
+    if first.dtype == result.dtype:
+        torch.add(first, second, out=result)
+    else:
+        result.copy_(first)
+        add_into(result, second, wide)
+    for part in rest:
         add_into(result, part, wide)
     return result
 
 
 def grad_sum_of(name: str, comm: Comm) -> GradSum:
     """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
-    return RankOrderSum() if name == "rank_order" and comm.size > 1 else BackendSum()
+    if comm.size == 1:
+        return BackendSum()
+    if name == "rank_order":
+        return RankOrderSum()
+    return GlooSum() if isinstance(comm, GlooComm) else BackendSum()

@@ -153,9 +153,10 @@ class Ways:
     def _scratch(self, stream: ParamAndGradBuffer, width: int) -> tuple[int, int]:
         """Elements that the sums over shards and over replicas need for ``width`` columns."""
         shard, outer = stream.ranks.shard, stream.ranks.outer
+        sums = self.sums[shard]
         return (
-            self.sums[shard].scratch_numel(shard.size, stream.cut.parts * width),
-            self.sums[outer].scratch_numel(outer.size, width) if outer.size > 1 else 0,
+            sums.scratch_numel(shard.size, stream.cut.parts * width, everywhere=stream.summed_everywhere),
+            self.sums[outer].scratch_numel(outer.size, width, everywhere=True) if outer.size > 1 else 0,
         )
 
     def _way(self, kind: Kind, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool) -> Way:

@@ -88,7 +88,8 @@ class Layout:
     def stored(self, stages: Sequence[int], shard: int = 0) -> Stored:
         """Bytes of a rank that holds those stages, activations apart."""
         units = self.units(stages)
-        return stored(self.config, self.parallel, units, per_microbatch=self.per_microbatch, shard=shard)
+        gloo = self.kind == "cpu"
+        return stored(self.config, self.parallel, units, per_microbatch=self.per_microbatch, gloo=gloo, shard=shard)
 
     def activation_bytes(self, stage: int) -> int:
         """What autograd saves in one forward of a stage."""

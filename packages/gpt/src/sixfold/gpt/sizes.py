@@ -119,10 +119,11 @@ class Formats:
     bucket_bytes: int | None
     rank_order: bool
     offload: bool
+    gloo: bool  # sums into shards are exchanges in the order of ranks, whatever ``rank_order`` says
     versioned: bool  # the schedule keeps versions of compute weights, and main weights are always another copy
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Formats:
+    def of(cls, config: TrainConfig, *, gloo: bool = False) -> Formats:
         """As build.py hands them to sixfold.fsdp."""
         fsdp = config.fsdp
         main = _ITEMSIZE[fsdp.main_dtype]
@@ -137,6 +138,7 @@ class Formats:
             bucket_bytes=fsdp.bucket_bytes,
             rank_order=fsdp.grad_sum == "rank_order",
             offload=fsdp.offload,
+            gloo=gloo,
             versioned=not config.parallel.entry.flushed,
         )
 
@@ -259,15 +261,22 @@ class Stored:
 
 
 def stored(
-    config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit], *, per_microbatch: bool, shard: int = 0
+    config: TrainConfig,
+    parallel: ParallelConfig,
+    units: Sequence[Unit],
+    *,
+    per_microbatch: bool,
+    gloo: bool,
+    shard: int = 0,
 ) -> Stored:
     """What a rank holds of ``units`` from the first step's end on.
 
     Args:
         per_microbatch: gradients are reduced in each backward (``fsdp.grad_reduce``), else summed whole until the last.
+        gloo: what travels between ranks goes over it (CPU tensors).
         shard: position in the shard group; the first holds the most.
     """
-    formats, strategy = Formats.of(config), ShardingStrategy(parallel.sharding)
+    formats, strategy = Formats.of(config, gloo=gloo), ShardingStrategy(parallel.sharding)
     ranks = parallel.dp * parallel.cp // parallel.dp_replicate
     each = {unit: Cut(unit, formats, strategy, ranks) for unit in units}  # layers are alike: worked out once
     cuts = [each[unit] for unit in units]
@@ -368,12 +377,18 @@ def _widths(cut: Cut, bucket: int, replicas: int) -> list[int]:
 
 def _scratch(cut: Cut, width: int, replicas: int) -> tuple[int, int]:
     """Elements that sums in the order of ranks need beside what is sent: over shards, over replicas."""
-    if not cut.formats.rank_order:
-        return 0, 0
-    sent = cut.parts * width
-    over_shards = 0 if cut.ranks == 1 else sent if sent % cut.ranks == 0 else cut.ranks * sent
-    over_replicas = 0 if replicas == 1 else width if width % replicas == 0 else replicas * width
-    return over_shards, over_replicas
+    formats = cut.formats
+    exchanged = formats.rank_order or (formats.gloo and cut.parts > 1)
+    over_shards = _received(cut.parts * width, cut.ranks) if exchanged else 0
+    return over_shards, _received(width, replicas) if formats.rank_order else 0
+
+
+def _received(sent: int, ranks: int) -> int:
+    if ranks == 1:
+        return 0
+    if sent % ranks:
+        return ranks * sent
+    return sent // 2 if ranks == 2 else sent  # two ranks swap what each lacks
 
 
 def _slot(cut: Cut, width: int, replicas: int, *, sent: bool, result: bool) -> int:

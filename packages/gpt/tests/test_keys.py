@@ -15,11 +15,10 @@ from sixfold.gpt.toml import read_tables, write_tables
 
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
 REFUSED = {
-    "parallel.tp": "2", "parallel.cp": "2", "parallel.ep": "2", "model.num_experts": "4",
+    "parallel.cp": "2", "parallel.ep": "2", "model.num_experts": "4",
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "model.norm_topk_prob": "false",
     "pipeline.steps": "3", "pipeline.waves": "2", "train.cuda_graphs": "true",
 }  # fmt: skip
-HELD = {"parallel.sequence": "sequence parallelism is a part of tensor parallelism, and tp is 1"}
 BY_NAME = {"fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS}}  # handed on as a mapping
 
 
@@ -53,7 +52,7 @@ def test_every_key_is_read_by_the_code_or_refused():
         for field in fields(table)
         if not any((owner, field.name) in read for owner in OWNERS[name]) and field.name not in BY_NAME.get(name, ())
     }
-    assert idle - REFUSED.keys() - HELD.keys() == set()
+    assert idle - REFUSED.keys() == set()
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -24,7 +24,6 @@ _SCHEDULES = tuple(entry.name for entry in registered())
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("parallel.tp", lambda value: value == 1, "1", "tensor parallelism"),
     ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
     ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
     ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),

@@ -48,6 +48,7 @@ class Axes:
         cp: the sequence is cut over it, in 2 * size chunks: rank r has chunks r and 2 * size - 1 - r.
         ep: experts are split over it, in contiguous ranges.
         exchange: ep x tp, tp fastest: the ranks that hold parts of the experts that a token may go to.
+        statistics: cp x tp: the ranks that share a microbatch.
         sequence: between blocks hidden states are cut over tp along the sequence.
         cp_comm_type: how keys and values travel over cp, as Megatron-Core's key of the same name.
     """
@@ -56,14 +57,18 @@ class Axes:
     cp: Axis = Axis()
     ep: Axis = Axis()
     exchange: Axis = Axis()
+    statistics: Axis = Axis()
     sequence: bool = True
     cp_comm_type: CpCommType = "all_gather"
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Axes:
-        """The axes ``tp``, ``cp``, ``ep`` and ``exchange`` of a mesh, those that it has. Makes no group."""
+        """The axes of a mesh by their names here, those that it has. Makes no group."""
         tp, cp, ep = (Axis.of(mesh, name) for name in ("tp", "cp", "ep"))
-        return cls(tp=tp, cp=cp, ep=ep, exchange=tp if ep.size == 1 else Axis.of(mesh, "exchange"))
+        exchange = tp if ep.size == 1 else Axis.of(mesh, "exchange")
+        both = cp.size > 1 and tp.size > 1
+        statistics = Axis.of(mesh, "statistics") if both else (cp if cp.size > 1 else tp)
+        return cls(tp=tp, cp=cp, ep=ep, exchange=exchange, statistics=statistics)
 
     @property
     def sharded_sequence(self) -> bool:

@@ -162,8 +162,6 @@ def test_sharded_state_dict_holds_the_live_weights_and_marks_the_tied_copy():
     assert not any(last["norm.weight"].replica_id)
 
 
-def test_layers_outside_the_model_and_experts_are_refused():
+def test_layers_outside_the_model_are_refused():
     with pytest.raises(ConfigError, match=r"layers are range\(2, 4\) and model.num_layers is 3"):
         GPTModel(small(), layers=range(2, 4))
-    with pytest.raises(ConfigError, match="mixture of experts is not supported: use 0"):
-        GPTModel(small(num_experts=4))

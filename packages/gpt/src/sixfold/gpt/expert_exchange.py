@@ -5,8 +5,8 @@
 
 [Note: rows travel] ``axes.exchange`` has ep x tp ranks. A row goes to all tensor-parallel ranks of the expert-parallel
 rank that has its expert: each of them has a part of the expert's ffn columns, and what comes back from them is summed.
-Numbers of rows go first, in one small message, and are read by the host once; on an axis of one rank nothing travels and
-nothing is read. Both ways are one all-to-all, in backward each is the other's gradient.
+Numbers of rows go first, in one small message, and are read by the host once; on an axis of one rank nothing travels
+and nothing is read. Both ways are one all-to-all, in backward each is the other's gradient.
 
 [Note: no atomics] Every gradient is a gather by an index that is known, never an addition to one: bits do not depend on
 the order in which a device's threads come by.
@@ -101,7 +101,7 @@ class Route:
         """Rows of this rank -> rows for its experts, expert by expert."""
         sent = rows
         if self.parts > 1:
-            sent = torch.cat([part for part in rows.split(self.out) for _ in range(self.parts)])
+            sent = torch.cat([part for part in torch.split_with_sizes(rows, self.out) for _ in range(self.parts)])
         came = rows.new_empty(sum(self.into), rows.shape[1])
         dist.all_to_all_single(came, sent.contiguous(), list(self.into), self._sent, group=self.axis.group)
         return came if self.sorted is None else came.index_select(0, self.sorted[0])
@@ -113,8 +113,8 @@ class Route:
         dist.all_to_all_single(came, sent.contiguous(), self._sent, list(self.into), group=self.axis.group)
         if self.parts == 1:
             return came
-        parts = came.split([count * self.parts for count in self.out])
-        return torch.cat([part.unflatten(0, (self.parts, -1 if len(part) else 0)).sum(0) for part in parts])
+        parts = torch.split_with_sizes(came, [count * self.parts for count in self.out])
+        return torch.cat([part.view(self.parts, len(part) // self.parts, -1).sum(0) for part in parts])
 
     @property
     def _sent(self) -> list[int]:
@@ -123,7 +123,7 @@ class Route:
 
 
 def _by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The permutation of rows from (rank, expert) to (expert, rank), and its inverse; ``counts`` is (ranks, experts)."""
+    """The permutation of rows from (rank, expert) to (expert, rank), and its inverse; ``counts`` (ranks, experts)."""
     flat = counts.flatten()
     first = (flat.cumsum(0) - flat).view(counts.shape).t().flatten()
     lengths = counts.t().flatten()
@@ -179,7 +179,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         row = ctx.order.row
-        return gradients[0].index_select(0, row.flatten()).unflatten(0, row.shape).sum(1), None
+        return gradients[0].index_select(0, row.flatten()).view(*row.shape, -1).sum(1), None
 
 
 class _Combined(torch.autograd.Function):

@@ -43,10 +43,14 @@ class RankMesh:
     pipeline: dist.ProcessGroup | None = None  # the pp ranks of this rank's pipeline, in stage order
     data: dist.ProcessGroup | None = None  # dp x cp: the ranks that see different tokens
     hybrid: DeviceMesh | None = None  # (replicate, shard) of ``data`` where dp_replicate > 1, else None
-    statistics: dist.ProcessGroup | None = None  # cp x tp: the ranks that share a microbatch
     expert_data: DeviceMesh | None = None  # the ranks that share this rank's experts, where ep > 1; 1-D
     control: dist.ProcessGroup | None = None  # every rank, on the CPU
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # of every collective of these groups
+
+    @property
+    def statistics(self) -> dist.ProcessGroup | None:
+        """cp x tp: the ranks that share a microbatch."""
+        return self.axes.statistics.group
 
     @property
     def layout(self) -> dict[str, int]:
@@ -80,14 +84,14 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, time
     experts = _expert_mesh(parallel, device)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
     timeout = datetime.timedelta(seconds=timeout_s)
-    axes = _axes(mesh, experts, parallel)
-    statistics = both.get_group() if both is not None else (axes.cp.group or axes.tp.group)
+    axes = _axes(mesh, experts, both, parallel)
+    shared = axes.statistics.group, axes.exchange.group
     # [Note: deadlines of groups] torch gives the groups of a mesh its own default of 10 or 30 minutes, whatever the
     # default group was made with.
     groups: list[Any] = [mesh.get_group(axis) for axis in sizes]
     if experts is not None:
         groups += [experts.get_group(axis) for axis in ("edp", "ep")]
-    groups += [data.get_group(), control, *(group for group in (statistics, axes.exchange.group) if group is not None)]
+    groups += [data.get_group(), control, *(group for group in shared if group is not None)]
     if hybrid is not None:
         groups.append(hybrid.get_group(1))
     for group in groups:
@@ -105,7 +109,6 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, time
         pipeline=mesh.get_group("pp") if parallel.pp > 1 else None,
         data=data.get_group() if parallel.dp * parallel.cp > 1 else None,
         hybrid=hybrid,
-        statistics=statistics,
         expert_data=experts["edp"] if experts is not None else None,
         control=control,
     )
@@ -132,15 +135,27 @@ def _expert_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh |
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _axes(mesh: DeviceMesh, experts: DeviceMesh | None, parallel: ParallelConfig) -> Axes:
+def _axes(mesh: DeviceMesh, experts: DeviceMesh | None, both: DeviceMesh | None, parallel: ParallelConfig) -> Axes:
+    """``both`` is cp x tp as one axis, where both have several ranks."""
     tp, cp = Axis.of(mesh, "tp"), Axis.of(mesh, "cp")
+    statistics = cp if cp.size > 1 else tp
+    if both is not None:
+        statistics = Axis(both.get_local_rank(), both.size(), both.get_group())
     ep, exchange = Axis(), tp
     if experts is not None:
         ep = exchange = Axis.of(experts, "ep")
         if tp.size > 1:
             both = experts["ep", "etp"]._flatten("exchange")
             exchange = Axis(both.get_local_rank(), both.size(), both.get_group())
-    return Axes(tp=tp, cp=cp, ep=ep, exchange=exchange, sequence=parallel.sequence, cp_comm_type=parallel.cp_comm_type)
+    return Axes(
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        exchange=exchange,
+        statistics=statistics,
+        sequence=parallel.sequence,
+        cp_comm_type=parallel.cp_comm_type,
+    )
 
 
 def pair_group(mesh: RankMesh, first: int, last: int) -> dist.ProcessGroup | None:

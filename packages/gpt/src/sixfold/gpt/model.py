@@ -23,6 +23,7 @@ from sixfold.gpt.cuts import Cuts
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.init import initializer
 from sixfold.gpt.loss import token_losses
+from sixfold.gpt.moe import MixtureOfExperts
 from sixfold.gpt.norm import RMSNorm
 from sixfold.gpt.rope import rotate
 from sixfold.gpt.tensor_parallel import check_length, columns, embedded, joined, whole_rows
@@ -87,14 +88,19 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; the unit that fsdp gathers and frees."""
+    """Layer ``number``; the unit that fsdp gathers and frees."""
 
-    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
         self.attention = Attention(config, axes)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
-        self.ffn = FeedForward(config, axes)
+        if config.has_experts(number):
+            width = config.shared_ffn_hidden_size
+            shared = FeedForward(config, axes, width=width) if width else None
+            self.ffn: nn.Module = MixtureOfExperts(config, axes, number=number, shared=shared)
+        else:
+            self.ffn = FeedForward(config, axes)
 
     def compile_layer(self, backend: str = "inductor") -> None:
         """Run the layer compiled from now on.
@@ -158,7 +164,7 @@ class GPTModel(nn.Module):
         device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
             seed 1234, as ``initialize`` does.
     Raises:
-        ConfigError: layers outside the model, what is not supported (experts), or a size that tp does not divide.
+        ConfigError: layers outside the model, or a size that tp or ep does not divide.
     """
 
     def __init__(
@@ -183,7 +189,7 @@ class GPTModel(nn.Module):
         self.vocab_rows = config.padded_vocab_size // axes.tp.size  # of this rank
         if pre_process:
             self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
-        self.layers = nn.ModuleDict({str(number): Block(config, axes) for number in held})
+        self.layers = nn.ModuleDict({str(number): Block(config, axes, number) for number in held})
         if post_process:
             self.norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
             if not config.tie_embeddings:
@@ -282,16 +288,18 @@ def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
 
 
 def _check(config: GPTConfig, axes: Axes, held: range) -> None:
-    if config.num_experts:
-        raise ConfigError(f"model.num_experts is {config.num_experts}; mixture of experts is not supported: use 0")
-    for key, value in (
-        ("num_attention_heads", config.num_attention_heads),
-        ("num_query_groups", config.num_query_groups),
-        ("ffn_hidden_size", config.ffn_hidden_size),
-        ("padded_vocab_size", config.padded_vocab_size),
+    for key, axis in (
+        ("num_attention_heads", "tp"),
+        ("num_query_groups", "tp"),
+        ("ffn_hidden_size", "tp"),
+        ("moe_ffn_hidden_size", "tp"),
+        ("shared_ffn_hidden_size", "tp"),
+        ("padded_vocab_size", "tp"),
+        ("num_experts", "ep"),
     ):
-        if value % axes.tp.size:
-            raise ConfigError(f"model.{key} is {value} and parallel.tp is {axes.tp.size}; tp divides it")
+        value, ranks = getattr(config, key), getattr(axes, axis).size
+        if value % ranks:
+            raise ConfigError(f"model.{key} is {value} and parallel.{axis} is {ranks}; {axis} divides it")
     if any(number not in range(config.num_layers) for number in held):
         raise ConfigError(
             f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"

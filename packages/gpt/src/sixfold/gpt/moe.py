@@ -12,8 +12,8 @@ routes its own share of the tokens: with sequence parallelism those that it has,
 
 f_e is the share of (token, choice) pairs that went to expert e: the f of a layer sum to 1, as Megatron-Core has it (in
 transformers they sum to experts_per_token). P_e is the mean of its probability. Both are of the whole microbatch, over
-the ranks of cp and tp. f_e has no gradient, so that the probabilities' is router_aux_loss * experts * f_e each: added in
-their backward, it never travels between stages, is in no loss that is reported, and the division by the number of
+the ranks of cp and tp. f_e has no gradient, so that the probabilities' is router_aux_loss * experts * f_e each: added
+in their backward, it never travels between stages, is in no loss that is reported, and the division by the number of
 targets, which is that of all gradients, makes it a mean like the loss.
 """
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # which imports torch._dynamo when it is called, not here
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.axes import ALONE, Axes, Axis
@@ -63,7 +64,9 @@ class MixtureOfExperts(nn.Module):
         shared: the shared expert: a dense feed-forward part of ``config.shared_ffn_hidden_size``.
     """
 
-    def __init__(self, config: GPTConfig, axes: Axes = ALONE, *, number: int = 0, shared: nn.Module | None = None) -> None:
+    def __init__(
+        self, config: GPTConfig, axes: Axes = ALONE, *, number: int = 0, shared: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.config, self.axes, self.number = config, axes, number
         self.router = Weight(config.num_experts, config.hidden_size)
@@ -119,7 +122,7 @@ def _mixed(module: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor
 
 
 # Numbers of rows are data, and rows travel: no part of it is compiled.
-_mixed_uncompiled = torch._disable_dynamo(_mixed)
+_mixed_uncompiled = _disable_dynamo(_mixed)
 
 
 def top(probabilities: Tensor, k: int) -> Tensor:
@@ -148,7 +151,7 @@ class Load:
 
 
 def take_loads(module: nn.Module, config: GPTConfig, device: torch.device) -> Tensor:
-    """(layers with experts, experts) float64: tokens that this rank routed in the step; rows of other ranks' layers 0."""
+    """(layers with experts, experts) float64: tokens that this rank routed in the step; 0 for layers elsewhere."""
     layers = config.expert_layers
     loads = torch.zeros(len(layers), config.num_experts, dtype=torch.float64, device=device)
     for part in module.modules():

@@ -354,3 +354,44 @@ def test_a_closure_inside_the_step_finds_gradients_in_main_dtype(offload):
         losses = [float(optimizer.step(closure)) for _ in range(5)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
     assert all(main.grad.dtype is torch.bfloat16 for _, main in model.main_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "alive"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=1e-2), 2),
+        (lambda p: Mine(p, lr=1e-2), 6),  # of a user's optimizer nobody knows whether it steps each parameter by itself
+    ],
+)
+def test_a_step_widens_the_narrow_gradients_of_one_unit_after_the_other(make, alive, monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    model = FullyShardedDataParallel(
+        net, fsdp_unit_modules=[nn.Linear], mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16)
+    )
+    optimizer = fully_shard_optimizer(make(net.parameters()), model)
+    mains = [main for _, main in model.main_parameters()]
+    seen, plain = [], torch.optim.AdamW._init_group
+
+    def look(self, group, *lists):
+        seen.append([main.grad.dtype for main in mains].count(torch.float32))
+        return plain(self, group, *lists)
+
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", look)
+    expected = [main.detach().clone().requires_grad_() for main in mains]
+    oracle = torch.optim.AdamW(expected, lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().sum().backward()
+        for one, main in zip(expected, mains, strict=True):
+            one.grad = main.grad.float()
+        optimizer.step()
+        assert seen == [alive] * (6 // alive)
+        assert all(main.grad.dtype is torch.bfloat16 for main in mains)
+        oracle.step()
+        seen.clear()
+        assert all(torch.equal(one, main) for one, main in zip(expected, mains, strict=True))
+        optimizer.zero_grad()
+
+
+class Mine(torch.optim.AdamW):
+    """A user's."""

@@ -18,6 +18,7 @@ from test_uses import a_closure
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer
+from sixfold.fsdp.chunked import ChunkedStep
 from sixfold.fsdp.offload import HostState
 
 OFFLOAD = {"fsdp_unit_modules": [Block], "buffers": BufferConfig(offload=True)}
@@ -169,15 +170,14 @@ def test_the_next_chunk_is_on_its_way_before_a_chunk_steps_and_the_host_waits_on
     mains = [nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = torch.optim.SGD(mains, lr=0.1, momentum=0.9)
     stream = Recorder()
-    host = HostState(
-        optimizer, [[m] for m in mains], device=torch.device("cpu"), stream=stream, pinned=False, plain=lambda: False
-    )
+    chunks = [[m] for m in mains]
+    host = HostState(optimizer, chunks, device=torch.device("cpu"), stream=stream, pinned=False)
 
     def step(optimizer):
         (main,) = [m for group in optimizer.param_groups for m in group["params"]]
         stream.log.append(f"step {next(i for i, m in enumerate(mains) if m is main)}")
 
-    host.step(None, step)
+    ChunkedStep(optimizer, chunks, [host], plain=lambda: False).step(None, step)
     bring, out = ["enter", "mark"], ["enter"]
     assert stream.log == [
         *bring, *bring, "join", "step 0", *out, *bring, "join", "step 1", *out, "join", "step 2", *out,

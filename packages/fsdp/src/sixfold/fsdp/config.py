@@ -32,7 +32,8 @@ class MixedPrecision:
             for what travels); the result is rounded to grad_dtype once, and so is each sum of it with what earlier
             reductions left: one rounding for each reduction of a step. With ``no_shard`` and ``optim`` that is one if
             earlier micro-batches run under ``microbatch(last=False)`` or ``no_sync()``, else one a micro-batch.
-            ``step()`` finds gradients in main_dtype: copies for its length, since torch's optimizers take no other.
+            ``step()`` finds gradients in main_dtype, since torch's optimizers take no other: copies of one unit at a
+            time; for its whole length with LBFGS, Muon over pieces, and optimizers outside ``torch.optim``.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
         fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after
             each step. Main weights are float32, gradients as ever; None: no parameter is.

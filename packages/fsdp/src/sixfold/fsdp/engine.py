@@ -409,12 +409,12 @@ class Engine:
             self._signatures.compare()
         self.wait.alive()  # [Note: flag before abort]
 
-    def before_step(self) -> None:
-        """An optimizer of this model is about to step."""
+    def before_step(self, *, widen: bool) -> None:
+        """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
         self.wait.alive()  # [Note: flag before abort]
-        for stream in self._trained:
+        for stream in self._trained if widen else ():
             stream.gradients.mains.widen()
         self.stepping = True
 

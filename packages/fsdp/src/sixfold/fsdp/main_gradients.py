@@ -5,9 +5,9 @@
 Whether a main gradient is *alive* is no state of ours: ``main.grad`` is the user's to set to None at any moment.
 
 [Note: narrow main gradients] torch's optimizers compute with the gradient's dtype, and raise when it is not the
-parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; for the length of
-the step main parameters have copies in main_dtype, made when activations are no more. What a step does to the copies
-(GradScaler's unscaling) is gone after it.
+parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; while they step,
+main parameters have copies in main_dtype: one stream after the other (chunked.py), or all where the optimizer needs
+all. What a step does to the copies (GradScaler's unscaling) is gone after it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class MainGradients:
     def nbytes(self) -> int:
         """Of their memory; 0 before it is made."""
         return 0 if self._flat is None else self._flat.nbytes
+
+    @property
+    def narrow_at_rest(self) -> bool:
+        """A step needs copies. [Note: narrow main gradients]"""
+        return self._grad_dtype != self._dtype
 
     @property
     def alive(self) -> bool:
@@ -107,7 +112,7 @@ class MainGradients:
             if view is not None and main is not None:
                 if self._cut.parts > 1:
                     view.__class__ = ShardGradient
-                if self._grad_dtype != self._dtype:
+                if self.narrow_at_rest:
                     main.grad_dtype = None  # any; else torch refuses a gradient of another dtype
         return views
 
@@ -123,7 +128,7 @@ class MainGradients:
 
     def widen(self) -> None:
         """A step begins: gradients are plain tensors in main_dtype. [Note: narrow main gradients]"""
-        if self._grad_dtype == self._dtype:
+        if not self.narrow_at_rest:
             self._show(Tensor)
             return
         self._wide = [

@@ -1,7 +1,6 @@
 """Optimizers over main parameters.
 
     torch.optim --> fully_shard_optimizer (this file) --> engine.py's step events
-    optimizer --> materialize (this file) --> state.py's records
 
 Only optimizer hooks and ``param_groups``: the optimizer stays the user's object, of any class.
 """
@@ -9,17 +8,18 @@ Only optimizer hooks and ``param_groups``: the optimizer stays the user's object
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sixfold.fsdp import offload
+from sixfold.fsdp import chunked, offload
+from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Comm, LocalComm
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
@@ -116,25 +116,36 @@ def shard_optimizer(
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then says that it is there
     names = {id(record.main): record.name for record in records.values() if record.main is not None}
     marked = attached.materializing
-    optimizer.register_step_pre_hook(
-        lambda *_: _unless_materializing(marked, optimizer, lambda: _before_step(optimizer, engine, names))
-    )
+    widens = _step_in_chunks(optimizer, engine, attached, in_pieces=bool(pieces))
+    before = partial(_before_step, optimizer, engine, names, widens=widens)
+    optimizer.register_step_pre_hook(lambda *_: _unless_materializing(marked, optimizer, before))
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
-    if attached.offload:
-        attached.hosts.add(_to_host(optimizer, engine, marked))
     attached.sharded.add(optimizer)
     return optimizer
 
 
-def _to_host(optimizer: torch.optim.Optimizer, engine: Engine, marked: set[int]) -> offload.HostState:
+def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: Attached, *, in_pieces: bool) -> bool:
+    """A step of ``optimizer`` goes stream by stream where that saves memory; returns whether it widens gradients."""
     held = {id(main) for group in optimizer.param_groups for main in group["params"]}
-    chunks = [
-        [record.main for record in stream.records if record.main is not None and id(record.main) in held]
-        for unit in engine.units
-        for stream in unit.trained
-    ]
-    device, number = engine.units[0].device, id(optimizer)
-    return offload.install(optimizer, chunks, device=device, stream=make_stream(device), plain=lambda: number in marked)
+    chunks: dict[ParamAndGradBuffer, list[nn.Parameter]] = {}
+    for record in engine.numbered:
+        if record.buffer.trainable and record.main is not None and id(record.main) in held:
+            chunks.setdefault(record.buffer, []).append(record.main)
+    visitors: list[chunked.Visitor] = []
+    device, number, marked = engine.units[0].device, id(optimizer), attached.materializing
+    if attached.offload:
+        pinned = device.type == "cuda"
+        host = HostState(optimizer, [*chunks.values()], device=device, stream=make_stream(device), pinned=pinned)
+        optimizer.register_load_state_dict_post_hook(lambda _: host.keep_all())
+        attached.hosts.add(host)
+        visitors.append(host)
+    mains = [stream.gradients.mains for stream in chunks]
+    widens = any(one.narrow_at_rest for one in mains) and not in_pieces and chunked.steps_alone(optimizer)
+    if widens:
+        visitors.append(chunked.Widened(mains))
+    if visitors:
+        chunked.install(optimizer, [*chunks.values()], visitors, plain=lambda: number in marked)
+    return widens
 
 
 def _untouched(optimizer: torch.optim.Optimizer) -> bool:
@@ -255,8 +266,8 @@ def _refuse_unfit(
                 )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
-    """Refuse what would train wrongly, then let the engine finish gradient sync."""
+def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str], *, widens: bool) -> None:
+    """Refuse what would train wrongly, then let the engine finish gradient sync; ``widens``: chunk by chunk."""
     sharded = (engine.strategy.shards_optimizer or engine.elsewhere) and engine.ranks.size > 1
     if sharded and vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)
@@ -274,7 +285,7 @@ def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mappin
     if not optimizer.state and _called_by_dcp():
         raise FsdpError(_DCP_INSTEAD)
     refuse_changed_parameters(engine)
-    engine.before_step()
+    engine.before_step(widen=not widens)
 
 
 _DCP_INSTEAD = (
@@ -376,66 +387,3 @@ def refuse_unsharded_steps(engine: Engine) -> Any:
                     )
 
     return register_optimizer_step_pre_hook(check)
-
-
-def materialize(
-    optimizer: torch.optim.Optimizer,
-    records: Mapping[nn.Parameter, ParamRecord],
-    attached: Attached,
-) -> None:
-    """Make the state that the first step would begin with, without a step.
-
-    torch's optimizers make it by themselves (``_init_group``); another one steps once on throw-away copies, one
-    parameter at a time, with zero gradients, and tensors and counters are set to 0. SGD with ``dampening`` begins
-    with no buffer at all and would dampen its first gradient: load its state before stepping.
-
-    Raises:
-        FsdpError: the optimizer still holds the module's own parameters, or steps only with a closure.
-    """
-    own = next((p for group in optimizer.param_groups for p in group["params"] if p in records), None)
-    if own is not None:
-        raise FsdpError(
-            f"{type(optimizer).__name__} holds {records[own].name} itself; use fully_shard_optimizer(optimizer, model) "
-            "before its state is made"
-        )
-    groups = optimizer.param_groups
-    kept = [group["params"] for group in groups]
-    attached.materializing.add(id(optimizer))
-    try:
-        for group, parameters in zip(groups, kept, strict=True):
-            for main in parameters:
-                if main.requires_grad and main not in optimizer.state:
-                    for other in groups:
-                        other["params"] = []
-                    optimizer.state[main] = _state_of_copy(optimizer, group, main)
-                    attached.made(optimizer, main)
-    finally:
-        attached.materializing.discard(id(optimizer))
-        for group, parameters in zip(groups, kept, strict=True):
-            group["params"] = parameters
-
-
-def _state_of_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any], main: nn.Parameter) -> dict[str, Any]:
-    copy = nn.Parameter(main.detach().clone())
-    copy.grad = torch.zeros_like(copy)
-    group["params"] = [copy]
-    initial = getattr(optimizer, "_init_group", None)
-    if callable(initial):
-        lists = len(inspect.signature(initial).parameters) - 1
-        initial(group, *([] for _ in range(lists)))
-        made: dict[str, Any] = optimizer.state.pop(copy, {})
-        if made and all(value is not None for value in made.values()):
-            return made
-    try:
-        optimizer.step()
-    except TypeError as error:
-        raise FsdpError(
-            f"{type(optimizer).__name__} needs a closure to step; its state cannot be made ahead"
-        ) from error
-    state: dict[str, Any] = optimizer.state.pop(copy, {})
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            value.zero_()
-        elif isinstance(value, int) and not isinstance(value, bool):
-            state[name] = 0
-    return state

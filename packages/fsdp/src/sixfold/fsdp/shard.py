@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import build, hooks, inner, memory, norms, optim, report, state, streamed, whole
+from sixfold.fsdp import ahead, build, hooks, inner, memory, norms, optim, report, state, streamed, whole
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
@@ -256,7 +256,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's state tensors as its first step would (zero), without a step."""
-        optim.materialize(optimizer, self._engine.records, self._optimizers)
+        ahead.materialize(optimizer, self._engine.records, self._optimizers)
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""

@@ -45,6 +45,7 @@ FULL = (
     ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
     ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
+    ("gpt", "tests/ranks/test_tensor_parallel.py", "--compiled-ranks"),
     ("gpt", "tests/test_instants.py", "--instants=400"),
 )
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one

@@ -3,6 +3,7 @@
 nox -s "tests(gpt)" -- --instants 400
 nox -s "ranks(gpt)" -- --resume-matrix
 nox -s "ranks(gpt)" -- --memory-matrix
+nox -s "ranks(gpt)" -- --compiled-ranks
 """
 
 
@@ -12,5 +13,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--resume-matrix", action="store_true", help="resumes at every layout, schedule and step, and between layouts"
+    )
+    parser.addoption(
+        "--compiled-ranks", action="store_true", help="compiled layers of several ranks, each of which loads a compiler"
     )
     parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")

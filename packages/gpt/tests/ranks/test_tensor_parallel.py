@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch.distributed as dist
 from model_helpers import boundaries, small
 
 from ranktest import run_ranks
+from sixfold import pipeline
+from sixfold.gpt import tensor_parallel
 from sixfold.gpt.axes import Axes, Axis
+from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.cuts import summed_over_tp
 from sixfold.gpt.model import GPTModel
+from sixfold.pipeline.store import GradientStore
 
 TOKENS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
 LABELS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -80,3 +85,135 @@ def test_losses_logits_and_every_gradient_are_the_whole_models(of_two, kind, seq
     for name, gradient in gradients.items():
         found = whole_gradient(parts, name, sequence)
         assert (found - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+
+class Watched:
+    """Gathers of the sequence: how many there were, and how many of what they gave is alive."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self._plain = tensor_parallel.gather_sequence
+
+    def __enter__(self) -> Watched:
+        def gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+            whole = self._plain(x, axis)
+            self.seen.append(weakref.ref(whole.untyped_storage()))
+            return whole
+
+        tensor_parallel.gather_sequence = gather
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        tensor_parallel.gather_sequence = self._plain
+
+    @property
+    def alive(self) -> int:
+        return sum(one() is not None for one in self.seen)
+
+
+def saved_bytes(model: GPTModel) -> tuple[torch.Tensor, int]:
+    """Losses, and what autograd keeps for their backward but weights and what the loss keeps of logits."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        if saved.is_floating_point() and saved.untyped_storage().data_ptr() not in weights:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        losses = model(TOKENS, labels=LABELS)
+    return losses, sum(kept.values())
+
+
+def what_is_kept(rank: int, ranks: int, recompute: str) -> dict[str, Any]:
+    model = GPTModel(MODELS["untied, biases, q and k norms"], axes=axes(rank, ranks, True))
+    model.recompute = recompute
+    with Watched() as watched:
+        losses, kept = saved_bytes(model)
+        found = {"bytes": kept, "forward": len(watched.seen), "alive": watched.alive}
+        losses.sum().backward()
+        return {**found, "backward": len(watched.seen) - found["forward"], "left": watched.alive}
+
+
+LAYERS = 2
+GATHERS = 2 * LAYERS + 1  # before q, k and v; before gate and up; before the head
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_nothing_gathered_is_kept_for_backward_and_linears_share_what_is_gathered_again(recompute):
+    for found in run_ranks(what_is_kept, 2, recompute):
+        assert (found["alive"], found["left"]) == (0, 0)
+        assert found["forward"] == GATHERS
+        # Each once more, be it that its part is recomputed; and the gradients of two sums of a layer and the embedding.
+        assert found["backward"] == GATHERS + 2 * LAYERS + 1
+        if recompute == "none":
+            assert found["bytes"] == expected_bytes(MODELS["untied, biases, q and k norms"], tp=2)
+
+
+def expected_bytes(config: GPTConfig, tp: int) -> int:
+    """By hand: (b, s) = (2, 24) float32 numbers of a token, and attention's probabilities."""
+    h, ffn, d = config.hidden_size, config.ffn_hidden_size // tp, config.head_dim
+    heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
+    norm = (h + 1 + h) / tp  # normalised, its scale, and what is gathered of it, on this rank's part of the sequence
+    # q and k norms: normalised, and scale; q, k and v behind rope; probabilities; what `out` reads.
+    attention = (heads + groups) * (d + 1) + (heads + 2 * groups) * d + heads * 24 + heads * d
+    feed = 4 * ffn  # gate, silu of it, up, their product
+    head = config.padded_vocab_size / tp + 1  # logits and the normaliser
+    rope = 2 * d * 24  # shared by rows
+    return int(4 * (48 * (config.num_layers * (2 * norm + attention + feed) + norm + head) + rope))
+
+
+def split_and_whole(rank: int, ranks: int) -> tuple[bool, list[int]]:
+    """Gradients of a program of I and W beside those of B; gathered tensors alive where a W begins."""
+    gradients, alive = [], []
+    for program in (pipeline.one_f_one_b(1, 2), pipeline.zb_h1(1, 2)):
+        model = GPTModel(MODELS["untied, biases, q and k norms"], axes=axes(rank, ranks, True))
+        runner = pipeline.PipelineRunner(
+            program, [pipeline.Stage(model, 0)], None, lambda losses, rows: losses.sum(), scale="sum"
+        )
+        weigh = GradientStore.weigh
+        with Watched() as watched:
+
+            def counted(store: GradientStore, k: int) -> None:
+                alive.append(watched.alive)
+                weigh(store, k)  # noqa: B023
+
+            GradientStore.weigh = counted
+            try:
+                kwargs = [{"labels": LABELS, "cu_seqlens": PACKED}, {"labels": TOKENS}]
+                runner.step([TOKENS, LABELS], None, kwargs=kwargs)
+            finally:
+                GradientStore.weigh = weigh
+        gradients.append([p.grad for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), alive
+
+
+def test_split_backwards_have_the_bits_of_whole_ones_and_hold_nothing_gathered_until_w():
+    for same, alive in run_ranks(split_and_whole, 2):
+        assert same
+        # What W has: the gradients of what `out` and `down` gave, and of no linear what it read.
+        assert alive == [2 * LAYERS, 2 * LAYERS]
+
+
+def compiled_and_plain(rank: int, ranks: int) -> list[float]:
+    """Losses and gradients of compiled layers against the plain ones', relative; all in the first rank's order."""
+    found = []
+    for recompute in ("none", "full"):
+        results = []
+        for compiled in (False, True):
+            model = GPTModel(MODELS["tied, grouped queries"], axes=axes(rank, ranks, True))
+            model.recompute = recompute
+            for layer in model.layers.values() if compiled else ():
+                layer.compile_layer("eager")
+            losses, gradients = trained(model)
+            results.append([losses, *gradients.values()])
+        found += [float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True)]
+    return found
+
+
+def test_compiled_layers_give_what_plain_ones_give(request):
+    if not request.config.getoption("--compiled-ranks"):
+        pytest.skip("torch's compiler takes seconds to load in every rank; --compiled-ranks runs it")
+    for found in run_ranks(compiled_and_plain, 2):
+        assert max(found) <= 1e-6

@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sixfold.gpt.axes import Axes, Axis
 from sixfold.gpt.errors import ConfigError
+from sixfold.pipeline import made_again
 
 # Their names from torch 2.13 on, and before.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -102,6 +103,7 @@ def _columns(x: Tensor, products: Sequence[Product], axes: Axes, recomputed: boo
     if recomputed or whole.grad_fn is None:
         return [product(whole) for product in products]
     again = _Again(whole, axes.tp)
+    made_again(whole, again.promise)  # read where the backward is split
     with saved_tensors_hooks(again.pack, again.unpack):
         return [product(whole) for product in products]
 
@@ -123,13 +125,18 @@ class _Place(NamedTuple):
 
 
 class _Again:
-    """A gathered tensor that backward gathers once more. [Note: gathered again]"""
+    """A gathered tensor that backward gathers once more. [Note: gathered again]
+
+    Where a linear's backward is whole, autograd asks for it by ``unpack``. Where it is split I calls ``promise``, while
+    the graph still has the rank's part, and W calls what that gives.
+    """
 
     def __init__(self, whole: Tensor, axis: Axis) -> None:
         self._axis = axis
         self._node: Any = whole.grad_fn  # which has saved the rank's part, under whatever hooks are around the layer
         self._at, self._numel = whole.data_ptr(), whole.numel()
-        self._awaited = 0
+        self._awaited = 0  # takers that have been seen and have not taken
+        self._part: Tensor | None = None  # between I and W
         self._made: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Tensor | _Place:
@@ -141,13 +148,29 @@ class _Again:
     def unpack(self, packed: Tensor | _Place) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        return self._take(self._node.saved_tensors[0]).view(packed.shape)
+
+    def promise(self) -> Callable[[], Tensor]:
+        self._awaited += 1
+        if self._part is None:
+            self._part = self._node.saved_tensors[0].detach()
+        return self._keep
+
+    def _keep(self) -> Tensor:
+        assert self._part is not None, "W takes as often as I has asked"
+        made = self._take(self._part)
+        if self._made is None:
+            self._part = None
+        return made
+
+    def _take(self, part: Tensor) -> Tensor:
         made = self._made
         if made is None:
-            made = self._made = gather_sequence(self._node.saved_tensors[0].detach(), self._axis)
+            made = self._made = gather_sequence(part.detach(), self._axis)
         self._awaited -= 1
         if self._awaited <= 0:  # the last one; of a second backward each
             self._made = None
-        return made.view(packed.shape)
+        return made
 
 
 class _Gathered(torch.autograd.Function):

@@ -23,7 +23,7 @@ from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.defer import defer_weight_grad
+    from sixfold.pipeline.defer import defer_weight_grad, made_again
     from sixfold.pipeline.from_torch import TorchSchedule, program_of
     from sixfold.pipeline.run import PipelineRunner, StepResult
     from sixfold.pipeline.stage import Stage
@@ -48,6 +48,7 @@ __all__ = [
     "Weights",
     "defer_weight_grad",
     "draw",
+    "made_again",
     "partition",
     "passes",
     "plan",
@@ -66,6 +67,7 @@ _NEED_TORCH = {
     "StepResult": "run",
     "TorchSchedule": "from_torch",
     "defer_weight_grad": "defer",
+    "made_again": "defer",
     "program_of": "from_torch",
 }
 

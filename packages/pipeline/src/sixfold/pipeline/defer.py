@@ -1,6 +1,7 @@
 """Operators of users that leave their weight gradient to W.
 
     defer_weight_grad --> entries (this file) --> store.py
+    made_again --> an input that layers need not hold (this file) --> layers.py
 
 [Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread and
 goes along into the threads of its engine, which is where a checkpoint runs a forward again on a GPU.
@@ -21,7 +22,9 @@ from sixfold.pipeline.errors import ScheduleError
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
 
-__all__ = ["defer_weight_grad", "shown_to"]
+__all__ = ["AGAIN", "defer_weight_grad", "made_again", "shown_to"]
+
+AGAIN = "_sixfold_pipeline_again"  # in the __dict__ of a tensor that is made again
 
 _OPEN = "sixfold.pipeline.store"  # [Note: torch's thread locals]
 _graph_is_made = torch.is_grad_enabled
@@ -72,6 +75,26 @@ def defer_weight_grad(
         return _Now.apply(output, make, *params)  # type: ignore[no-any-return, no-untyped-call]
     leaf = None if output.requires_grad else store.leaf
     return _Later.apply(output, leaf, (store, store.slot.entries, targets, make))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def made_again(input: Tensor, promise: Callable[[], Callable[[], Tensor]]) -> Tensor:
+    """Let W make ``input`` once more, where layers whose weight gradients wait would hold it between I and W.
+
+    For what is larger than what it is made of: the gathered whole of a part.
+
+    Args:
+        input: ``nn.Linear`` layers are called with this very tensor.
+        promise: ``promise()``, in I, once for each of those layers, gives ``make``; ``make()``, in W, gives the values
+            of ``input`` in its shape. Where a backward is one piece (B) neither is called.
+    Returns:
+        ``input``, unchanged.
+    Raises:
+        ScheduleError: an argument is of another type.
+    """
+    if not isinstance(input, Tensor) or not callable(promise):
+        raise ScheduleError("made_again takes a tensor and a function that, called in I, gives one that W calls")
+    input.__dict__[AGAIN] = promise
+    return input
 
 
 def _checked(weight_grad: Callable[[Tensor], Any], params: tuple[Tensor, ...], gradient: Tensor) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
+from sixfold.pipeline.defer import AGAIN
 from sixfold.pipeline.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -283,10 +284,11 @@ class _Linear(Function):
         ctx.entries = entries
         ctx.held = held
         weight = held[1]
+        ctx.promise = promise = input.__dict__.get(AGAIN)
         if leaf is None:
-            ctx.save_for_backward(input, weight)
+            ctx.save_for_backward(input if promise is None else None, weight)
         else:
-            ctx.save_for_backward(input)
+            ctx.save_for_backward(input if promise is None else None)
         return F.linear(input, weight, held[2]).data  # [Note: no view]
 
     @staticmethod
@@ -299,12 +301,18 @@ class _Linear(Function):
             store.refuse_create_graph()
         input = saved[0]
         flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        version = input._version, gradient._version
-        ctx.entries.append((_linear_gradients, targets, (input, flat, version), gradient))
+        if input is None:
+            ctx.entries.append((_linear_gradients_again, targets, (ctx.promise(), flat, gradient._version), gradient))
+        else:
+            version = input._version, gradient._version
+            ctx.entries.append((_linear_gradients, targets, (input, flat, version), gradient))
         if len(saved) == 1:
             return None, None, None, None
         of_input = flat.mm(saved[1])
-        return of_input if gradient is flat else of_input.view(input.shape), None, None, None
+        if gradient is flat:
+            return of_input, None, None, None
+        shape = (*gradient.shape[:-1], saved[1].shape[1]) if input is None else input.shape
+        return of_input.view(shape), None, None, None
 
 
 def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -315,6 +323,12 @@ def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tenso
     if input.dim() != 2:
         input = input.view(-1, input.shape[-1])
     return None if weight is None else flat.t().mm(input), None if bias is None else flat.sum(0)
+
+
+def _linear_gradients_again(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
+    make, flat, version = saved
+    input = make()
+    return _linear_gradients((input, flat, (input._version, version)), gradient, targets)
 
 
 def _changed() -> NoReturn:
@@ -415,4 +429,5 @@ def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Ten
     return (torch.ops.aten.embedding_dense_backward(gradient, *arguments),)
 
 
-MAKES_ITS_OWN = frozenset({_linear_gradients, _embedding_gradient})  # tensors that nobody else has, and are no views
+# Tensors that nobody else has, and are no views.
+MAKES_ITS_OWN = frozenset({_linear_gradients, _linear_gradients_again, _embedding_gradient})

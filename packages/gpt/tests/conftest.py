@@ -1,6 +1,7 @@
 """Options of gpt's large tests.
 
 nox -s "tests(gpt)" -- --instants 400
+nox -s "tests(gpt)" -- --all-meshes
 nox -s "ranks(gpt)" -- --resume-matrix
 nox -s "ranks(gpt)" -- --memory-matrix
 nox -s "ranks(gpt)" -- --compiled-ranks
@@ -18,3 +19,4 @@ def pytest_addoption(parser):
         "--compiled-ranks", action="store_true", help="compiled layers of several ranks, each of which loads a compiler"
     )
     parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")
+    parser.addoption("--all-meshes", action="store_true", help="groups of every rank of every mesh of 4 and 8 ranks")

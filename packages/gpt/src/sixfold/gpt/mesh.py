@@ -122,8 +122,11 @@ def _data_meshes(mesh: DeviceMesh, parallel: ParallelConfig) -> tuple[DeviceMesh
         hybrid = mesh["dp_replicate", "dp_shard"]
         return hybrid._flatten("dp"), hybrid
     data = mesh["dp_replicate", "dp_shard", "cp"]._flatten("dp_cp")
-    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return data, mesh["dp_replicate", "dp_shard_cp"]
+    names = ("dp_replicate", "dp_shard_cp")
+    groups = [mesh.get_group(names[0]), mesh["dp_shard", "cp"]._flatten(names[1]).get_group()]
+    # Not a slice of ``mesh``: torch gives up slices by the name of a flattened axis.
+    ranks = data.mesh.view(parallel.dp_replicate, -1)
+    return data, DeviceMesh.from_group(groups, data.device_type, ranks, mesh_dim_names=names)
 
 
 def _expert_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh | None:

@@ -3,6 +3,7 @@
 nox -s "tests(gpt)" -- --instants 400
 nox -s "tests(gpt)" -- --all-meshes
 nox -s "ranks(gpt)" -- --resume-matrix
+nox -s "ranks(gpt)" -- --random-layouts 100
 nox -s "ranks(gpt)" -- --memory-matrix
 nox -s "ranks(gpt)" -- --compiled-ranks
 """
@@ -20,3 +21,4 @@ def pytest_addoption(parser):
     )
     parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")
     parser.addoption("--all-meshes", action="store_true", help="groups of every rank of every mesh of 4 and 8 ranks")
+    parser.addoption("--random-layouts", type=int, default=1, help="random models at random layouts (1)")

@@ -119,7 +119,7 @@ def deadlines(monkeypatch):
     """Deadlines given to groups, by group: what has no back end keeps none."""
     given: dict[dist.ProcessGroup, datetime.timedelta] = {}
     monkeypatch.setattr(meshes, "_set_pg_timeout", lambda timeout, group: given.setdefault(group, timeout))
-    yield given
+    return given
 
 
 def chosen(config: pytest.Config) -> list[tuple[int, dict[str, int]]]:

@@ -223,7 +223,7 @@ class Run:
         except NoTargetsError:
             raise NoTargetsError(self.config.data.eod_mask_loss, f"step {at.step}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated
-            rank = found.rank * self.rank.mesh.dp + self.rank.mesh.dp_rank
+            rank = self.rank.mesh.rank_of(found.rank)
             self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")
             raise FinalError(f"step {at.step}: {found}") from found
         if isinstance(outcome, NonFinite):
@@ -257,7 +257,7 @@ class Run:
 
     def _keep_timeline(self, outcome: StepOutcome) -> None:
         """The step as rank 0's pipeline ran it, for `sixfold timeline`."""
-        if self.rank.mesh.dp_rank != 0:
+        if not self.rank.mesh.speaks:
             return
         step = self.progress.step
         with wire_errors(f"timeline of step {step}"):

@@ -59,6 +59,15 @@ class RankMesh:
         return {"pp": self.pp, "dp": self.dp, "cp": axes.cp.size, "tp": axes.tp.size, "ep": axes.ep.size}
 
     @property
+    def speaks(self) -> bool:
+        """This rank's pipeline is the one, of all that run the same program, whose timeline is told."""
+        return self.data_rank == 0 and self.axes.tp.rank == 0
+
+    def rank_of(self, pp_rank: int) -> int:
+        """The number among all ranks of a rank of this rank's pipeline."""
+        return self.rank if self.pipeline is None else dist.get_global_rank(self.pipeline, pp_rank)
+
+    @property
     def cuts(self) -> Cuts:
         """Which parts of canonical tensors lie here, before fsdp shards them."""
         tp, ep = self.axes.tp, self.axes.ep

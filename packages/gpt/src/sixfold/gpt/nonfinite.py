@@ -7,6 +7,7 @@ blamed: of all ranks the first                                            (this 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from sixfold.gpt.build import RankModel, canonical
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.errors import NoTargetsError
 
-Place = tuple[int, str]  # stage, canonical name of a module; "" is the output of the stage itself
+Place = tuple[int, int, str]  # stage, how many modules came before, name of a module; "" is the stage's own output
 
 
 def blamed(rank: RankModel, batch: list[Microbatch], gradient: Place | None, step: int) -> tuple[str, int, str]:
@@ -33,20 +34,22 @@ def blamed(rank: RankModel, batch: list[Microbatch], gradient: Place | None, ste
     found = gather(rank.mesh.control, rank.mesh.size, mine)
     if not any(targets for _, _, targets in found):  # 0 / 0
         raise NoTargetsError(rank.config.data.eod_mask_loss, f"step {step}: ")
-    outputs = [(place[0], number, place[1]) for number, (place, _, _) in enumerate(found) if place]
+    # Forward runs through the stages upwards and backward downwards, and what one rank of a tensor- or context-parallel
+    # group has made non-finite the others of its stage get from it, some modules later.
+    outputs = [(*place[:2], number, place[2]) for number, (place, _, _) in enumerate(found) if place]
     if outputs:
-        _, first, where = min(outputs)  # forward runs through the stages upwards, backward downwards
+        *_, first, where = min(outputs)
         return "output" if where else "loss", first, where
-    gradients = [(place[0], number, place[1]) for number, (_, place, _) in enumerate(found) if place]
-    _, first, where = max(gradients, default=(0, 0, ""))
-    return "gradient", first, where
+    gradients = [(*place[:2], -number, place[2]) for number, (_, place, _) in enumerate(found) if place]
+    *_, first, where = max(gradients, default=(0, 0, 0, ""))
+    return "gradient", -first, where
 
 
 def nonfinite_gradient(rank: RankModel) -> Place | None:
     """The last module of this rank with a non-finite gradient: backward comes to it first."""
-    for name, parameter in reversed(list(rank.model.main_parameters())):
+    for number, (name, parameter) in reversed(list(enumerate(rank.model.main_parameters()))):
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-            return int(name.partition(".")[0]), canonical(name).rpartition(".")[0]
+            return int(name.partition(".")[0]), number, canonical(name).rpartition(".")[0]
     return None
 
 
@@ -55,13 +58,14 @@ def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> Place | None:
 
     Of the last stage "" is the losses. Collective over the pipeline.
     """
-    found: list[tuple[int, str]] = []
-    handles = []
+    found: list[Place] = []
+    handles, calls = [], Counter[int]()  # of modules of a stage: as many on all ranks that hold it
 
     def watch(stage: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            calls[stage] += 1
             if torch.is_tensor(output) and output.is_floating_point() and not bool(output.isfinite().all()):
-                found.append((stage, name))
+                found.append((stage, calls[stage], name))
 
         return hook
 
@@ -74,4 +78,4 @@ def first_nonfinite(rank: RankModel, batch: list[Microbatch]) -> Place | None:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return min(found, default=None)

@@ -44,6 +44,8 @@ FULL = (
     ("fsdp", "tests/ranks/test_matrix_bits.py", "--all-pairs"),
     ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
+    ("gpt", "tests/ranks/test_random_layouts.py", "--random-layouts=100"),
+    ("gpt", "tests/test_meshes.py", "--all-meshes"),
     ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
     ("gpt", "tests/ranks/test_tensor_parallel.py", "--compiled-ranks"),
     ("gpt", "tests/test_instants.py", "--instants=400"),

@@ -21,4 +21,4 @@ def pytest_addoption(parser):
     )
     parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")
     parser.addoption("--all-meshes", action="store_true", help="groups of every rank of every mesh of 4 and 8 ranks")
-    parser.addoption("--random-layouts", type=int, default=1, help="random models at random layouts (1)")
+    parser.addoption("--random-layouts", type=int, default=0, help="random models at random layouts (0)")

@@ -38,7 +38,10 @@ LAYOUTS = [
     (2, ("parallel.pp=2", "parallel.schedule=hanayo", "parallel.stages_per_rank=2")),
     (2, ("parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
     *[(2, (f"parallel.sharding={sharding}",)) for sharding in SHARDINGS],
+    (2, ("parallel.tp=2", "model.qk_norm=true", "model.qkv_bias=true")),
+    (2, ("parallel.tp=2", "parallel.sequence=false", "model.qk_norm=true", "train.recompute=selective")),
     (4, ("parallel.pp=2", "parallel.dp=2")),
+    (4, ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
     (4, ("parallel.dp=4", "parallel.dp_replicate=2")),
 ]
 

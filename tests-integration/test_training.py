@@ -22,6 +22,8 @@ from torchrun_helpers import (
     world_for,
 )
 
+from sixfold.gpt import TrainConfig, train
+
 # Deadlines of what takes seconds on a quiet machine: they only end what hangs, and this may be a busy one.
 START_S, END_S = 240.0, 120.0
 pytestmark = pytest.mark.timeout(900)
@@ -98,8 +100,8 @@ def losses(folder: Path, run: str = "run") -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in entries(folder, "step", run)}
 
 
-def test_a_pipeline_killed_and_resumed_as_sharded_trains_like_one_process(job):
-    """Two by two, a rank killed after a checkpoint, then all ranks sharded; beside one plain process."""
+def test_a_pipeline_killed_and_resumed_as_sharded_trains_like_one_process(job, monkeypatch):
+    """Two by two, a rank killed after a checkpoint, then all ranks sharded; beside one process, this one."""
     folder, world = job
     command = ["-m", "sixfold.gpt", "train", "job.toml"]
     saved = kill_a_rank_after_a_save(folder, world, [*command, "parallel.pp=2", "train.steps=4000"])
@@ -112,7 +114,9 @@ def test_a_pipeline_killed_and_resumed_as_sharded_trains_like_one_process(job):
     (resumed,) = entries(folder, "resume")
     assert resumed["step"] >= saved
     assert resumed["layout"]["pp"] == 1
-    sixfold(folder, "train", "job.toml", "run.dir=alone", f"train.steps={last}")
+    monkeypatch.chdir(folder)
+    options = ["run.dir=alone", f"train.steps={last}", "checkpoint.background=false"]
+    train(TrainConfig.from_toml(folder / "job.toml", options))
     found, alone = losses(folder), losses(folder, "alone")
     assert set(range(1, last + 1)) <= set(found), "a step is missing"
     assert list(alone) == list(range(1, last + 1))

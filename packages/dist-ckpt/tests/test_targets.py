@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import names, one, state, value_of
+from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, attributes, background, retention, storage, transfer
@@ -238,8 +239,11 @@ def test_a_save_that_another_one_to_the_same_folder_overtakes_says_so(tmp_path, 
 
 @pytest.fixture(scope="module")
 def shared_saver():
-    with background.AsyncSaver(group=None, timeout_s=60) as saver:
-        yield saver
+    """Workers are forked: one that is started as a program imports torch first. In-own-mounts tests start such ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background, "_start_worker", Forked)
+        with background.AsyncSaver(group=None, timeout_s=60) as saver:
+            yield saver
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_helpers import boundaries, small
+from torch.distributed.device_mesh import init_device_mesh
 
 from ranktest import run_ranks
 from sixfold import pipeline
@@ -46,7 +47,10 @@ def all_models(rank: int, ranks: int) -> dict[tuple[str, bool], Any]:
     found = {}
     for sequence in (True, False):
         for name, config in MODELS.items():
-            model = GPTModel(config, axes=axes(rank, ranks, sequence))
+            if sequence:
+                model = GPTModel(config, mesh=init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+            else:
+                model = GPTModel(config, axes=axes(rank, ranks, sequence))
             with torch.no_grad():
                 logits = model(TOKENS % config.vocab_size, cu_seqlens=PACKED)
             found[name, sequence] = (*trained(model, cu_seqlens=PACKED), logits, model.cuts)

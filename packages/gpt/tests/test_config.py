@@ -57,6 +57,7 @@ ep = 1
 dp = 0
 dp_replicate = 1
 sequence = true
+tp_overlap = false
 cp_comm_type = "all_gather"
 schedule = "one_f_one_b"
 stages_per_rank = 1

@@ -32,8 +32,8 @@ MODELS = {
 }
 
 
-def axes(rank: int, ranks: int, sequence: bool) -> Axes:
-    return Axes(tp=Axis(rank, ranks, dist.group.WORLD), sequence=sequence)
+def axes(rank: int, ranks: int, sequence: bool, *, overlap: bool = False) -> Axes:
+    return Axes(tp=Axis(rank, ranks, dist.group.WORLD), sequence=sequence, overlap=overlap)
 
 
 def trained(model: GPTModel, **inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -221,3 +221,51 @@ def test_compiled_layers_give_what_plain_ones_give(request):
         pytest.skip("torch's compiler takes seconds to load in every rank; --compiled-ranks runs it")
     for found in run_ranks(compiled_and_plain, 2):
         assert max(found) <= 1e-6
+
+
+def overlapped_and_not(rank: int, ranks: int, recompute: str) -> tuple[float, list[str], list[bool]]:
+    """Losses and gradients of chunks against the whole's, relative; what the first layer does; what forward leaves."""
+    results, events, gathered = [], [], []
+    gather = tensor_parallel._gather
+
+    def watched(parts: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        events.append("gather")
+        gathered.append(weakref.ref(parts.untyped_storage()))
+        return gather(parts, *arguments, **options)
+
+    for overlap in (False, True):
+        model = GPTModel(MODELS["untied, biases, q and k norms"], axes=axes(rank, ranks, True, overlap=overlap))
+        model.recompute = recompute
+        model.layers["0"].attention.q.register_forward_hook(lambda *_: events.append("q"))
+        tensor_parallel._gather = watched
+        del events[:], gathered[:]
+        losses = model(TOKENS, labels=LABELS, cu_seqlens=PACKED)
+        first, left = events[:9], [one() is not None for one in gathered]
+        losses.sum().backward()
+        tensor_parallel._gather = gather
+        results.append([losses.detach(), *(p.grad for p in model.parameters())])
+    return max(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True)), first, left
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gathers_in_chunks_are_on_their_way_before_products_and_give_what_the_whole_gives(recompute):
+    for difference, first, left in run_ranks(overlapped_and_not, 2, recompute):
+        assert difference <= 1e-6
+        assert first == ["gather"] * 4 + ["q"] * 4 + ["gather"], "four chunks of 12 tokens; then those of the ffn"
+        assert not any(left), "nothing gathered is kept for backward"
+
+
+def overlapped_split(rank: int, ranks: int) -> bool:
+    """Gradients of a program of I and W have the bits of those of B, chunk by chunk; one row in a microbatch."""
+    gradients = []
+    for program in (pipeline.one_f_one_b(1, 2), pipeline.zb_h1(1, 2)):
+        model = GPTModel(MODELS["tied, grouped queries"], axes=axes(rank, ranks, True, overlap=True))
+        stages = [pipeline.Stage(model, 0)]
+        runner = pipeline.PipelineRunner(program, stages, None, lambda losses, rows: losses.sum(), scale="sum")
+        runner.step([TOKENS[:1], TOKENS[1:]], None, kwargs=[{"labels": LABELS[:1]}, {"labels": LABELS[1:]}])
+        gradients.append([p.grad for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_chunks_in_split_backwards_have_the_bits_of_whole_ones():
+    assert all(run_ranks(overlapped_split, 2))

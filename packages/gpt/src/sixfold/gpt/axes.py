@@ -50,6 +50,7 @@ class Axes:
         exchange: ep x tp, tp fastest: the ranks that hold parts of the experts that a token may go to.
         statistics: cp x tp: the ranks that share a microbatch.
         sequence: between blocks hidden states are cut over tp along the sequence.
+        overlap: the gather along the sequence comes in chunks, each beside the products of the one before.
         cp_comm_type: how keys and values travel over cp, as Megatron-Core's key of the same name.
     """
 
@@ -59,6 +60,7 @@ class Axes:
     exchange: Axis = Axis()
     statistics: Axis = Axis()
     sequence: bool = True
+    overlap: bool = False
     cp_comm_type: CpCommType = "all_gather"
 
     @classmethod

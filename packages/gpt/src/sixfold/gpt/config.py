@@ -130,6 +130,7 @@ class ParallelConfig(Table):
     dp: Count = 0  # 0 = what the world leaves
     dp_replicate: Positive = 1
     sequence: bool = True
+    tp_overlap: bool = False  # what linears read arrives in chunks, beside the products of those that are here
     cp_comm_type: Literal["all_gather", "p2p"] = "all_gather"  # how keys and values travel; "p2p" is a ring
     schedule: ScheduleName = "one_f_one_b"
     stages_per_rank: Positive = 1

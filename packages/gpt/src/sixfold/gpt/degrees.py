@@ -77,6 +77,12 @@ def _check_tensor_parallel(config: "TrainConfig") -> None:
         if value % tp:
             near = nearest_divisor(gcd(*cut.values()), tp)
             raise ConfigError(f"{key} is {value} and parallel.tp is {tp}; tp divides it: parallel.tp = {near} works")
+    if config.parallel.tp_overlap and (tp == 1 or not config.parallel.sequence):
+        raise ConfigError(
+            f"parallel.tp_overlap is true with parallel.tp {tp} and parallel.sequence "
+            f"{str(config.parallel.sequence).lower()}, where linears wait for no gather; parallel.tp_overlap = false "
+            "works, or parallel.tp = 2 with parallel.sequence = true"
+        )
     if tp > 1 and config.optimizer.name == "muon":
         raise ConfigError(
             f"optimizer.name is 'muon' and parallel.tp {tp}, which cuts the matrices that it takes whole; "

@@ -166,6 +166,7 @@ def _axes(mesh: DeviceMesh, experts: DeviceMesh | None, both: DeviceMesh | None,
         exchange=exchange,
         statistics=statistics,
         sequence=parallel.sequence,
+        overlap=parallel.tp_overlap,
         cp_comm_type=parallel.cp_comm_type,
     )
 

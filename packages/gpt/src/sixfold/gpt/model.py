@@ -240,7 +240,7 @@ class GPTModel(nn.Module):
                 x = layer(x, rows)
         if not self.post_process:
             return x
-        (logits,) = columns(self.norm(x), (self._project,), self.axes)
+        (logits,) = columns(self.norm(x), (self._project,), self.axes, once=True)
         if labels is None:
             return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
         return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp)

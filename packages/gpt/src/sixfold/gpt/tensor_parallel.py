@@ -11,6 +11,11 @@ behind, in backward the other way round. On an axis of one rank nothing happens 
 [Note: gathered again] What the linears read is (b, s, hidden) and is not kept for backward: the rank keeps its own
 (b, s / tp, hidden), once, and the first linear in backward gathers for all of them. Within a part that is recomputed
 in backward it is kept, since it lives for that backward alone.
+
+[Note: chunks] With ``overlap`` the gather is one of each chunk of the rank's part, all of them on their way before the
+first product; a chunk's products run while the next ones travel, and in backward a chunk's sum travels while the
+gradients of the next are made. Where collectives are not asynchronous, nothing is gained and nothing changes but the
+order in which a weight's gradient is summed: by chunks.
 """
 
 from __future__ import annotations
@@ -30,25 +35,31 @@ from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline import made_again
 
 # Their names from torch 2.13 on, and before.
-_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+CHUNKS = 4  # the most of which the gather is made
 
 Product = Callable[[Tensor], Tensor]
 
 
-def columns(x: Tensor, products: Sequence[Product], axes: Axes, *, recomputed: bool = False) -> list[Tensor]:
+def columns(
+    x: Tensor, products: Sequence[Product], axes: Axes, *, recomputed: bool = False, once: bool = False
+) -> list[Tensor]:
     """Run ``products`` on the whole sequence; they share one gather, and in backward one sum.
 
     Args:
         x: (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism.
         products: linears of columns of this rank, (b, s, hidden) -> (b, s, n).
         recomputed: it runs in a part that backward computes again.
+        once: ``products`` are called once, with the whole: those that are units of fsdp.
     """
     if axes.tp.size == 1:
         return [product(x) for product in products]
+    chunks = _chunks_of(x.shape[1]) if axes.overlap and axes.sequence and not once else 1
     if torch.compiler.is_compiling():
-        return _columns_uncompiled(x, products, axes, recomputed)
-    return _columns(x, products, axes, recomputed)
+        return _columns_uncompiled(x, products, axes, recomputed, chunks)
+    return _columns(x, products, axes, recomputed, chunks)
 
 
 def joined(x: Tensor, axes: Axes) -> Tensor:
@@ -95,17 +106,42 @@ def check_length(s: int, axes: Axes) -> None:
         )
 
 
-def _columns(x: Tensor, products: Sequence[Product], axes: Axes, recomputed: bool) -> list[Tensor]:
+def _columns(x: Tensor, products: Sequence[Product], axes: Axes, recomputed: bool, chunks: int) -> list[Tensor]:
     if not axes.sequence:
         shared: Tensor = _Copied.apply(x, axes.tp)  # type: ignore[no-untyped-call]
         return [product(shared) for product in products]
-    whole: Tensor = _Gathered.apply(x, axes.tp)  # type: ignore[no-untyped-call]
+    if chunks > 1:
+        return _columns_by_chunks(x, products, axes.tp, recomputed, chunks)
+    return _of_whole(_Gathered.apply(x, axes.tp), products, axes.tp, recomputed)  # type: ignore[no-untyped-call]
+
+
+def _of_whole(whole: Tensor, products: Sequence[Product], axis: Axis, recomputed: bool) -> list[Tensor]:
     if recomputed or whole.grad_fn is None:
         return [product(whole) for product in products]
-    again = _Again(whole, axes.tp)
+    again = _Again(whole, axis)
     made_again(whole, again.promise)  # read where the backward is split
     with saved_tensors_hooks(again.pack, again.unpack):
         return [product(whole) for product in products]
+
+
+def _columns_by_chunks(
+    x: Tensor, products: Sequence[Product], axis: Axis, recomputed: bool, chunks: int
+) -> list[Tensor]:
+    """[Note: chunks]"""
+    sums: list[Any] = []
+    parts = _Departed.apply(x, chunks, sums)  # type: ignore[no-untyped-call]
+    arriving = [_start_gather(part.detach(), axis) for part in parts]
+    found: list[list[Tensor]] = [[] for _ in products]
+    for part, (gathered, work) in zip(parts, arriving, strict=True):
+        whole = _Arrived.apply(part, axis, gathered, work, sums)  # type: ignore[no-untyped-call]
+        for outs, out in zip(found, _of_whole(whole, products, axis, recomputed), strict=True):
+            outs.append(out.view(out.shape[0], axis.size, -1, out.shape[2]))
+    return [torch.cat(outs, 2).flatten(1, 2) for outs in found]
+
+
+def _chunks_of(s: int) -> int:
+    """Of equal length: the most that there may be of ``s`` tokens."""
+    return next(n for n in range(CHUNKS, 0, -1) if s % n == 0)
 
 
 def _joined(x: Tensor, axes: Axes) -> Tensor:
@@ -186,6 +222,43 @@ class _Gathered(torch.autograd.Function):
         return scatter_sequence(gradients[0], ctx.axis), None
 
 
+class _Departed(torch.autograd.Function):
+    """The chunks of a rank's part. In backward their sums are on their way: here is where they are waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunks: int, sums: list[Any]) -> tuple[Tensor, ...]:
+        ctx.sums = sums
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in x.chunk(chunks, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        for work, _ in ctx.sums:
+            work.wait()
+        ctx.sums.clear()
+        return torch.cat(gradients, 1), None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """One chunk's gather, that was started; in backward its sum, which is started."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: Axis, gathered: Tensor, work: Any, sums: list[Any]) -> Tensor:
+        ctx.axis, ctx.sums = axis, sums
+        ctx.save_for_backward(part)  # for _Again
+        work.wait()
+        return _by_rows(gathered, axis, part.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        parts = _by_ranks(gradients[0], ctx.axis)
+        out = parts.new_empty(parts.shape[1:])
+        work = _scatter(out, parts.flatten(0, 1), group=ctx.axis.group, async_op=True)
+        ctx.sums.append((work, parts))  # which is read until then
+        return out, None, None, None, None
+
+
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -237,21 +310,37 @@ class _Beside(torch.autograd.Function):
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """(b, s / tp, hidden) of each rank -> (b, s, hidden)."""
-    b, s, *rest = x.shape
-    parts = x.new_empty(axis.size * b, s, *rest)
+    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     _gather(parts, x.contiguous(), group=axis.group)
+    return _by_rows(parts, axis, x.shape[0])
+
+
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """(b, s, hidden) -> the sum of all ranks' parts (b, s / tp, hidden)."""
+    parts = _by_ranks(x, axis)
+    out = x.new_empty(parts.shape[1:])
+    _scatter(out, parts.flatten(0, 1), group=axis.group)
+    return out
+
+
+def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
+    """Where the parts of all ranks arrive, behind one another, and the work to wait for."""
+    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    return parts, _gather(parts, x, group=axis.group, async_op=True)
+
+
+def _by_rows(parts: Tensor, axis: Axis, b: int) -> Tensor:
+    """(ranks * b, s / tp, hidden), as it was gathered -> (b, s, hidden)."""
+    _, s, *rest = parts.shape
     if b == 1:
         return parts.view(1, axis.size * s, *rest)
     return parts.view(axis.size, b, s, *rest).transpose(0, 1).reshape(b, axis.size * s, *rest)
 
 
-def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """(b, s, hidden) -> the sum of all ranks' parts (b, s / tp, hidden)."""
+def _by_ranks(x: Tensor, axis: Axis) -> Tensor:
+    """(b, s, hidden) -> (ranks, b, s / tp, hidden)."""
     b, s, *rest = x.shape
-    parts = x.reshape(b, axis.size, s // axis.size, *rest).transpose(0, 1).contiguous()
-    out = x.new_empty(b, s // axis.size, *rest)
-    _scatter(out, parts.flatten(0, 1), group=axis.group)
-    return out
+    return x.reshape(b, axis.size, s // axis.size, *rest).transpose(0, 1).contiguous()
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:

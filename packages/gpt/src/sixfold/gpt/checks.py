@@ -25,8 +25,6 @@ _SCHEDULES = tuple(entry.name for entry in registered())
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
-    ("parallel.ep", lambda value: value == 1, "1", "expert parallelism"),
-    ("model.num_experts", lambda value: value == 0, "0", "mixture of experts"),
     ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     (
@@ -69,6 +67,8 @@ def check_rules(config: "TrainConfig") -> None:
             "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
             "train.offload_activations = false works"
         )
+    if config.model.num_experts:
+        _check_experts(config)
     _check_changes(config)
     for name, batch in global_batches_of(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
@@ -194,6 +194,21 @@ def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
         raise ConfigError(
             f"{name} is {batch} and train.micro_batch_size * parallel.dp is {micro} * {dp} = {micro * dp}; "
             f"the first is a multiple of the second: {works} works"
+        )
+
+
+def _check_experts(config: "TrainConfig") -> None:
+    """What experts are not combined with."""
+    experts = f"model.num_experts {config.model.num_experts}"
+    if config.train.precision == "fp8":
+        raise ConfigError(
+            f"train.precision is 'fp8' and {experts}; products of experts are not quantised: train.precision = 'bf16' "
+            "works"
+        )
+    if not config.parallel.entry.flushed:
+        raise ConfigError(
+            f"parallel.schedule is {config.parallel.schedule!r} and {experts}, of whose weights no versions are kept; "
+            "parallel.schedule = 'one_f_one_b' works"
         )
 
 

@@ -249,6 +249,7 @@ class Run:
                 mfu=None if self.rank.device.type == "cpu" else self._mfu(tokens / seconds),
                 memory_bytes=outcome.memory_bytes,
                 loss_by_dataset={self.train_data.names[i]: x for i, x in outcome.loss_by_dataset.items()},
+                expert_load=outcome.expert_load,
             )
         if self.progress.step in log.timeline_steps:
             self._keep_timeline(outcome)

@@ -44,6 +44,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "mfu",
         "memory_bytes",
         "loss_by_dataset",
+        "expert_load",
     ),
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "loss", "tokens"),

@@ -26,6 +26,7 @@ from sixfold.gpt.build import TIED, RankModel, canonical
 from sixfold.gpt.by_source import by_source, means
 from sixfold.gpt.cuts import summed_over_tp
 from sixfold.gpt.data import Microbatch
+from sixfold.gpt.moe import extremes, take_loads
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
 from sixfold.gpt.straggler import communicates
 from sixfold.gpt.versioned import VersionedModel, run_batch
@@ -42,6 +43,7 @@ class StepOutcome:
         stop: some rank was asked to stop; all of them know it at this step.
         memory_bytes: of the largest rank.
         loss_by_dataset: the same loss of the targets of one dataset, by its number; those without a target left out.
+        expert_load: (least, most) of a layer's tokens that an expert got, relative to an equal share, by its number.
         ran, program: what the runner returned on this rank, and what it ran.
     """
 
@@ -50,6 +52,7 @@ class StepOutcome:
     stop: bool
     memory_bytes: int
     loss_by_dataset: dict[int, float]
+    expert_load: dict[int, tuple[float, float]]
     ran: StepResult
     program: Program
 
@@ -116,16 +119,19 @@ def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Te
 
 @communicates
 def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool, sources: torch.Tensor) -> list[float]:
-    """[loss sum, stop flags, squares, memory of each rank ..., sources], each summed over the ranks that hold a part.
+    """[loss sum, stop flags, squares, memory of each rank ..., sources, loads], summed over the ranks that hold a part.
 
     Args:
-        sources: (2, datasets), flattened behind the rest.
+        sources: (2, datasets), flattened behind the rest. Loads of experts are those of the step's backwards.
     """
     mesh, tp = rank.mesh, rank.mesh.axes.tp
-    values = torch.zeros(3 + mesh.size + sources.numel(), dtype=torch.float64, device=rank.device)
+    loads = take_loads(rank.model.module, rank.config.model, rank.device)
+    first = 3 + mesh.size
+    values = torch.zeros(first + sources.numel() + loads.numel(), dtype=torch.float64, device=rank.device)
+    values[first + sources.numel() :] = loads.flatten()  # tensor-parallel ranks route a share of the tokens each
     if tp.rank == 0:  # the others have the same losses
         values[0] = loss
-        values[3 + mesh.size :] = sources.flatten()
+        values[first : first + sources.numel()] = sources.flatten()
     values[1] = float(stop)
     values[3 + mesh.rank] = float(memory_bytes(rank.device))
     if mesh.data is not None:
@@ -187,7 +193,8 @@ def train_step(
         grad_norm=norm,
         stop=stopped > 0,
         memory_bytes=int(max(memory)),
-        loss_by_dataset=means(rest[:datasets], rest[datasets:]),
+        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        expert_load=extremes(rest[2 * datasets :], rank.config.model),
         ran=result,
         program=program,
     )
@@ -214,7 +221,8 @@ def _versioned_step(
         grad_norm=math.nan,
         stop=stopped > 0,
         memory_bytes=int(max(memory)),
-        loss_by_dataset=means(rest[:datasets], rest[datasets:]),
+        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        expert_load=extremes(rest[2 * datasets :], rank.config.model),
         ran=result,
         program=program,
     )

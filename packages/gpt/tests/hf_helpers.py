@@ -17,6 +17,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 8}),
     "llama_wide_heads": ("llama", {"head_dim": 12, "rms_norm_eps": 1e-3}),
@@ -24,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2_tied_scaling": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, **LLAMA3}}),
     "qwen3": ("qwen3", {"head_dim": 12, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": True, **EXPERTS}),
+    "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 24, "router_aux_loss_coef": 0.01, **EXPERTS}),
     "qwen3_tied_scaling": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }
 

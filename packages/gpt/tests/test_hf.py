@@ -69,7 +69,12 @@ OURS = {
     "llama_rope_scaling": {"rope_theta": 500.0, "rope_scaling": CASES["qwen3_tied_scaling"][1]["rope_parameters"]},
     "qwen2": {"qkv_bias": True, "norm_eps": 1e-3, "tie_embeddings": False},
     "qwen3": {"qk_norm": True, "head_dim": 6},
-}
+    "qwen3_moe": {"qk_norm": True, "dense_layers": 1, "num_experts": 5, "moe_ffn_hidden_size": 20},
+    "qwen2_moe": {
+        "qkv_bias": True, "num_experts": 4, "norm_topk_prob": False, "shared_ffn_hidden_size": 24,
+        "shared_expert_gate": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -95,7 +100,7 @@ def test_an_exported_model_has_our_logits_in_the_peer(tmp_path, case, shard):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["llama", "qwen2_tied_scaling", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "qwen2_tied_scaling", "qwen3", "qwen3_moe", "qwen2_moe"])
 def test_import_then_export_gives_every_bit_back(tmp_path, case, dtype):
     model = write_folder(tmp_path / "hf", case, shard=9_000, dtype=dtype)
     import_model(tmp_path / "hf", tmp_path / "run")
@@ -339,3 +344,39 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch, 
         assert main(words) == 2
         assert "pip install 'sixfold-gpt[hf]'" in capsys.readouterr().err
     assert not Path("b").exists()
+
+
+def test_the_balance_of_an_import_is_that_of_transformers(tmp_path):
+    model = write_folder(tmp_path / "hf", "qwen2_moe", num_hidden_layers=1)
+    import_model(tmp_path / "hf", tmp_path / "run")
+    ours = load_model(tmp_path / "run")
+    found = model(TOKENS, output_router_logits=True)
+    (model.config.router_aux_loss_coef * found.aux_loss).backward()
+    expected = model.model.layers[0].mlp.gate.weight.grad
+    ours(TOKENS, labels=TOKENS, loss_mask=torch.zeros(TOKENS.shape)).sum().backward()
+    balance = ours.layers["0"].ffn.router.weight.grad / TOKENS.numel()  # the run divides by its targets
+    torch.testing.assert_close(balance, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors, name: tensors.pop(name), "model.layers.1.mlp.experts.3.up_proj.weight is missing"),
+        (lambda tensors, name: tensors.update({name: tensors[name].bfloat16()}), "is of dtypes BF16 and F32"),
+        (lambda tensors, name: tensors.update({name: tensors[name].t().contiguous()}), "config.json says [20, 32]"),
+        (
+            lambda tensors, name: tensors.update({name.replace(".3.", ".5."): tensors[name].clone()}),
+            "model.layers.1.mlp.experts.5.up_proj.weight is no tensor of the model",
+        ),
+    ],
+)
+def test_an_expert_that_is_not_there_or_not_like_the_others_is_named(tmp_path, change, says):
+    from safetensors.torch import save_file
+
+    write_folder(tmp_path / "hf", "qwen3_moe")
+    tensors = tensors_of(tmp_path / "hf")
+    change(tensors, "model.layers.1.mlp.experts.3.up_proj.weight")
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        import_model(tmp_path / "hf", tmp_path / "run")
+    assert says in str(error.value)

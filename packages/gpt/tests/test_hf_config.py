@@ -9,7 +9,7 @@ from hf_helpers import CASES, LLAMA3, edit_json, peer, write_folder
 
 from sixfold.gpt import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.hf_config import ARCHITECTURES, FIXED, NEUTRAL, READ, read, write
+from sixfold.gpt.hf_config import ARCHITECTURES, FIXED, NEUTRAL, fixed_keys, known_keys, read, write
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
@@ -34,9 +34,10 @@ def base(kind, **fields):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_that_transformers_has_is_judged(kind):
     theirs = transformers.AutoConfig.for_model(kind).to_dict()
-    assert not theirs.keys() - READ - NEUTRAL - FIXED.keys()
-    assert {key: theirs[key] for key in FIXED if key in theirs} == {k: v for k, v in FIXED.items() if k in theirs}
-    assert not (NEUTRAL - {"initializer_range"}) & READ and not NEUTRAL & FIXED.keys()
+    known, fixed = known_keys(KINDS[kind]), fixed_keys(KINDS[kind])
+    assert not theirs.keys() - known - NEUTRAL - fixed.keys()
+    assert {key: theirs[key] for key in fixed if key in theirs} == {k: v for k, v in fixed.items() if k in theirs}
+    assert not (NEUTRAL - {"initializer_range"}) & known and not NEUTRAL & fixed.keys() and not known & fixed.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,13 +51,21 @@ def test_a_key_that_is_left_out_has_the_default_of_transformers(kind):
     assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
     assert (ours.init_std, ours.rope_theta) == (theirs.initializer_range, theirs.rope_parameters["rope_theta"])
+    if KINDS[kind].experts:
+        assert (ours.num_experts, ours.experts_per_token, ours.moe_ffn_hidden_size, ours.norm_topk_prob) == (
+            theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, theirs.norm_topk_prob
+        )  # fmt: skip
+        assert ours.shared_ffn_hidden_size == getattr(theirs, "shared_expert_intermediate_size", 0)
+        assert (theirs.decoder_sparse_step, theirs.mlp_only_layers, ours.dense_layers) == (1, [], 0)
+        of_theirs = theirs.num_experts_per_tok / theirs.num_hidden_layers
+        assert ours.router_aux_loss == pytest.approx(theirs.router_aux_loss_coef * of_theirs, rel=1e-12)
     longest = read({"model_type": kind, "rope_scaling": {k: v for k, v in LLAMA3.items() if "original" not in k}})
     assert longest.rope_scaling["original_max_position_embeddings"] == theirs.max_position_embeddings
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_called_neutral_leave_the_logits_of_transformers_alone(kind, tmp_path):
-    model = write_folder(tmp_path, {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}[kind])
+    model = write_folder(tmp_path, kind)
     config = tmp_path / "config.json"
     plain = json.loads(config.read_text())
     for key in NEUTRAL & plain.keys() - {"model_type", "dtype", "transformers_version"}:
@@ -206,3 +215,43 @@ def test_published_models_are_read_with_their_number_of_parameters(name):
 def test_a_head_size_of_its_own_is_kept():
     assert read(base("qwen3")).head_dim == 128 and read(base("llama", head_dim=None)).head_dim == 8
     assert isinstance(read(base("qwen2", head_dim=16)), GPTConfig)
+
+
+EXPERTS = {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"mlp_only_layers": [1]}, "so layers [1] have no experts; the first ones of the 4 alone may have none"),
+        ({"decoder_sparse_step": 2}, "so layers [0, 2] have no experts"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "so layers [0, 1, 2, 3] have no experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0 and mlp_only_layers []; a number > 0 and a list"),
+        ({"num_experts": 0}, "num_experts is 0; it is a whole number > 0"),
+        ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts 8, which is the same"),
+        ({"num_experts_per_tok": 5}, "model.experts_per_token is 5 and model.num_experts 4"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it is true or false"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef is -1; it is a number >= 0"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, which is not known"),
+    ],
+)
+def test_keys_of_experts_that_are_not_understood_are_refused(fields, says):
+    with pytest.raises(ConfigError, match=r"^config\.json") as error:
+        read(base("qwen3_moe", **{**EXPERTS, **fields}))
+    assert says in str(error.value)
+
+
+def test_the_first_layers_may_have_no_experts_however_it_is_said():
+    assert read(base("qwen3_moe", **EXPERTS, mlp_only_layers=[1, 0])).dense_layers == 2
+    assert read(base("qwen3_moe", **EXPERTS | {"num_hidden_layers": 2}, decoder_sparse_step=2)).dense_layers == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"qk_norm": True, "shared_ffn_hidden_size": 8}, {"qkv_bias": True, "shared_ffn_hidden_size": 8}]
+)
+def test_experts_that_no_architecture_has_are_not_written(fields):
+    config = GPTConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, num_experts=4, **fields
+    )
+    with pytest.raises(ConfigError, match="no other architecture is written: sixfold-ckpt convert"):
+        write(config, max_positions=8, dtype="float32", tokens={})

@@ -32,6 +32,7 @@ from sixfold.gpt.checks import refuse_path
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.folders import new_folder, refuse_taken
+from sixfold.gpt.hf_names import Piece, hf_name, pieces
 from sixfold.gpt.load import (
     IMPORTED,
     TABLES_OF_IDS,
@@ -58,22 +59,6 @@ CARRIED = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_INSIDE = {
-    "attention_norm": "input_layernorm", "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
-}  # fmt: skip
-
-
-def hf_name(name: str) -> str:
-    """layers.3.attention.q.weight -> model.layers.3.self_attn.q_proj.weight."""
-    head, _, leaf = name.rpartition(".")
-    if head in _OUTSIDE:
-        return f"{_OUTSIDE[head]}.{leaf}"
-    _, layer, part = head.split(".", 2)
-    return f"model.layers.{layer}.{_INSIDE[part]}.{leaf}"
 
 
 # ---- in
@@ -89,8 +74,9 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
     Returns:
         The checkpoint's folder.
     Raises:
-        ConfigError: what is not Llama, Qwen2 or Qwen3, or computes what they do not; tensors that are missing,
-            unknown, mis-shaped or there twice; ``run_dir`` is not empty; the extra ``hf`` is not installed.
+        ConfigError: what is not Llama, Qwen2, Qwen3 or one of the two's mixtures of experts, or computes what they do
+            not; tensors that are missing, unknown, mis-shaped or there twice; ``run_dir`` is not empty; the extra
+            ``hf`` is not installed.
         CheckpointError: the checkpoint cannot be written.
     """
     refuse_path("HF_DIR", str(hf_dir))
@@ -136,9 +122,26 @@ class _Found:
         return tensor
 
 
-def _records(name: str, found: _Found, config: GPTConfig) -> list[dist_ckpt.ShardedTensor]:
-    """The whole tensor as rows of the padded one, and its padding; see [Note: vocabulary padding]."""
-    key, tensor = f"model.{name}", found.tensor()
+def _records(name: str, found: Sequence[_Found], config: GPTConfig) -> list[dist_ckpt.ShardedTensor]:
+    """The whole tensor as rows of the padded one, and its padding; see [Note: vocabulary padding].
+
+    Of experts each one's matrix is a record.
+    """
+    key, tensor = f"model.{name}", found[0].tensor()
+    if pieces(name, (1,))[0].expert is not None:
+        shape = (len(found), *tensor.shape)
+        return [
+            dist_ckpt.ShardedTensor(
+                key,
+                one.tensor()[None],
+                tensor.dtype,
+                (1, *tensor.shape),
+                shape,
+                (expert, *(0 for _ in tensor.shape)),
+                None,
+            )
+            for expert, one in enumerate(found)
+        ]
     rows = config.padded_vocab_size if name in TABLES_OF_IDS else len(tensor)
     parts, shape = [tensor], (rows, *tensor.shape[1:])
     if rows > len(tensor):
@@ -209,15 +212,15 @@ def _files_of(source: Path, problems: list[str]) -> tuple[list[str], dict[str, l
     raise ConfigError(f"{source} holds neither model.safetensors nor {INDEX}{remedy}")
 
 
-def _matched(source: Path, config: GPTConfig, found: dict[str, list[_Found]]) -> dict[str, _Found]:
-    """Canonical name -> tensor, for each that the model has.
+def _matched(source: Path, config: GPTConfig, found: dict[str, list[_Found]]) -> dict[str, list[_Found]]:
+    """Canonical name -> its pieces, for each tensor that the model has.
 
     Raises:
         ConfigError: one that lists all that is missing, unknown, there twice, of another shape or no float.
     """
-    wanted = {hf_name(name): (name, shape) for name, shape in canonical_shapes(config).items()}
+    ours = {name: pieces(name, shape) for name, shape in canonical_shapes(config).items()}
+    wanted = {piece.name: piece for some in ours.values() for piece in some}
     problems = [f"{name} is missing" for name in wanted if name not in found]
-    matched = {}
     for name, places in found.items():
         one = places[0]
         if len(places) > 1:
@@ -226,15 +229,18 @@ def _matched(source: Path, config: GPTConfig, found: dict[str, list[_Found]]) ->
             if not _is_surplus(name, one, config, found):
                 problems.append(f"{name} is no tensor of the model")
             continue
-        canonical, shape = wanted[name]
+        shape = wanted[name].shape
         if one.shape != shape:
             problems.append(f"{name} is of shape {list(one.shape)} and config.json says {list(shape)}")
         if one.dtype not in ("F32", "BF16", "F16"):
             problems.append(f"{name} is of dtype {one.dtype}; it is F32, BF16 or F16")
-        matched[canonical] = one
+    for name, some in ours.items():
+        dtypes = sorted({found[piece.name][0].dtype for piece in some if piece.name in found})
+        if len(dtypes) > 1:
+            problems.append(f"{hf_name(name)} is of dtypes {' and '.join(dtypes)}; all experts' are one")
     if problems:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
-    return matched
+    return {name: [found[piece.name][0] for piece in some] for name, some in ours.items()}
 
 
 def _is_surplus(name: str, one: _Found, config: GPTConfig, found: Mapping[str, list[_Found]]) -> bool:
@@ -287,16 +293,18 @@ def export_model(
     hf_config.architecture_of(config)
     check_tensors(folder, config)
     stored, names = dist_ckpt.load_tensors_metadata(folder), canonical_shapes(config)
+    ours = {piece.name: (name, piece) for name, shape in names.items() for piece in pieces(name, shape)}
     records = {
-        hf_name(name): _record(hf_name(name), shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
-        for name, shape in names.items()
+        key: _record(key, piece.shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
+        for key, (name, piece) in ours.items()
     }
     total = sum(prod(r.global_shape) * r.dtype.itemsize for r in records.values())
     plan = safetensors_export.plan(records, max_shard_bytes if total > max_shard_bytes else None)
-    ours = {hf_name(name): name for name in names}
     order = [key for file in plan.files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
-        safetensors_export.write(draft, plan, _values(folder, [(ours[key], stored, records[key]) for key in order]))
+        safetensors_export.write(
+            draft, plan, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
+        )
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})
         for r in records.values():
             dtypes[str(r.dtype).removeprefix("torch.")] += prod(r.global_shape)
@@ -309,29 +317,32 @@ def _record(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> dist_ckpt.S
 
 
 def _values(
-    folder: Path, wanted: Sequence[tuple[str, Mapping[str, dist_ckpt.ShardedTensor], dist_ckpt.ShardedTensor]]
+    folder: Path,
+    stored: Mapping[str, dist_ckpt.ShardedTensor],
+    wanted: Sequence[tuple[str, Piece, torch.dtype]],
 ) -> Iterator[torch.Tensor]:
-    """The rows of each tensor in the dtype of its record, ``PART_BYTES`` read at a time; padding is left out."""
+    """The rows of each piece in the dtype wanted, ``PART_BYTES`` read at a time; padding is left out."""
     batch: dict[int, dist_ckpt.ShardedTensor] = {}
     dtypes: list[torch.dtype] = []
     filled = 0
-    for name, stored, record in wanted:
-        for part in _row_parts(stored[f"model.{name}"], record.global_shape):
+    for name, piece, dtype in wanted:
+        for part in _row_parts(stored[f"model.{name}"], piece):
             if filled and filled + _nbytes(part) > PART_BYTES:
                 yield from _converted(folder, batch, dtypes)
                 batch, dtypes, filled = {}, [], 0
             batch[len(batch)] = part
-            dtypes.append(record.dtype)
+            dtypes.append(dtype)
             filled += _nbytes(part)
     yield from _converted(folder, batch, dtypes)
 
 
-def _row_parts(whole: dist_ckpt.ShardedTensor, shape: tuple[int, ...]) -> Iterator[dist_ckpt.ShardedTensor]:
-    rows, *rest = shape
+def _row_parts(whole: dist_ckpt.ShardedTensor, piece: Piece) -> Iterator[dist_ckpt.ShardedTensor]:
+    rows, *rest = piece.shape
+    expert = () if piece.expert is None else (piece.expert,)
     step = max(1, PART_BYTES // max(1, prod(rest) * whole.dtype.itemsize))
     for low in range(0, rows, step):
-        offset = (low, *(0 for _ in rest))
-        local = (min(step, rows - low), *rest)
+        offset = (*expert, low, *(0 for _ in rest))
+        local = (*(1 for _ in expert), min(step, rows - low), *rest)
         yield dist_ckpt.ShardedTensor(whole.key, None, whole.dtype, local, whole.global_shape, offset, None)
 
 

@@ -1,10 +1,11 @@
-"""config.json of Hugging Face's Llama, Qwen2 and Qwen3 <--> [model].
+"""config.json of Hugging Face's Llama, Qwen2, Qwen3 and the two's mixtures of experts <--> [model].
 
     config.json --> read (this file) --> GPTConfig --> hf.py          GPTConfig --> write (this file) --> config.json
 
 [Note: every key is judged] transformers ignores a key that its class does not know, and takes the class's default for
 one that is not there. Here a key is read, or must have the one value that changes nothing (FIXED), or is known to have
-no part in the logits (NEUTRAL); any other is refused. Pure: no files, no torch.
+no part in the logits (NEUTRAL); any other is refused. hf_experts.py judges the keys of experts. Pure: no files, no
+torch.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sixfold.gpt import hf_experts
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What differs between the three; ``defaults`` are those of transformers' class for keys that may be left out."""
+    """What differs between them; ``defaults`` are those of transformers' class for keys that may be left out."""
 
     model_type: str
     name: str
     defaults: Mapping[str, Any]
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
+    shared: bool = False  # an expert that every token passes, behind a gate
 
 
 _SHARED = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "rms_norm_eps": 1e-6}
@@ -41,7 +45,30 @@ LLAMA = Architecture(
 )
 QWEN2 = Architecture(model_type="qwen2", name="Qwen2ForCausalLM", defaults=_QWEN | {"head_dim": None}, qkv_bias=True)
 QWEN3 = Architecture(model_type="qwen3", name="Qwen3ForCausalLM", defaults=_QWEN | {"head_dim": 128}, qk_norm=True)
-ARCHITECTURES = (LLAMA, QWEN2, QWEN3)
+QWEN2_MOE = Architecture(
+    model_type="qwen2_moe",
+    name="Qwen2MoeForCausalLM",
+    defaults=_QWEN
+    | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
+    | {"num_key_value_heads": 16, "head_dim": None}
+    | dict(hf_experts.DEFAULTS)
+    | {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
+    | {"num_experts": 60},
+    qkv_bias=True,
+    experts=True,
+    shared=True,
+)
+QWEN3_MOE = Architecture(
+    model_type="qwen3_moe",
+    name="Qwen3MoeForCausalLM",
+    defaults=_QWEN
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4}
+    | {"head_dim": None}
+    | dict(hf_experts.DEFAULTS),
+    qk_norm=True,
+    experts=True,
+)
+ARCHITECTURES = (LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE)
 
 _SIZES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
@@ -92,16 +119,32 @@ def read(raw: Mapping[str, Any]) -> GPTConfig:
     values["num_query_groups"] = values["num_query_groups"] or 0
     values["rope_theta"], values["rope_scaling"] = _rope(raw, kind, problems)
     _check_layer_types(raw, values["num_layers"], problems)
+    if kind.experts:
+        values |= hf_experts.read(raw, kind.defaults, values["num_layers"], problems)
+    known, fixed = known_keys(kind), fixed_keys(kind)
     for key, value in raw.items():
-        if key in FIXED:
-            if value != FIXED[key] and value is not None:
-                problems.append(f"{key} is {value!r}, and only {FIXED[key]!r} is supported")
-        elif key not in NEUTRAL and key not in READ and value is not None:
+        if key in fixed:
+            if value != fixed[key] and value is not None:
+                problems.append(f"{key} is {value!r}, and only {fixed[key]!r} is supported")
+        elif key not in NEUTRAL and key not in known and value is not None:
             said = f"{key} is {_short(value)}, which is not known"
             problems.append(f"{said}; take it out if it has no part in the logits")
     if problems:
         raise ConfigError(f"config.json: {'; '.join(problems)}")
-    return GPTConfig(**values, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
+    try:
+        return GPTConfig(**values, qkv_bias=kind.qkv_bias, qk_norm=kind.qk_norm)
+    except ConfigError as error:
+        raise ConfigError(f"config.json as [model]: {error}") from error
+
+
+def known_keys(kind: Architecture) -> frozenset[str]:
+    """Keys that are read."""
+    return READ | hf_experts.keys(shared=kind.shared) if kind.experts else READ
+
+
+def fixed_keys(kind: Architecture) -> Mapping[str, Any]:
+    """Keys that must have one value, and which."""
+    return FIXED if kind is not QWEN2_MOE else {**FIXED, "qkv_bias": True}
 
 
 def longest(raw: Mapping[str, Any]) -> int:
@@ -122,7 +165,7 @@ def write(
         tokens: bos_token_id, eos_token_id, pad_token_id, those that are known.
         transformers: the oldest release that reads it.
     Raises:
-        ConfigError: no architecture of the three computes this model.
+        ConfigError: no architecture of these computes this model.
     """
     kind = architecture_of(config)
     scaling: dict[str, Any] = dict(config.rope_scaling)
@@ -146,8 +189,12 @@ def write(
         "use_cache": True,
         **{key: tokens.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
-    if kind is not QWEN2:
+    if not kind.qkv_bias:
         written["attention_bias"] = False
+    if kind.experts:
+        written |= hf_experts.write(config, transformers)
+    if kind is QWEN2_MOE:
+        written["qkv_bias"] = True
     if kind is LLAMA:
         written["mlp_bias"] = False
     else:
@@ -166,7 +213,10 @@ def architecture_of(config: GPTConfig) -> Architecture:
             "model.qk_norm and model.qkv_bias are both true; Qwen3 has the one and Qwen2 the other, and no "
             "architecture of transformers both: sixfold-ckpt convert writes the tensors as they are"
         )
-    kind = next(k for k in ARCHITECTURES if (k.qk_norm, k.qkv_bias) == (config.qk_norm, config.qkv_bias))
+    if config.num_experts:
+        hf_experts.check(config)
+    wanted = config.qk_norm, config.qkv_bias, config.num_experts > 0
+    kind = next(k for k in ARCHITECTURES if (k.qk_norm, k.qkv_bias, k.experts) == wanted)
     if kind is LLAMA and config.hidden_size % config.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size is {config.hidden_size} and model.num_attention_heads {config.num_attention_heads}; "

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from run_helpers import world_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sixfold.gpt import TrainConfig
 from sixfold.gpt.build import build_rank
@@ -49,6 +51,56 @@ class Saved:
         return sum(nbytes for at, nbytes in storages.items() if at not in self._own)
 
 
+class Sends(TorchDispatchMode):
+    """Bytes that this rank sends over tp, over cp and among experts, as rings send them. A context manager.
+
+    ``(n - 1) / n`` of what a gather leaves or a scatter takes, twice that of an all-reduce; of an all-to-all of rows
+    those for others, of a message all of it. Counts of rows (integers) are left out.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        axes = mesh.axes
+        self._axes = {axis.group: name for name, axis in (("cp", axes.cp), ("tp", axes.tp)) if axis.group is not None}
+        self._exchange = axes.exchange.group
+        self.bytes = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See every operator, collectives among them."""
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in _SENT:
+            boxed = next(one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one))
+            group = dist.ProcessGroup.unbox(boxed)
+            exchanged = name == "alltoall_base_" and group == self._exchange
+            axis = "ep" if exchanged else self._axes.get(group)
+            if axis is not None:
+                self.bytes[axis] += _SENT[name](group, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes_of(given: Any) -> int:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    return sum(one.nbytes for one in tensors)
+
+
+def _rows_for_others(group: Any, args: Any) -> float:
+    given, splits = args[1], args[4]
+    if not given.is_floating_point():
+        return 0.0
+    if not splits:
+        return given.nbytes * (1 - 1 / group.size())
+    return given.nbytes * (1 - splits[group.rank()] / max(sum(splits), 1))
+
+
+_SENT: dict[str, Callable[[Any, Any], float]] = {
+    "_allgather_base_": lambda group, args: args[0].nbytes * (1 - 1 / group.size()),
+    "_reduce_scatter_base_": lambda group, args: args[1].nbytes * (1 - 1 / group.size()),
+    "allreduce_": lambda group, args: _nbytes_of(args[0]) * 2 * (1 - 1 / group.size()),
+    "alltoall_base_": _rows_for_others,
+    "send": lambda group, args: _nbytes_of(args[0]),
+}
+
+
 def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
     """Bytes of this rank for each configuration; activations are those of a microbatch."""
     return [_measured(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
@@ -59,8 +111,8 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
     found = build_rank(config, mesh, world)
     count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
     batch = [microbatch_of(config, count * world.rank + number) for number in range(count)]
-    saved = Saved(found.model.module)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+    saved, sends = Saved(found.model.module), Sends(mesh)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), sends:
         train_step(found, batch, 1e-3)
     activations = saved.nbytes // count
     train_step(found, batch, 1e-3)
@@ -71,7 +123,9 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
         for t in state.values()
         if isinstance(t, torch.Tensor) and t.dim()
     ]
-    return {**held, "moments": sum(moments), "activations": activations, "pp_rank": mesh.pp_rank, "shard": mesh.dp_rank}
+    places = {"pp_rank": mesh.pp_rank, "data_rank": mesh.data_rank}
+    sent = {f"{axis}_sent": round(sends.bytes[axis]) for axis in ("tp", "cp", "ep")}
+    return {**held, **places, **sent, "moments": sum(moments), "activations": activations}
 
 
 class Live:

@@ -102,8 +102,7 @@ def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
     layout = Layout(config, check_world(config, ranks), "cpu")
     for held in measured[ranks, case]:
         stages = layout.stages_of(held["pp_rank"])
-        shard = held["shard"] % (ranks // config.parallel.dp_replicate)
-        plan = layout.stored(stages, shard)
+        plan = layout.stored(stages, held["data_rank"])
         sharded = config.parallel.sharding == "optim_grads_params"
         fp32 = config.train.precision == "fp32"
         gathered = held["kept_gathered"] + held["gather_arena"]

@@ -6,13 +6,13 @@ Integers only. Counted is every storage that autograd saves, once, parameters ap
 attention.py, norm.py and loss.py, tensor by tensor; a test compares it with ``saved_tensors_hooks``.
 
 t tokens of a micro-batch on this rank (rows * length / cp), h hidden size, q and k widths of queries and of keys, f
-width of the feed-forward part; q, k and f are those of a tensor-parallel rank. [Note: what is planned only] With tp > 1
-what lies between two blocks is cut over tp (``parallel.sequence``) and gathered again in backward; with cp > 1 so are
-the keys of other ranks.
+width of the feed-forward part; q, k and f are those of a tensor-parallel rank. With sequence parallelism what lies
+between two blocks is cut over tp, and what the linears read is gathered again in backward: it is not saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ class Shape:
     heads: int
     head_dim: int
     vocab: int
+    tp: int
     item: int
     between: int  # ranks over which what lies between blocks is cut
     repeats: int
@@ -58,6 +59,7 @@ class Shape:
             heads=model.num_attention_heads // tp,
             head_dim=model.head_dim,
             vocab=model.padded_vocab_size // tp,
+            tp=tp,
             item=4 if config.train.precision == "fp32" else 2,
             between=tp if parallel.sequence else 1,
             repeats=model.num_attention_heads // model.num_query_groups,
@@ -108,7 +110,7 @@ def feed_forward_bytes(shape: Shape) -> int:
     return norm_bytes(shape) + shape.t * shape.h * shape.item // shape.between + 4 * shape.t * shape.f * shape.item
 
 
-def layer_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+def layer_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
     """What a layer keeps until its backward."""
     recompute = config.train.recompute
     if recompute == "full":
@@ -128,28 +130,36 @@ def shared_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
     return found
 
 
-def head_bytes(config: TrainConfig, shape: Shape) -> int:
-    """Of the last norm, the head and the loss: logits, and of each token its target, normaliser and mask."""
+def head_bytes(shape: Shape) -> int:
+    """Of the last norm, the head and the loss: logits, and of each token its target, normaliser and mask.
+
+    A vocabulary over several ranks takes another mask: of targets that are here.
+    """
     normed = norm_bytes(shape) + shape.t * shape.h * shape.item // shape.between
-    return normed + shape.t * (shape.vocab * shape.item + 8 + 4 + 1)
+    return normed + shape.t * (shape.vocab * shape.item + 8 + 4 + 1 + (shape.tp > 1))
 
 
-def stage_bytes(config: TrainConfig, shape: Shape, device: str, *, layers: int, first: bool, last: bool) -> int:
+def stage_bytes(
+    config: TrainConfig, shape: Shape, device: str, *, layers: Sequence[int], first: bool, last: bool
+) -> int:
     """What one forward of a stage saves, parameters apart, the loss included."""
-    recompute = config.train.recompute
-    found = layers * layer_bytes(config, shape, device)
-    if layers and recompute == "none":
+    found = sum(layer_bytes(config, shape, device, layer) for layer in layers)
+    if layers and config.train.recompute == "none":
         found += shared_bytes(config, shape, device)
-    return found + (8 * shape.t if first else 0) + (head_bytes(config, shape) if last else 0)
+    tokens = shape.t * (8 + (shape.tp > 1))  # and which of them are in this rank's rows
+    return found + (tokens if first else 0) + (head_bytes(shape) if last else 0)
 
 
-def backward_bytes(config: TrainConfig, shape: Shape, device: str, *, layers: int, last: bool, largest: int) -> int:
+def backward_bytes(
+    config: TrainConfig, shape: Shape, device: str, *, layers: Sequence[int], last: bool, gradients: int
+) -> int:
     """What backward needs at its worst moment beside all that was saved; an estimate from above.
 
     Either the gradient of the logits and a chunk of them in float32, or what a layer computes again, two gradients as
-    wide as its widest part, and the gradient of the largest tensor (``largest`` elements) before it is added to a sum.
+    wide as its widest part, and what sequence parallelism gathers. Beside either ``gradients`` elements of weights'
+    gradients before they are added to a sum.
     """
-    weights = largest * shape.item
+    weights = gradients * shape.item
     head = layer = 0
     if last:
         chunk = min(shape.t * shape.vocab, _LOSS_CHUNK.get(device, _LOSS_CHUNK_ELSEWHERE))
@@ -160,5 +170,6 @@ def backward_bytes(config: TrainConfig, shape: Shape, device: str, *, layers: in
             "selective": attention_bytes(config, shape, device),
             "full": attention_bytes(config, shape, device) + feed_forward_bytes(shape),
         }[config.train.recompute]
-        layer = again + 2 * shape.t * max(shape.f, shape.q, shape.h) * shape.item + weights
+        gathered = shape.t * shape.h * shape.item if shape.between > 1 else 0
+        layer = again + gathered + 2 * shape.t * max(shape.f, shape.q, shape.h) * shape.item + weights
     return max(head, layer)

@@ -17,8 +17,9 @@ from sixfold.gpt.activations import Shape, backward_bytes, stage_bytes
 from sixfold.gpt.checks import check_rules
 from sixfold.gpt.config import ParallelConfig, TrainConfig
 from sixfold.gpt.devices import Device
-from sixfold.gpt.sizes import Stored, Unit, largest_tensor, reduces_per_microbatch, stored, units_of_rank
+from sixfold.gpt.sizes import Unit, units_of_rank
 from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.stored import Stored, held_gradients, reduces_per_microbatch, stored
 from sixfold.gpt.times import StageTimes, overlapped_s, stage_flops, stage_times
 
 
@@ -78,18 +79,14 @@ class Layout:
         last = self.parallel.stages - 1
         both_ends = self.config.model.tie_embeddings and {0, last} <= set(stages)
         return units_of_rank(
-            self.config,
-            {stage: self.layers[stage] for stage in stages},
-            last,
-            tp=self.parallel.tp,
-            one_table=both_ends,
+            self.config, self.parallel, {stage: self.layers[stage] for stage in stages}, one_table=both_ends
         )
 
-    def stored(self, stages: Sequence[int], shard: int = 0) -> Stored:
-        """Bytes of a rank that holds those stages, activations apart."""
+    def stored(self, stages: Sequence[int], rank: int = 0) -> Stored:
+        """Bytes of a rank that holds those stages, activations apart; ``rank`` is its place in dp x cp."""
         units = self.units(stages)
         gloo = self.kind == "cpu"
-        return stored(self.config, self.parallel, units, per_microbatch=self.per_microbatch, gloo=gloo, shard=shard)
+        return stored(self.config, self.parallel, units, per_microbatch=self.per_microbatch, gloo=gloo, rank=rank)
 
     def activation_bytes(self, stage: int) -> int:
         """What autograd saves in one forward of a stage."""
@@ -97,7 +94,7 @@ class Layout:
             self.config,
             self.shape,
             self.kind,
-            layers=len(self.layers[stage]),
+            layers=self.layers[stage],
             first=stage == 0,
             last=self.is_last(stage),
         )
@@ -108,16 +105,20 @@ class Layout:
 
     def temporary_bytes(self, stages: Sequence[int]) -> int:
         """Of a rank's backward at its worst."""
-        return max(
-            backward_bytes(
-                self.config,
-                self.shape,
-                self.kind,
-                layers=len(self.layers[stage]),
-                last=self.is_last(stage),
-                largest=largest_tensor(self.units([stage])),
-            )
-            for stage in stages
+        return max(self._backward_bytes(stage) for stage in stages)
+
+    def _backward_bytes(self, stage: int) -> int:
+        held = (
+            held_gradients(unit, self.config, self.parallel, per_microbatch=self.per_microbatch)
+            for unit in self.units([stage])
+        )
+        return backward_bytes(
+            self.config,
+            self.shape,
+            self.kind,
+            layers=self.layers[stage],
+            last=self.is_last(stage),
+            gradients=max(held, default=0),
         )
 
     def stages_of(self, rank: int) -> list[int]:
@@ -154,7 +155,7 @@ def batches_of(program: pipeline.Program) -> int:
 def compute_costs(layout: Layout) -> pipeline.Costs:
     """Costs of stages by floating point operations alone: for shares of time, where no rate is known."""
     flops = [
-        stage_flops(layout.config, layout.parallel, layers=len(layers), last=layout.is_last(stage))
+        stage_flops(layout.config, layout.parallel, layers, last=layout.is_last(stage))
         for stage, layers in enumerate(layout.layers)
     ]
     return _costs(layout, [(one.forward, one.backward_input, one.backward_weight) for one in flops])
@@ -186,7 +187,8 @@ def times_of(layout: Layout, device: Device) -> list[StageTimes]:
             layout.parallel,
             device,
             layout.units([stage]),
-            layers=len(layers),
+            layers,
+            first=stage == 0,
             last=layout.is_last(stage),
         )
         for stage, layers in enumerate(layout.layers)

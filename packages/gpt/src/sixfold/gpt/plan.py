@@ -3,8 +3,8 @@
     TrainConfig, world, Device --> plan_layout (this file) --> Planned --> plan_text.py, plan_search.py
     layout.py: what stages cost    on_paper.py: programs, and ``schedule_for``
 
-From pure cores alone: no torch, no process group, no device. A configuration that a run refuses (``parallel.tp`` > 1)
-can be planned; ``Planned.refused`` says so.
+From pure cores alone: no torch, no process group, no device. A configuration that a run refuses can be planned;
+``Planned.refused`` says so.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from sixfold.fsdp.cost_model import collectives
 from sixfold.gpt.checks import check_world, refusals
 from sixfold.gpt.config import ParallelConfig, TrainConfig
 from sixfold.gpt.devices import Device
-from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
 from sixfold.gpt.on_paper import Simulated, plan_program, say_plan, schedule_for, simulated
-from sixfold.gpt.sizes import Stored, stage_parameters
-from sixfold.gpt.times import Traffic, dp_bytes, layer_model_bytes, optimizer_s, overlapped_s
+from sixfold.gpt.sizes import stage_parameters
+from sixfold.gpt.stored import Stored, ranks_of
+from sixfold.gpt.times import optimizer_s, overlapped_s
+from sixfold.gpt.traffic import Sent, Traffic, dp_bytes, stage_sent, tp_sums
 
 __all__ = [
     "Planned", "PlannedConfig", "RankPlan", "StagePlan", "as_json", "bubbles", "plan_layout", "plan_program",
@@ -129,10 +130,8 @@ def plan_layout(config: TrainConfig, world: int, device: Device, *, memory_bytes
         device: what each rank computes on.
         memory_bytes: of a rank; None: the device's.
     Raises:
-        ConfigError: the degrees do not divide the world, or experts, whose sizes are not known here.
+        ConfigError: the degrees do not divide the world.
     """
-    if config.model.num_experts:
-        raise ConfigError(f"model.num_experts is {config.model.num_experts}; plan knows dense models: use 0")
     parallel = check_world(config, world)
     layout = Layout(config, parallel, device.kind)
     alone = simulated(layout, compute_costs(layout))
@@ -201,11 +200,17 @@ def step_seconds(layout: Layout, device: Device) -> float | None:
             forward = sum(one.forward for one in mine)
             rest += max(overlapped_s(forward, sum(one.gather for one in mine)) - forward, 0.0)
         around = max(around, rest)
-        units = layout.units(layout.stages_of(rank))
-        held = sum(unit.numel for unit in units)
-        shard = 1 if sharding == "no_shard" else layout.parallel.dp * layout.parallel.cp // layout.parallel.dp_replicate
-        elements = max(elements, held // shard)
+        elements = max(elements, _updated(layout, rank))
     return program + around + optimizer_s(device, elements)
+
+
+def _updated(layout: Layout, rank: int) -> int:
+    """Elements of main weights that the optimizer of a rank updates."""
+    whole, total = layout.parallel.sharding == "no_shard", 0
+    for unit in layout.units(layout.stages_of(rank)):
+        for stream in unit.streams:
+            total += stream.numel // (1 if whole else ranks_of(layout.parallel, experts=stream.experts)[0])
+    return total
 
 
 def _traffic(layout: Layout, messages: Sequence[float]) -> Traffic:
@@ -214,14 +219,18 @@ def _traffic(layout: Layout, messages: Sequence[float]) -> Traffic:
     moved = dict(collectives(parallel.sharding, count))
     if not layout.per_microbatch:
         moved["reduce_scatter"] = min(moved["reduce_scatter"], 1)
-    per_layer = layer_model_bytes(config, layout.shape, parallel)
-    found = {"dp": 0.0, "tp": 0.0, "cp": 0.0}
+    found = {"dp": 0.0, "tp": 0.0, "cp": 0.0, "ep": 0.0}
     for rank in range(parallel.pp):
-        stages = layout.stages_of(rank)
-        layers = sum(len(layout.layers[stage]) for stage in stages)
+        stages, sent, once = layout.stages_of(rank), Sent(), 0.0
+        for stage in stages:
+            ends = {"first": stage == 0, "last": layout.is_last(stage)}
+            ahead, back = stage_sent(config, layout.shape, parallel, layout.layers[stage], **ends)
+            sent = sent + ahead + back
+            once += tp_sums(config, parallel, layout.layers[stage], last=ends["last"])
         found["dp"] = max(found["dp"], dp_bytes(config, parallel, layout.units(stages), moved))
-        found["tp"] = max(found["tp"], layers * count * per_layer[0])
-        found["cp"] = max(found["cp"], layers * count * per_layer[1])
+        found["tp"] = max(found["tp"], count * sent.tp + once)
+        found["cp"] = max(found["cp"], count * sent.cp)
+        found["ep"] = max(found["ep"], count * sent.ep)
     return Traffic(pp=max(messages) * layout.shape.hidden_bytes if parallel.pp > 1 else 0.0, **found)
 
 
@@ -291,7 +300,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
             "tp_bytes": planned.traffic.tp,
             "pp_bytes": planned.traffic.pp,
             "cp_bytes": planned.traffic.cp,
-            "ep_bytes": 0.0,
+            "ep_bytes": planned.traffic.ep,
         },
         "device": planned.device.name,
         "memory_bytes": planned.memory_bytes,

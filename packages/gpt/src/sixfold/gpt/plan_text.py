@@ -176,7 +176,7 @@ def _traffic(planned: Planned) -> str:
     sent = planned.traffic
     parts = ", ".join(
         f"{axis} {_bytes(nbytes)}"
-        for axis, nbytes in (("dp", sent.dp), ("pp", sent.pp), ("tp", sent.tp), ("cp", sent.cp))
+        for axis, nbytes in (("dp", sent.dp), ("pp", sent.pp), ("tp", sent.tp), ("cp", sent.cp), ("ep", sent.ep))
         if nbytes
     )
     return f"a rank sends in a step: {parts or 'nothing'}"

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sixfold.fsdp.cost_terms import Cluster, Run, replicate_s, transfer_s
-from sixfold.fsdp.strategy import ShardingStrategy
 from sixfold.gpt.activations import Shape
 from sixfold.gpt.devices import Device
-from sixfold.gpt.sizes import Formats, Unit, wire_bytes
+from sixfold.gpt.sizes import Unit
+from sixfold.gpt.stored import Formats, ranks_of, wire_bytes
+from sixfold.gpt.traffic import Sent, stage_sent
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
@@ -48,32 +49,25 @@ class StageFlops:
     backward_weight: float
 
 
-def stage_flops(config: TrainConfig, parallel: ParallelConfig, *, layers: int, last: bool) -> StageFlops:
+def stage_flops(config: TrainConfig, parallel: ParallelConfig, layers: Sequence[int], *, last: bool) -> StageFlops:
     """Of matrix products and attention; the mask's half of attention's products counts as not computed.
 
-    Attention's backward is twice its forward. Recomputation is part of ``backward_input``.
+    Of experts those that a token meets, in equal shares of the ranks. Attention's backward is twice its forward.
+    Recomputation is part of ``backward_input``.
     """
     model, shape = config.model, Shape.of(config, parallel)
-    matrices = 2.0 * model.layer_matmul_parameters / parallel.tp * shape.t
-    attention = 4.0 * shape.q * shape.t * shape.s / 2
-    projections = 2.0 * model.hidden_size * 2 * (shape.q + shape.k) * shape.t
+    sparse = sum(map(model.has_experts, layers))
+    weights = (len(layers) - sparse) * model.layer_matmul_parameters + sparse * model.expert_layer_matmul_parameters
+    matrices = 2.0 * weights / parallel.tp * shape.t
+    attention = len(layers) * 4.0 * shape.q * shape.t * shape.s / 2
+    projections = len(layers) * 2.0 * model.hidden_size * 2 * (shape.q + shape.k) * shape.t
     again = {"none": 0.0, "selective": attention + projections, "full": matrices + attention}[config.train.recompute]
     head = 2.0 * shape.h * shape.vocab * shape.t if last else 0.0
     return StageFlops(
-        forward=layers * (matrices + attention) + head,
-        backward_input=layers * (matrices + 2 * attention + again) + head,
-        backward_weight=layers * matrices + head,
+        forward=matrices + attention + head,
+        backward_input=matrices + 2 * attention + again + head,
+        backward_weight=matrices + head,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Bytes that a rank sends in a step, by the axis of the mesh."""
-
-    dp: float
-    tp: float
-    pp: float
-    cp: float
 
 
 def cluster_of(device: Device, ranks: int) -> Cluster:
@@ -88,22 +82,18 @@ def cluster_of(device: Device, ranks: int) -> Cluster:
     )
 
 
-def layer_model_bytes(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> tuple[float, float]:
-    """(tp, cp) bytes that a rank sends for one layer and microbatch, forward and backward.
+def sent_s(device: Device, parallel: ParallelConfig, sent: Sent) -> float:
+    """Seconds in which a rank sends what splits one model asks for; nothing of it hides behind computation here.
 
-    tp with sequence parallelism: an all-gather before and a reduce-scatter after attention and feed-forward part, the
-    same in backward, where what was gathered is gathered again; else two all-reduces each way. cp: keys and values are
-    gathered in forward and again in backward, and their gradients reduced.
+    Ranks of a node are neighbours on tp, then on ep or cp. An all-to-all that leaves the node sends what stays in it
+    beside what leaves.
     """
-    tp, cp = parallel.tp, parallel.cp
-    hidden = shape.t * shape.h * shape.item
-    forward = 4 * (tp - 1) / tp * hidden
-    moved = forward * (2.5 if parallel.sequence else 2.0)
-    keys = 2 * shape.b * shape.s * shape.k * shape.item * (cp - 1) / cp
-    around = 3 * keys
-    if config.train.recompute == "full":
-        moved, around = moved + forward, around + keys
-    return moved, around
+    node, near, far = device.per_node, device.near_bytes_per_s, device.far_bytes_per_s
+    tp = sent.tp / (near if parallel.tp <= node else far)
+    cp = sent.cp / (near if parallel.cp * parallel.tp <= node else far)
+    peers = parallel.ep * parallel.tp - 1
+    inside = min(peers, node - 1) / peers if peers else 1.0
+    return tp + cp + max(sent.ep * inside / near, sent.ep * (1 - inside) / far)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,23 +118,20 @@ def stage_times(
     parallel: ParallelConfig,
     device: Device,
     units: Sequence[Unit],
+    layers: Sequence[int],
     *,
-    layers: int,
+    first: bool,
     last: bool,
 ) -> StageTimes:
     """Times of a stage of ``units`` on ``device``, whose ``flops`` are known."""
     rate = device.flops_of(config.train.precision)
     assert rate is not None, f"{device.name} has no FLOP/s"
-    flops, shape = stage_flops(config, parallel, layers=layers, last=last), Shape.of(config, parallel)
-    tp_bytes, cp_bytes = layer_model_bytes(config, shape, parallel)
-    # Of these bytes forward sends about two fifths and one third; neither hides behind computation here.
-    tp_s = layers * tp_bytes / device.near_bytes_per_s
-    cp_rate = device.near_bytes_per_s if parallel.cp * parallel.tp <= device.per_node else device.far_bytes_per_s
-    cp_s = layers * cp_bytes / cp_rate
+    flops = stage_flops(config, parallel, layers, last=last)
+    ahead, back = stage_sent(config, Shape.of(config, parallel), parallel, layers, first=first, last=last)
     gather, reduce = _unit_transfers(config, parallel, device, units)
     return StageTimes(
-        forward=flops.forward / rate + 0.4 * tp_s + cp_s / 3,
-        backward_input=flops.backward_input / rate + 0.6 * tp_s + cp_s * 2 / 3,
+        forward=flops.forward / rate + sent_s(device, parallel, ahead),
+        backward_input=flops.backward_input / rate + sent_s(device, parallel, back),
         backward_weight=flops.backward_weight / rate,
         gather=gather,
         reduce=reduce,
@@ -158,30 +145,15 @@ def _unit_transfers(
     formats = Formats.of(config)
     cluster = cluster_of(device, parallel.dp * parallel.cp * parallel.tp)
     run = Run(tp=parallel.tp, replicas=parallel.dp_replicate)
-    shard = parallel.dp * parallel.cp // parallel.dp_replicate
     gather = reduce = 0.0
-    for unit in units:
-        if not unit.tensors:
-            continue
-        gather += transfer_s(cluster, run, wire_bytes(unit, formats), shard)
-        reduce += transfer_s(cluster, run, unit.numel * formats.reduce, shard)
-        reduce += replicate_s(cluster, run, unit.numel * formats.main)
+    for stream in (stream for unit in units for stream in unit.streams):
+        shard, copies = ranks_of(parallel, experts=stream.experts)
+        apart = parallel.ep if stream.experts else 1
+        gather += transfer_s(cluster, run, wire_bytes(stream, formats), shard, apart=apart)
+        reduce += transfer_s(cluster, run, stream.numel * formats.reduce, shard, apart=apart)
+        if copies > 1:
+            reduce += replicate_s(cluster, run, stream.numel * formats.main)
     return gather, reduce
-
-
-def dp_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit], moved: dict[str, int]) -> float:
-    """Bytes that a rank sends over dp x cp in a step: rings of as many models as ``moved`` says of each collective."""
-    formats = Formats.of(config)
-    shard = parallel.dp * parallel.cp // parallel.dp_replicate
-    numel = sum(unit.numel for unit in units)
-    part = (shard - 1) / shard
-    sent = sum(wire_bytes(unit, formats) for unit in units) * part * moved["all_gather"]
-    sent += numel * part * (moved["reduce_scatter"] + 2 * moved["all_reduce"]) * formats.reduce
-    if parallel.dp_replicate > 1:
-        copies = max(moved["reduce_scatter"], moved["all_reduce"])
-        over = numel / shard if ShardingStrategy(parallel.sharding).shards_optimizer else numel
-        sent += 2 * (parallel.dp_replicate - 1) / parallel.dp_replicate * over * formats.main * copies
-    return sent
 
 
 def optimizer_s(device: Device, elements: int) -> float:

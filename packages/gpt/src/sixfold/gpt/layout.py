@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import sixfold.pipeline as pipeline
-from sixfold.gpt.activations import Shape, backward_bytes, stage_bytes
+from sixfold.gpt.activations import Shape, backward_bytes, index_bytes, stage_bytes
 from sixfold.gpt.checks import check_rules
 from sixfold.gpt.config import ParallelConfig, TrainConfig
 from sixfold.gpt.devices import Device
@@ -101,7 +101,8 @@ class Layout:
 
     def held_bytes(self, stage: int) -> int:
         """Of a microbatch between forward and backward: what autograd saves, and the input that came from elsewhere."""
-        return self.activation_bytes(stage) + (self.shape.hidden_bytes if stage else 0)
+        rows = index_bytes(self.config, self.shape, self.layers[stage])
+        return self.activation_bytes(stage) + rows + (self.shape.hidden_bytes if stage else 0)
 
     def temporary_bytes(self, stages: Sequence[int]) -> int:
         """Of a rank's backward at its worst."""

@@ -61,10 +61,11 @@ def layer_sent(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, e
 def _attention(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> tuple[Sent, Sent]:
     recomputed = config.train.recompute != "none"
     ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=config.train.recompute == "full")
-    # Keys and values of all ranks, and their gradients; a ring passes both on in backward.
-    keys = 2 * shape.b * shape.s * shape.k * shape.item * (parallel.cp - 1) / parallel.cp
-    cp_back = keys * (1 if parallel.cp_comm_type == "all_gather" else 2) + (keys if recomputed else 0)
-    return Sent(tp=ahead, cp=keys), Sent(tp=back, cp=cp_back)
+    # Keys and values of all ranks, and their gradients; a ring passes both on in backward, gradients in float32.
+    whole = 2 * shape.b * shape.s * shape.k * shape.item
+    keys = whole * (parallel.cp - 1) / parallel.cp
+    gradients = keys + whole * 4 / shape.item if shape.ring else keys
+    return Sent(tp=ahead, cp=keys), Sent(tp=back, cp=gradients + (keys if recomputed else 0))
 
 
 def _feed_forward(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool) -> tuple[Sent, Sent]:
@@ -72,7 +73,15 @@ def _feed_forward(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *
     if not experts:
         ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=False)
         return Sent(tp=ahead), Sent(tp=back)
-    return Sent(), Sent()
+    others = 1 - 1 / (parallel.ep * parallel.tp)
+    rows = 2 * shape.rows * shape.h * shape.item * others  # to the experts and back
+    ahead = back = 0.0
+    if shape.shared_f:
+        ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=recomputed)
+    if not parallel.sequence:  # shares of the same tokens: results are gathered, and gradients of what was cut
+        once = (parallel.tp - 1) / parallel.tp * shape.t * shape.h * shape.item
+        ahead, back = ahead + once, back + once * (2 if shape.shared_f else 1)
+    return Sent(tp=ahead, ep=rows), Sent(tp=back, ep=rows * (2 if recomputed else 1))
 
 
 def _part(shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_end: bool) -> tuple[float, float]:

@@ -167,9 +167,9 @@ def expert_bytes(config: TrainConfig, shape: Shape) -> int:
     """
     model, item, n = config.model, shape.item, shape.routed
     k = model.experts_per_token
-    found = norm_bytes(shape) + shape.hidden_bytes + 4 * n * model.num_experts + 8 * n * k
-    if shape.tp > shape.between:  # its own share of tokens that all tensor-parallel ranks have
-        found += n * shape.h * item
+    found = norm_bytes(shape) + n * shape.h * item + 4 * n * model.num_experts + 8 * n * k
+    if shape.tp > shape.between and shape.shared_f:  # besides its share the tokens that all tensor-parallel ranks have
+        found += shape.hidden_bytes
     found += 4 * n * k + ((4 * n * k + 4 * n) if model.norm_topk_prob else 0)
     found += shape.rows * (shape.h + 2 * shape.expert_f) * item + n * k * shape.h * item
     found += 4 * shape.t * shape.shared_f * item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from sixfold.gpt.build import build_rank
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.mesh import make_mesh
+from sixfold.gpt.plan import PlannedConfig
 from sixfold.gpt.step import train_step
 from sixfold.gpt.versioned import VersionedModel
 
@@ -61,8 +63,9 @@ class Sends(TorchDispatchMode):
     def __init__(self, mesh: Any) -> None:
         super().__init__()
         axes = mesh.axes
-        self._axes = {axis.group: name for name, axis in (("cp", axes.cp), ("tp", axes.tp)) if axis.group is not None}
+        self.axes = {axis.group: name for name, axis in (("cp", axes.cp), ("tp", axes.tp)) if axis.group is not None}
         self._exchange = axes.exchange.group
+        self.idle = not self.axes and self._exchange is None
         self.bytes = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +75,7 @@ class Sends(TorchDispatchMode):
             boxed = next(one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one))
             group = dist.ProcessGroup.unbox(boxed)
             exchanged = name == "alltoall_base_" and group == self._exchange
-            axis = "ep" if exchanged else self._axes.get(group)
+            axis = "ep" if exchanged else self.axes.get(group)
             if axis is not None:
                 self.bytes[axis] += _SENT[name](group, args)
         return func(*args, **(kwargs or {}))
@@ -103,7 +106,7 @@ _SENT: dict[str, Callable[[Any, Any], float]] = {
 
 def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
     """Bytes of this rank for each configuration; activations are those of a microbatch."""
-    return [_measured(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
+    return [_measured(PlannedConfig.from_text(text), world_of(rank, ranks)) for text in texts]
 
 
 def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
@@ -112,7 +115,8 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
     count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
     batch = [microbatch_of(config, count * world.rank + number) for number in range(count)]
     saved, sends = Saved(found.model.module), Sends(mesh)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), sends:
+    watched = nullcontext() if sends.idle else sends  # every operator passes it
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), watched:
         train_step(found, batch, 1e-3)
     activations = saved.nbytes // count
     train_step(found, batch, 1e-3)

@@ -14,7 +14,7 @@ from sixfold.gpt import TrainConfig
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.devices import DEVICES
 from sixfold.gpt.layout import Layout
-from sixfold.gpt.plan import plan_layout
+from sixfold.gpt.plan import PlannedConfig, plan_layout
 
 # Matrices of some size, so that alignment weighs as little as it does in a model of use.
 WIDE = (
@@ -38,6 +38,7 @@ ONE = {
     "long plain rows": ("data.seq_length=520", "data.document_mask=false", "model.num_query_groups=4"),
     "rank order": ("fsdp.grad_sum=rank_order", "fsdp.reduce_buffers=3", "fsdp.gathered_bytes=all"),
 }
+SHARED = ("model.shared_ffn_hidden_size=64", "model.shared_expert_gate=true")
 TWO = {
     f"{sharding} {precision}": (f"parallel.sharding={sharding}", f"train.precision={precision}")
     for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -56,13 +57,49 @@ TWO = {
     "bucket": ("fsdp.bucket_bytes=200000", "fsdp.reduce_buffers=1"),
     "fp8": ("train.precision=fp8",),
     "fp8 kept": ("train.precision=fp8", "parallel.sharding=optim"),
-}
+    "tp": ("parallel.tp=2",),
+    "tp, every rank the whole sequence": ("parallel.tp=2", "parallel.sequence=false", "train.recompute=selective"),
+    "tp full": ("parallel.tp=2", "train.recompute=full", "train.precision=fp32", "model.tie_embeddings=false"),
+    "tp qwen": ("parallel.tp=2", "model.qkv_bias=true", "model.qk_norm=true", "parallel.sharding=no_shard"),
+    "tp long rows": ("parallel.tp=2", "data.seq_length=520", "model.num_layers=2", "train.micro_batch_size=1"),
+    "experts": ("model.num_experts=4", "parallel.sharding=optim"),
+    "experts fp8": ("model.num_experts=4", "train.precision=fp8"),
+    "ep": ("model.num_experts=4", "parallel.ep=2"),
+    "ep no_shard": ("model.num_experts=4", "parallel.ep=2", "parallel.sharding=no_shard"),
+    "ep full": ("model.num_experts=4", "parallel.ep=2", "train.recompute=full", "train.precision=fp32"),
+    "ep shared": (
+        "model.num_experts=4", "parallel.ep=2", "model.shared_ffn_hidden_size=64", "model.shared_expert_gate=true",
+        "model.dense_layers=1", "model.moe_ffn_hidden_size=64",
+    ),
+    "experts tp": ("model.num_experts=4", "parallel.tp=2", "train.recompute=selective"),
+    "experts tp full": ("model.num_experts=4", "parallel.tp=2", "train.recompute=full", *SHARED),
+    "experts tp, every rank the whole sequence": (
+        "model.num_experts=4", "parallel.tp=2", "parallel.sequence=false", *SHARED,
+    ),
+    "experts tp full, every rank the whole sequence": (
+        "model.num_experts=4", "parallel.tp=2", "parallel.sequence=false", "train.recompute=full", *SHARED,
+    ),
+}  # fmt: skip
+FOUR = {
+    "tp pp": ("parallel.tp=2", "parallel.pp=2"),
+    "tp dp": ("parallel.tp=2", "train.precision=fp32"),
+    "ep tp": ("model.num_experts=4", "parallel.tp=2", "parallel.ep=2"),
+    "ep pp": ("model.num_experts=4", "parallel.pp=2", "parallel.ep=2", "model.tie_embeddings=false"),
+    "ep dp": ("model.num_experts=8", "parallel.ep=2", "parallel.sharding=optim_grads"),
+    "ep in replicas": ("model.num_experts=4", "parallel.ep=2", "parallel.dp_replicate=2"),
+    "ep rank order": ("model.num_experts=4", "parallel.ep=2", "fsdp.grad_sum=rank_order"),
+    "ep narrow muon": (
+        "model.num_experts=4", "parallel.ep=2", "fsdp.reduce_dtype=bfloat16", "optimizer.name=muon",
+    ),
+}  # fmt: skip
+KNOWN = {1: ONE, 2: TWO, 4: FOUR}
 
 
-CASES = [(1, case) for case in ONE] + [(2, case) for case in TWO]
+CASES = [(ranks, case) for ranks, known in KNOWN.items() for case in known]
 SAMPLE = {
     (1, "bf16"), (1, "selective"), (1, "long rows"), (1, "qwen"), (2, "no_shard bf16"), (2, "optim bf16"),
     (2, "optim_grads bf16"), (2, "optim_grads_params fp32"), (2, "pp wave"), (2, "pp uneven full"), (2, "fp8"),
+    (2, "tp"), (2, "ep shared"), (2, "experts tp, every rank the whole sequence"),
 }  # fmt: skip
 
 
@@ -75,9 +112,10 @@ def pytest_generate_tests(metafunc):
 
 def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
     """One microbatch on each rank of dp; two where it is said that sums wait for the last one."""
-    config = TrainConfig.from_text(MINIMAL, (*WIDE, *overrides))
-    batch = config.train.micro_batch_size * ranks // config.parallel.pp * (1 + (config.fsdp.grad_reduce == "last"))
-    return TrainConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
+    config = PlannedConfig.from_text(MINIMAL, (*WIDE, *overrides))
+    dp = ranks // config.parallel.world  # the degrees but dp
+    batch = config.train.micro_batch_size * dp * (1 + (config.fsdp.grad_reduce == "last"))
+    return PlannedConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +123,12 @@ def measured(request):
     """Bytes of every rank of every case."""
     found = {}
     every = request.config.getoption("--memory-matrix")
-    for ranks, known in ((1, ONE), (2, TWO)):
+    for ranks, known in KNOWN.items():
         cases = {case: overrides for case, overrides in known.items() if every or (ranks, case) in SAMPLE}
         texts = [config_of(ranks, overrides).to_toml() for overrides in cases.values()]
         if ranks == 1:
             rows = [measured_rank(0, 1, texts)]
-        else:
+        elif texts:
             rows = ranktest.run_ranks(measured_rank, ranks, texts, timeout=120)
         for number, case in enumerate(cases):
             found[ranks, case] = [row[number] for row in rows]
@@ -98,8 +136,9 @@ def measured(request):
 
 
 def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
-    config = config_of(ranks, {1: ONE, 2: TWO}[ranks][case])
+    config = config_of(ranks, KNOWN[ranks][case])
     layout = Layout(config, check_world(config, ranks), "cpu")
+    balanced = 0.05 if config.parallel.ep == 1 else 0.1  # experts get what is routed to them
     for held in measured[ranks, case]:
         stages = layout.stages_of(held["pp_rank"])
         plan = layout.stored(stages, held["data_rank"])
@@ -116,7 +155,21 @@ def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
         assert plan.gradients + plan.reducing == pytest.approx(gradients + reducing, rel=0.05)
         assert plan.total == pytest.approx(weights + plan.gathered + gradients + reducing + plan.optimizer, rel=0.05)
         saved = sum(layout.activation_bytes(stage) for stage in stages)
-        assert saved == pytest.approx(held["activations"], rel=0.05)
+        assert saved == pytest.approx(held["activations"], rel=balanced)
+        measured_total = weights + plan.gathered + gradients + reducing + plan.optimizer + held["activations"]
+        assert plan.total + saved == pytest.approx(measured_total, rel=0.05)
+
+
+def test_traffic_of_a_plan_is_what_a_run_sends_over_each_axis(measured, ranks, case):
+    """Over tp, cp and to experts elsewhere; of rows that are routed the expected number."""
+    config = config_of(ranks, KNOWN[ranks][case])
+    planned = plan_layout(config, ranks, DEVICES["cpu"]).traffic
+    rows = measured[ranks, case]
+    for axis, expected in (("tp", planned.tp), ("cp", planned.cp), ("ep", planned.ep)):
+        sent = [held[f"{axis}_sent"] for held in rows]
+        even = axis != "ep" or config.parallel.ep == 1
+        # Of pipeline ranks a plan tells the one that sends most; 2 kB: the few numbers of a step.
+        assert max(sent) == pytest.approx(expected, rel=0.01 if even else 0.15, abs=2000), (axis, sent)
 
 
 FLIGHTS = {

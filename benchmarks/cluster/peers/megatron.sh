@@ -20,9 +20,8 @@ if [[ "$way" == fsdp ]]; then
     --init-model-with-meta-device --ckpt-format fsdp_dtensor "${recompute[@]}")
 else # one connection, so that what tensor parallelism overlaps is launched in order
   export CUDA_DEVICE_MAX_CONNECTIONS=1
-  layout=(--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 4
+  layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4
     --num-layers-per-virtual-pipeline-stage 4)
-  CP=${CP:-2}
 fi
 exec "${TORCHRUN:-torchrun}" \
   --nnodes="$nodes" --node-rank="$node_rank" --nproc-per-node=8 \

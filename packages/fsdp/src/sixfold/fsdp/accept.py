@@ -17,7 +17,7 @@ from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.meshes import Meshes, own_meshes
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.scaled import Fp8Matmul, fault_of
-from sixfold.fsdp.units import UnitSpec, find_units
+from sixfold.fsdp.units import UnitSpec, find_units, merge_neighbours
 
 
 def look_at(
@@ -36,6 +36,9 @@ def look_at(
         if fault is not None:
             raise FsdpError(fault)
         specs = find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
+        if options.buffers.merge_bytes is not None:
+            itemsize = options.mixed_precision.main_dtype.itemsize
+            specs = merge_neighbours(specs, options.buffers.merge_bytes, itemsize)
         return None, specs, own_meshes(module, options.mesh, options.process_group, options.mesh_for)
     except FsdpError as error:
         return error, [], Meshes()

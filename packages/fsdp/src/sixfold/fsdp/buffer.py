@@ -38,6 +38,8 @@ class ParamAndGradBuffer:
         ranks: the mesh it is sharded over.
         cut: where its elements lie here.
         weights, gradients, records: what lies there; ``gradients`` stay idle where ``trainable`` is False.
+        summed_everywhere: every rank needs all of a sum. A group of one scatters where weights are sharded: it tries
+            what more ranks do.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ParamAndGradBuffer:
             held=held,
         )
         self.cut = _cut(packing, ranks)
+        self.summed_everywhere = self.cut.parts == 1 and not strategy.shards_params
         self.records = [
             ParamRecord(name, parameter, spec, precision.param_dtype or parameter.dtype, self)
             for (name, parameter), spec in zip(parameters, packing.layout.specs, strict=True)
@@ -97,11 +100,6 @@ class ParamAndGradBuffer:
             shards_grads=strategy.shards_grads,
             device=device,
         )
-
-    @property
-    def summed_everywhere(self) -> bool:
-        """Every rank needs all of a sum. A group of one scatters where weights are sharded: it tries what more do."""
-        return self.cut.parts == 1 and not self.weights.shards_params
 
 
 def _cut(packing: Packing, ranks: Ranks) -> Cut:

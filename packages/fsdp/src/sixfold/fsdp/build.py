@@ -254,7 +254,7 @@ def _units(
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.around)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.around) if name and name in by_name)
         streams = _streams(spec, ranks_of, options, device, held)
-        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large)
+        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large, beside=spec.beside)
         by_name[spec.name] = unit
         units.append(unit)
     return units

@@ -97,7 +97,9 @@ class BufferConfig:
         bucket_bytes: a unit whose local sums are larger is reduced in pieces of this size, so that no sum of the whole
             exists where gradients are reduced in the backward that makes them. In bytes of main_dtype; None: the
             largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
-            Units are never merged: one collective per unit and piece.
+        merge_bytes: neighbouring units (same units around them, none inside) are one unit while their elements take at
+            most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
+            once. None: one collective per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
@@ -111,6 +113,7 @@ class BufferConfig:
     align_bytes: int = 128
     user_buffers: str = "auto"
     bucket_bytes: int | None = None
+    merge_bytes: int | None = None
     nccl_min_ctas: int | None = None
     nccl_max_ctas: int | None = None
     always_communicate: bool = False
@@ -124,6 +127,8 @@ class BufferConfig:
             raise FsdpError(f"prefetch_bytes is {self.prefetch_bytes}; it is >= 0 or None (one unit)")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise FsdpError(f"bucket_bytes is {self.bucket_bytes}; it is >= 1 or None (the largest repeated unit)")
+        if self.merge_bytes is not None and self.merge_bytes < 1:
+            raise FsdpError(f"merge_bytes is {self.merge_bytes}; it is >= 1 or None (no unit is merged)")
         if self.reduce_buffers < 1:
             raise FsdpError(f"reduce_buffers is {self.reduce_buffers}; it is >= 1")
         if self.align_bytes < 16 or self.align_bytes & (self.align_bytes - 1):

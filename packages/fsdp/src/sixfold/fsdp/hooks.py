@@ -83,8 +83,9 @@ def install(engine: Engine) -> list[Any]:
         if unit.index and unit.streams:
             call = _UnitCall(engine, unit)
             # Before the module's own hooks: those of weight_norm, spectral_norm and prune read its weights.
-            handles.append(unit.module.register_forward_pre_hook(call.before, prepend=True))
-            handles.append(unit.module.register_forward_hook(call.after, always_call=True))
+            for module in unit.modules:
+                handles.append(module.register_forward_pre_hook(call.before, prepend=True))
+                handles.append(module.register_forward_hook(call.after, always_call=True))
     for number, record in enumerate(engine.numbered):
         if record.buffer.trainable:
             register: Any = record.parameter.register_post_accumulate_grad_hook

@@ -61,6 +61,11 @@ class Options:
         one_of("grad_reduce", self.grad_reduce, ("auto", "last", "microbatch"))
         one_of("initial", self.initial, ("check", "broadcast", "trust"))
         one_of("checks", self.checks, ("off", "order", "unit"))
+        if self.mesh_for is not None and self.buffers.merge_bytes is not None:
+            raise FsdpError(
+                f"merge_bytes is {self.buffers.merge_bytes} and mesh_for is set: ranks with experts of other sizes "
+                "would merge other units; leave merge_bytes None, or name larger modules in fsdp_unit_modules"
+            )
         if self.grad_divisor is not None and not 0 < self.grad_divisor < math.inf:
             raise FsdpError(
                 f"grad_divisor is {self.grad_divisor}; it is finite and > 0, or None for the ranks of the mesh"

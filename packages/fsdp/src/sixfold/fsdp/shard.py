@@ -142,10 +142,17 @@ class FullyShardedDataParallel(nn.Module):
             fused: every backward of the stage in the program is whole (B); False: some are split (I, W), and what W
                 makes comes through ``accumulate``. Then gradients are reduced once per step, behind the last backward.
         Raises:
-            FsdpError: split backwards with ``grad_reduce="microbatch"``.
+            FsdpError: split backwards with ``grad_reduce="microbatch"``; a merged unit lies on two stages.
         """
         inside = set(child.modules())
-        units = [unit for unit in self._engine.units if unit.index and unit.module in inside]
+        units = [unit for unit in self._engine.units if unit.index and not inside.isdisjoint(unit.modules)]
+        for unit in units:
+            if not inside.issuperset(unit.modules):
+                raise FsdpError(
+                    f"stage {self._path(child)!r} holds a part of the merged unit {unit.name!r}; use "
+                    "BufferConfig(merge_bytes=None)",
+                    unit=unit.name,
+                )
         stage = StageState(self._path(child), units, fused)
         self._engine.add_stage(stage)
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))

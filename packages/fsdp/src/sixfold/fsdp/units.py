@@ -27,7 +27,7 @@ class UnitSpec:
     """A unit: its first name, module, parameters in ``named_parameters`` order, and the units around it.
 
     ``depth`` counts the units around it; the root unit ``""`` is around all others. ``large``: no
-    selector named it, ``large_modules`` did.
+    selector named it, ``large_modules`` did. ``beside``: modules that were merged into it.
     """
 
     name: str
@@ -35,6 +35,7 @@ class UnitSpec:
     around: frozenset[str]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     large: bool = False
+    beside: tuple[nn.Module, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -59,11 +60,17 @@ class Unit:
     shares: bool = False
     stage: object | None = None
     large: bool = False  # large_modules made it
+    beside: tuple[nn.Module, ...] = ()  # modules that were merged into it
 
     def __post_init__(self) -> None:
         self.trained = tuple(stream for stream in self.streams if stream.trainable)
         self.gathered_bytes = sum(stream.weights.slot_bytes for stream in self.streams)
         self.turn_bytes = self.gathered_bytes
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Whose calls use it: one, unless small units were merged."""
+        return self.module, *self.beside
 
     @property
     def records(self) -> list[ParamRecord]:
@@ -118,6 +125,47 @@ def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Modul
             chosen.append(part)
             taken.update(part.modules())
     return chosen
+
+
+def merge_neighbours(specs: Sequence[UnitSpec], merge_bytes: int, itemsize: int) -> list[UnitSpec]:
+    """Units that follow each other, with the same units around them and none inside, become one while they are small.
+
+    The modules of such a unit are gathered at the call of the first and reduced after the backward of the last; the
+    engine sees one unit that is called several times. Its name says from where to where.
+
+    Args:
+        merge_bytes: the most that a merged unit's elements take at ``itemsize`` bytes each.
+    """
+    holds_units = {name for spec in specs for name in spec.around}
+    found: list[UnitSpec] = []
+    runs: list[tuple[UnitSpec, int]] = []  # that the last unit of ``found`` is made of, and their bytes
+
+    def mergeable(spec: UnitSpec) -> bool:
+        return bool(spec.around) and spec.name not in holds_units
+
+    for spec in specs:
+        nbytes = itemsize * sum(parameter.numel() for _, parameter in spec.parameters)
+        last = runs[-1][0] if runs else spec
+        together = mergeable(spec) and mergeable(last) and spec.around == last.around
+        if runs and together and sum(size for _, size in runs) + nbytes <= merge_bytes:
+            runs.append((spec, nbytes))
+            found[-1] = _merged([one for one, _ in runs])
+        else:
+            runs = [(spec, nbytes)]
+            found.append(spec)
+    return found
+
+
+def _merged(specs: Sequence[UnitSpec]) -> UnitSpec:
+    first, *others = specs
+    return UnitSpec(
+        f"{first.name} to {specs[-1].name}",
+        first.module,
+        first.around,
+        [named for spec in specs for named in spec.parameters],
+        large=all(spec.large for spec in specs),
+        beside=tuple(spec.module for spec in others),
+    )
 
 
 def tied_in_root(root: Unit) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sixfold.fsdp import FullyShardedDataParallel, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, fully_shard_optimizer
 
 
 class Block(nn.Module):
@@ -47,6 +47,7 @@ class Net(nn.Module):
 
 
 Step = Callable[[], None]
+MERGED_BYTES = 8 << 20
 
 
 def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], Any], batch: Tensor) -> Step:
@@ -65,10 +66,11 @@ def _torch_step(model: nn.Module, batch: Tensor) -> Step:
 
 
 def make(kind: str, group: Any, width: int, layers: int, tokens: int) -> Step:
-    """One whole training step of ``kind`` ("plain", "sixfold", "fsdp2", "ddp"), by the calls that its users write.
+    """One whole training step of ``kind`` ("plain", "sixfold", "merged", "fsdp2", "ddp"), as its users write it.
 
     Forward, backward, clip, AdamW step, zero_grad, in fp32, each wrapper at its own defaults (ZeRO-3; FSDP2 with
     ``reshard_after_forward`` as ``fully_shard`` chooses it: True for blocks, False for the root; implicit prefetch).
+    "merged" is "sixfold" with units of up to 8 MiB.
     """
     torch.manual_seed(0)
     net: nn.Module = Net(width, layers)
@@ -87,7 +89,10 @@ def make(kind: str, group: Any, width: int, layers: int, tokens: int) -> Step:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
         return _torch_step(net, batch)
-    model = FullyShardedDataParallel(net, process_group=group, fsdp_unit_modules=[Block], initial="trust")
+    buffers = BufferConfig(merge_bytes=MERGED_BYTES if kind == "merged" else None)
+    model = FullyShardedDataParallel(
+        net, process_group=group, fsdp_unit_modules=[Block], initial="trust", buffers=buffers
+    )
     optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters()), model)
     return _stepper(model, optimizer, lambda: model.clip_grad_norm_(1.0), batch)
 
@@ -110,21 +115,32 @@ def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dic
     return best
 
 
-def step_times(rank: int, ranks: int, width: int, layers: int, tokens: int, turns: int) -> dict[str, list[float]]:
-    """Wall seconds of each step by kind; kinds take turns, all ranks start each step together."""
-    kinds = ("sixfold", "fsdp2", "ddp")
+Times = dict[str, list[tuple[float, float]]]  # by kind: wall and process CPU seconds of each step
+
+
+def step_times(rank: int, ranks: int, width: int, layers: int, tokens: int, turns: int) -> Times:
+    """Kinds take turns, all ranks start each step together; CPU time counts until all have ended it."""
+    kinds = ("sixfold", "merged", "fsdp2", "ddp")
     steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens) for kind in kinds}
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: Times = {kind: [] for kind in kinds}
     for turn in range(turns + 2):
         for kind, step in steps.items():
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             step()
+            wall = time.perf_counter() - began
+            dist.barrier()
             if turn >= 2:
-                times[kind].append(time.perf_counter() - began)
+                times[kind].append((wall, time.process_time() - worked))
     return times
 
 
-def ratio(times: dict[str, list[float]], peer: str) -> float:
-    """Median over turns of sixfold's time by the peer's."""
-    return statistics.median(a / b for a, b in zip(times["sixfold"], times[peer], strict=True))
+def ratios(by_rank: list[Times], kind: str, peer: str) -> dict[str, float]:
+    """Medians over turns of ``kind``'s time by the peer's: wall of rank 0, and CPU of all ranks together."""
+    found = {}
+    for name, at, those in (("wall", 0, by_rank[:1]), ("cpu", 1, by_rank)):
+        ours, theirs = (
+            [sum(t[at] for t in turn) for turn in zip(*(r[k] for r in those), strict=True)] for k in (kind, peer)
+        )
+        found[name] = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return found

@@ -1,6 +1,7 @@
 """Causal attention within documents: which back end, and what all layers of a micro-batch share.
 
     cu_seqlens, position_ids --> plan_rows (this file), once per micro-batch --> Rows --> Attention in every layer
+                                     `-> context_parallel.py brings the keys of other ranks
 
 Queries, keys and values are (b, s, heads, head_dim); key heads may be fewer (grouped queries: head h reads key head
 h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
@@ -12,6 +13,9 @@ h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
   bfloat16; the price is memory quadratic in the row, hence the limit.
 - ``sdpa``: torch's scaled_dot_product_attention, with a mask where a row holds several documents.
 - ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
+
+A context-parallel rank has the queries of two chunks of each row, and each back end takes the keys of whole rows:
+``blocks`` and ``sdpa`` know where in its row a query lies, ``varlen`` gets the keys of one segment after the other.
 """
 
 import inspect
@@ -20,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +32,10 @@ from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.axes import ALONE, Axes
 from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.context_parallel import RingPlan, gathered_keys, ring
+from sixfold.gpt.heads import by_group, repeated, split_heads
 from sixfold.gpt.rope import inverse_frequencies, tables
+from sixfold.gpt.row_parts import WHOLE, DocumentsHere, Part, Span, documents_here, seen_blocks
 
 QUERY_BLOCK = 128
 BLOCKS_LONGEST = 512
@@ -53,7 +61,12 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """How a micro-batch of b rows of s tokens divides. ``first`` (b, s): where in its row a token's document starts."""
+    """How a micro-batch of b rows divides, of which ``part`` is here: s tokens of each row.
+
+    Attributes:
+        first: (b, s), where in its row a token's document starts; None: a row is one document.
+        here: segments of documents, where there are several ranks and several documents.
+    """
 
     b: int
     s: int
@@ -63,17 +76,35 @@ class Documents:
     device: torch.device
     cu_seqlens: Tensor | None
     first: Tensor | None
+    part: Part = WHOLE
+    here: DocumentsHere[Tensor] | None = None
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row, on all ranks."""
+        return self.s * self.part.size
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Where in its row the s tokens of a row lie."""
+        return self.part.spans(self.row)
+
+    @property
+    def places(self) -> Tensor:
+        """(s,): where in its row each token lies."""
+        parts = [torch.arange(begin, end, device=self.device) for begin, end in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def positions(self) -> Tensor:
         """(b or 1, s): they restart at each document."""
-        index = torch.arange(self.s, device=self.device).unsqueeze(0)
+        index = self.places.unsqueeze(0)
         return index if self.first is None else index - self.first
 
     def additive_mask(self) -> Tensor:
-        """(b or 1, s, s) of ``dtype``: 0 where a query (row) sees a key (column), -inf elsewhere."""
-        index = torch.arange(self.s, device=self.device)
-        seen = (index <= index.unsqueeze(1)).unsqueeze(0)
+        """(b or 1, s, row) of ``dtype``: 0 where a query (row) sees a key (column), -inf elsewhere."""
+        index = torch.arange(self.row, device=self.device)
+        seen = (index <= self.places.unsqueeze(1)).unsqueeze(0)
         if self.first is not None:
             seen = seen & (index >= self.first.unsqueeze(-1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
@@ -85,7 +116,7 @@ def plan_rows(
     x: Tensor,
     *,
     position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor | DocumentsHere[Tensor] | None,
     recompute: str = "none",
     backend: str | None = None,
     axes: Axes = ALONE,
@@ -94,38 +125,86 @@ def plan_rows(
 
     Args:
         x: hidden states (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism; their shape, dtype and
-            device count.
+            device count. Of rows of S tokens a context-parallel rank has s = S / cp.
         position_ids: (b, s) for rope; None restarts at each document.
-        cu_seqlens: int32 boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s, or None: each
-            row is one document. On any device; nothing of it is read by the host but its length.
-        backend: a name of BACKENDS instead of the choice made here.
-        axes: a tensor-parallel rank attends with its own heads, to whole rows.
+        cu_seqlens: int32 boundaries of the flattened micro-batch of all cp ranks, 0 ... b*S with every multiple of S,
+            or None: each row is one document. On any device; nothing of it is read by the host but its length. With
+            context parallelism the host reads it, and saves that where it is given what ``documents_here`` made of it.
+        backend: a name of BACKENDS instead of the choice made here. With ``axes.cp_comm_type`` "p2p" it is of no
+            account: the ring has its own kernels.
+        axes: a tensor-parallel rank attends with its own heads, to whole rows; a context-parallel rank with its own
+            queries, to the keys of all.
     """
+    documents = _documents(config, x, cu_seqlens, axes)
+    positions = documents.positions if position_ids is None else position_ids
+    cos, sin = tables(positions, inverse_frequencies(config, x.device), x.dtype)
+    if axes.cp.size == 1:
+        attend = BACKENDS[backend or choose_backend(documents)](documents)
+    else:
+        attend = _over_ranks(documents, axes, backend or choose_backend(documents))
+    return Rows(cos=cos, sin=sin, attend=attend, recompute=recompute)
+
+
+def _documents(
+    config: GPTConfig, x: Tensor, cu_seqlens: Tensor | DocumentsHere[Tensor] | None, axes: Axes
+) -> Documents:
     b, s = x.shape[0], x.shape[1] * (axes.tp.size if axes.sharded_sequence else 1)
-    first = None
+    part = Part(axes.cp.rank, axes.cp.size)
+    here: DocumentsHere[Tensor] | None = None
+    first: Tensor | None = None
     # b + 1 boundaries are the row starts alone: plain causal rows.
-    if cu_seqlens is not None and cu_seqlens.numel() > b + 1:
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.numel() <= b + 1:
+        cu_seqlens = None
+    if part.size > 1 and isinstance(cu_seqlens, Tensor):
+        cu_seqlens = documents_here(cu_seqlens.cpu().numpy(), b, part).to(torch.from_numpy)
+    if isinstance(cu_seqlens, DocumentsHere):
+        here, cu_seqlens = cu_seqlens.to(lambda tensor: tensor.to(x.device)), None
+        first = here.first
+    elif cu_seqlens is not None:
         first = _document_starts(cu_seqlens.to(x.device), b, s)
-    documents = Documents(
+    return Documents(
         b=b,
         s=s,
         heads=config.num_attention_heads // axes.tp.size,
         key_heads=config.num_query_groups // axes.tp.size,
         dtype=x.dtype,
         device=x.device,
-        cu_seqlens=None if first is None else cu_seqlens,
+        cu_seqlens=cu_seqlens,
         first=first,
+        part=part,
+        here=here,
     )
-    positions = documents.positions if position_ids is None else position_ids
-    cos, sin = tables(positions, inverse_frequencies(config, x.device), x.dtype)
-    attend = BACKENDS[backend or choose_backend(documents)](documents)
-    return Rows(cos=cos, sin=sin, attend=attend, recompute=recompute)
+
+
+def _over_ranks(documents: Documents, axes: Axes, backend: str) -> Attend:
+    """Attention of this rank's queries to the keys of all ranks."""
+    if axes.cp_comm_type == "p2p":
+        first = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
+        blocks = seen_blocks(documents.part, documents.row)
+        if documents.here is not None:
+            first, blocks = documents.here.first, documents.here.blocks
+        plan = RingPlan(axes.cp, blocks, first, documents.places)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ring(q, k, v, plan)
+    else:
+        alone = BACKENDS[backend](documents)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return alone(q, *gathered_keys(k, v, axes.cp))
+
+    uncompiled: Attend = torch._disable_dynamo(attend)  # type: ignore[attr-defined]  # what travels stays outside of compiled parts
+
+    def either(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return uncompiled(q, k, v) if torch.compiler.is_compiling() else attend(q, k, v)
+
+    return either
 
 
 def choose_backend(documents: Documents) -> str:
     """The fastest correct entry of BACKENDS; see [Note: back ends]."""
     if documents.device.type == "cpu":
-        return "blocks" if documents.s <= BLOCKS_LONGEST else "sdpa"
+        return "blocks" if documents.row <= BLOCKS_LONGEST else "sdpa"
     half = documents.dtype in (torch.bfloat16, torch.float16)
     return "varlen" if documents.first is not None and half else "sdpa"
 
@@ -141,19 +220,45 @@ def _document_starts(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
 
 
 def _sdpa(documents: Documents) -> Attend:
-    mask = None if documents.first is None else documents.additive_mask().unsqueeze(1)
+    if documents.device.type == "cuda" and documents.first is None and documents.part.size > 1:
+        return _sdpa_by_chunk(documents)
+    causal = documents.first is None and documents.part.size == 1
+    mask = None if causal else documents.additive_mask().unsqueeze(1)
     # Of torch's kernels only CUDA's flash attention, in half precision and without a mask, groups queries itself.
-    half = documents.dtype in (torch.bfloat16, torch.float16)
-    grouped = documents.device.type == "cuda" and half and mask is None
+    grouped = _groups_itself(documents) and causal
     repeats = 1 if grouped else documents.heads // documents.key_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        ).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, repeated(k, repeats), repeated(v, repeats)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped).transpose(
+            1, 2
+        )
 
     return attend
+
+
+def _sdpa_by_chunk(documents: Documents) -> Attend:
+    """The queries of each chunk against the keys up to its end: causal from the last key backwards, without a mask."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    grouped = _groups_itself(documents)
+    repeats = 1 if grouped else documents.heads // documents.key_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, repeated(k, repeats), repeated(v, repeats)))
+        outs, at = [], 0
+        for begin, end in documents.spans:
+            mask = causal_lower_right(end - begin, end)
+            queries = q[:, :, at : at + end - begin]
+            outs.append(F.scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask, enable_gqa=grouped))
+            at += end - begin
+        return torch.cat(outs, 2).transpose(1, 2)
+
+    return attend
+
+
+def _groups_itself(documents: Documents) -> bool:
+    return documents.device.type == "cuda" and documents.dtype in (torch.bfloat16, torch.float16)
 
 
 def _varlen(documents: Documents) -> Attend:
@@ -162,40 +267,59 @@ def _varlen(documents: Documents) -> Attend:
     b, s = documents.b, documents.s
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     repeats = 1 if grouped else documents.heads // documents.key_heads
-    cu = documents.cu_seqlens
-    if cu is None:
-        cu = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=documents.device)
-    cu = cu.to(device=documents.device, dtype=torch.int32)
+    index, queries, keys, longest = _segments(documents)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.flatten(0, 1) for t in (q, _repeated(k, repeats), _repeated(v, repeats)))
-        # s is the bound of any document's length: the true longest would be a host read.
-        out = varlen_attn(q, k, v, cu, cu, s, s, window_size=(-1, 0), **grouped)
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        if index is not None:
+            k, v = k[index], v[index]
+        k, v = repeated(k.unsqueeze(0), repeats)[0], repeated(v.unsqueeze(0), repeats)[0]
+        # Causal is counted from the last key of a segment backwards, so its queries may be fewer than its keys.
+        out = varlen_attn(q, k, v, queries, keys, *longest, window_size=(-1, 0), **grouped)
         assert isinstance(out, Tensor), f"varlen_attn gave {type(out).__name__}"
         return out.view(b, s, *out.shape[1:])
 
     return attend
 
 
+def _segments(documents: Documents) -> tuple[Tensor | None, Tensor, Tensor, tuple[int, int]]:
+    """Which keys, in their order, boundaries of queries and of keys, and the longest of both."""
+    b, s = documents.b, documents.s
+    here = documents.here
+    if here is None and documents.part.size > 1:
+        rows = np.arange(0, b * documents.row + 1, documents.row)
+        here = documents_here(rows, b, documents.part).to(torch.from_numpy)
+        here = here.to(lambda tensor: tensor.to(documents.device))
+    if here is not None:
+        return here.index, here.queries, here.keys, here.longest
+    cu = documents.cu_seqlens
+    if cu is None:
+        cu = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=documents.device)
+    cu = cu.to(device=documents.device, dtype=torch.int32)
+    return None, cu, cu, (s, s)  # s bounds any document's length: the true longest would be a host read
+
+
 def _blocks(documents: Documents) -> Attend:
-    b, s, groups = documents.b, documents.s, documents.key_heads
+    b, groups = documents.b, documents.key_heads
     repeats = documents.heads // groups
-    mask = documents.additive_mask()
+    mask, bounds = documents.additive_mask(), _bounds(documents.spans)
     masks = []
-    for begin in range(0, s, QUERY_BLOCK):
-        end = min(begin + QUERY_BLOCK, s)
-        part = mask[:, begin:end, :end].unsqueeze(1)
+    for begin, end, keys in bounds:
+        part = mask[:, begin:end, :keys].unsqueeze(1)
         if mask.shape[0] == 1:  # shared by all rows and heads: (1, repeats * queries, keys)
-            masks.append(part.expand(1, repeats, -1, -1).reshape(1, repeats * (end - begin), end))
+            masks.append(part.expand(1, repeats, -1, -1).reshape(1, repeats * (end - begin), keys))
         else:
             part = part.unsqueeze(2).expand(b, groups, repeats, -1, -1)
-            masks.append(part.reshape(b * groups, repeats * (end - begin), end))
+            masks.append(part.reshape(b * groups, repeats * (end - begin), keys))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocks.apply(q, k, v, *masks)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blocks.apply(q, k, v, bounds, *masks)  # type: ignore[no-untyped-call]
         return out
 
     return attend
+
+
+Bounds = tuple[tuple[int, int, int], ...]  # queries [begin, end) against keys [0, up to), in the order of the row
 
 
 class _Blocks(torch.autograd.Function):
@@ -206,20 +330,21 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
-        b, s, _, d = q.shape
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *masks: Tensor) -> Tensor:
+        b, _, _, d = q.shape
         groups = k.shape[2]
         scale = 1.0 / math.sqrt(d)
-        keys, values = _by_group(k), _by_group(v)
+        keys, values = by_group(k), by_group(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        queries, outs = _split_heads(q, groups), _split_heads(out, groups)
+        queries, outs = split_heads(q, groups), split_heads(out, groups)
         probabilities = []
-        for mask, (begin, end) in zip(masks, _bounds(s), strict=True):
+        for mask, (begin, end, seen) in zip(masks, bounds, strict=True):
             block = queries[..., begin:end, :].reshape(b * groups, -1, d)
-            scores = torch.baddbmm(mask, block, keys[:, :end].transpose(1, 2), alpha=scale)
+            scores = torch.baddbmm(mask, block, keys[:, :seen].transpose(1, 2), alpha=scale)
             probability = torch.softmax(scores, -1)
             probabilities.append(probability)
-            outs[..., begin:end, :] = torch.bmm(probability, values[:, :end]).view(b, groups, -1, end - begin, d)
+            outs[..., begin:end, :] = torch.bmm(probability, values[:, :seen]).view(b, groups, -1, end - begin, d)
+        ctx.bounds = bounds
         ctx.save_for_backward(q, keys, values, *probabilities)
         return out
 
@@ -227,45 +352,38 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, values, *probabilities = ctx.saved_tensors
-        b, s, _, d = q.shape
+        b, _, _, d = q.shape
         groups = keys.shape[0] // b
         scale = 1.0 / math.sqrt(d)
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         grad_k, grad_v = torch.empty_like(keys), torch.empty_like(values)
-        queries, upstream, grads = (_split_heads(t, groups) for t in (q, gradients[0], grad_q))
-        for probability, (begin, end) in reversed(list(zip(probabilities, _bounds(s), strict=True))):
+        queries, upstream, grads = (split_heads(t, groups) for t in (q, gradients[0], grad_q))
+        _, _, most = ctx.bounds[-1]
+        grad_k[:, most:], grad_v[:, most:] = 0, 0
+        # The last block sees all keys that any block sees and comes first: it sets, the others add.
+        beta = 0
+        for probability, (begin, end, seen) in reversed(list(zip(probabilities, ctx.bounds, strict=True))):
             block = queries[..., begin:end, :].reshape(b * groups, -1, d)
             g = upstream[..., begin:end, :].reshape(b * groups, -1, d)
-            # The last block sees every key and comes first: it sets, the others add.
-            beta = 0 if end == s else 1
-            grad_v[:, :end].baddbmm_(probability.transpose(1, 2), g, beta=beta)
-            inner = torch.bmm(g, values[:, :end].transpose(1, 2))
+            grad_v[:, :seen].baddbmm_(probability.transpose(1, 2), g, beta=beta)
+            inner = torch.bmm(g, values[:, :seen].transpose(1, 2))
             inner = torch._softmax_backward_data(inner, probability, -1, inner.dtype)
-            grad_k[:, :end].baddbmm_(inner.transpose(1, 2), block, beta=beta, alpha=scale)
-            part = torch.baddbmm(block, inner, keys[:, :end], beta=0, alpha=scale)
+            grad_k[:, :seen].baddbmm_(inner.transpose(1, 2), block, beta=beta, alpha=scale)
+            part = torch.baddbmm(block, inner, keys[:, :seen], beta=0, alpha=scale)
             grads[..., begin:end, :] = part.view(b, groups, -1, end - begin, d)
-        back = (t.view(b, groups, s, d).transpose(1, 2) for t in (grad_k, grad_v))
-        return (grad_q, *back, *(None for _ in probabilities))
+            beta = 1
+        back = (t.view(b, groups, -1, d).transpose(1, 2) for t in (grad_k, grad_v))
+        return (grad_q, *back, None, *(None for _ in probabilities))
 
 
-def _bounds(s: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + QUERY_BLOCK, s)) for begin in range(0, s, QUERY_BLOCK)]
-
-
-def _split_heads(t: Tensor, groups: int) -> Tensor:
-    """(b, s, heads, d) -> view (b, groups, heads / groups, s, d)."""
-    b, s, heads, d = t.shape
-    return t.view(b, s, groups, heads // groups, d).permute(0, 2, 3, 1, 4)
-
-
-def _repeated(t: Tensor, repeats: int) -> Tensor:
-    """Key heads, each ``repeats`` times: (b, s, groups, d) -> (b, s, groups * repeats, d)."""
-    return t.repeat_interleave(repeats, 2) if repeats > 1 else t
-
-
-def _by_group(t: Tensor) -> Tensor:
-    """(b, s, groups, d) -> (b * groups, s, d), contiguous."""
-    return t.transpose(1, 2).reshape(-1, t.shape[1], t.shape[3])
+def _bounds(spans: tuple[Span, ...]) -> Bounds:
+    found, at = [], 0
+    for first, last in spans:
+        for begin in range(first, last, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, last)
+            found.append((at + begin - first, at + end - first, end))
+        at += last - first
+    return tuple(found)
 
 
 BACKENDS: Mapping[str, Callable[[Documents], Attend]] = {"blocks": _blocks, "sdpa": _sdpa, "varlen": _varlen}

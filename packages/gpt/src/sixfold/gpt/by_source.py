@@ -3,7 +3,8 @@
     data.py: Rows --> token_loss (this file), the pipeline's loss --> Rows.nats --> by_source --> step.py's reduction
 
 A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``Rows`` as its
-target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this.
+target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this. All of
+it is on the device, where data.py has sent it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class Rows:
     """The b samples of a microbatch, one by one.
 
     Attributes:
-        dataset: (b,) int64, number of the dataset in the blend, on the CPU.
-        targets: (b,) float64, unmasked targets, on the CPU.
-        nats: (b,) float64, summed losses, on the device: left by the forward where the last stage is, else None.
+        dataset: (b,) int64, number of the dataset in the blend.
+        targets: (b,) float64, unmasked targets; with context parallelism those of this rank's part of the rows.
+        nats: (b,) float64, summed losses, of the same part: left by the forward where the last stage is, else None.
     """
 
     dataset: torch.Tensor

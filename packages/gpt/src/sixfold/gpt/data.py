@@ -5,7 +5,8 @@
 
 The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
 position ``samples + (m*dp + d) * micro_batch_size + j``, so a change of layout or of the ramp repeats and skips
-nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel.
+nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel. Ranks of
+a context-parallel group read the same samples, and each keeps its part of every row (row_parts.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sixfold.gpt.errors import ConfigError, FinalError
+from sixfold.gpt.row_parts import WHOLE, Part, documents_here
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from sixfold.gpt.mesh import RankMesh
     from sixfold.gpt.own_data import Datasets as OwnDatasets
     from sixfold.gpt.own_data import OwnData
+    from sixfold.gpt.upload import Copies, Parcel
 
     Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
 
@@ -53,12 +56,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """What one forward takes: ``tokens`` (b, S) int64 for stage 0, ``kwargs`` for the module of every local stage."""
+    """What one forward takes: ``tokens`` (b, S / cp) int64 for stage 0, ``kwargs`` for the module of every local stage.
+
+    Attributes:
+        targets: unmasked targets here: the share of this microbatch in the count that divides the gradients.
+        rows: its samples by dataset, where the data is a blend; they count what is here too.
+        parcel: in which its tensors travel to the device.
+    """
 
     tokens: torch.Tensor
     kwargs: dict[str, Any]
-    targets: float  # unmasked targets in it: the share of this microbatch in the count that divides the gradients
-    rows: Rows | None = None  # its samples by dataset, where the data is a blend
+    targets: float
+    rows: Rows | None = None
+    parcel: Parcel | None = None
+
+    def arrive(self) -> None:
+        """Before its tensors are read, on the thread that computes."""
+        if self.parcel is not None:
+            self.parcel.arrive()
 
 
 def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
@@ -236,22 +251,32 @@ def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -
     return (np.arange(int(cu_seqlens[-1]), dtype=np.int64) - starts).reshape(-1, seq_length)
 
 
-def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64]) -> Rows | None:
+def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64], parcel: Parcel) -> Rows | None:
     """Which dataset each sample of ``batch`` is of; None where the data does not tell."""
-    import torch
-
     from sixfold.gpt.by_source import Rows
 
     if "dataset_id" not in batch:
         return None
-    return Rows(dataset=torch.from_numpy(batch["dataset_id"]), targets=torch.from_numpy(targets))
+    return Rows(dataset=parcel.put(batch["dataset_id"]), targets=parcel.put(targets))
 
 
 class TokenStream:
     """Microbatches of one part of the data, by position. Holds no cursor: the position is always an argument."""
 
-    def __init__(self, dataset: BlendedDataset | GPTDataset | OwnData, config: TrainConfig) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: BlendedDataset | GPTDataset | OwnData,
+        config: TrainConfig,
+        *,
+        part: Part = WHOLE,
+        copies: Copies | None = None,
+    ) -> None:
+        """
+        Args:
+            part: what of each row a microbatch has.
+            copies: to the device of the microbatches; None leaves them where they were read.
+        """
+        self.dataset, self.part, self.copies = dataset, part, copies
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.data.seq_length
         self.document_mask = config.data.document_mask
@@ -282,31 +307,33 @@ class TokenStream:
             at -= r.length
         raise FinalError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
 
-    def microbatch(self, first: int, size: int, device: torch.device) -> Microbatch:
-        """The ``size`` samples from position ``first`` on, as tensors on ``device``."""
-        import torch
+    def microbatch(self, first: int, size: int) -> Microbatch:
+        """The ``size`` samples from position ``first`` on: this rank's part of their rows, on its way to the device."""
+        from sixfold.gpt.upload import Parcel
 
         batch = self.arrays(range(first, first + size))
-
-        def put(array: npt.NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
-        kwargs = {"labels": put(batch["labels"]), "loss_mask": put(batch["loss_mask"])}
+        parcel, cut = Parcel(self.copies), self.part.cut
+        loss_mask = cut(batch["loss_mask"])
+        kwargs: dict[str, Any] = {"labels": parcel.put(cut(batch["labels"])), "loss_mask": parcel.put(loss_mask)}
         if self.document_mask:
             cu_seqlens = batch["cu_seqlens"]
-            kwargs["cu_seqlens"] = put(cu_seqlens)
-            kwargs["position_ids"] = put(positions_in_documents(cu_seqlens, self.seq_length))
-        counted = batch["loss_mask"].sum(axis=1, dtype=np.float64)
-        return Microbatch(
-            tokens=put(batch["tokens"]), kwargs=kwargs, targets=float(counted.sum()), rows=_rows(batch, counted)
-        )
+            positions = positions_in_documents(cu_seqlens, self.seq_length)
+            kwargs["position_ids"] = parcel.put(cut(positions))
+            # size + 1 boundaries are those of the rows alone.
+            if self.part.size > 1 and len(cu_seqlens) > size + 1:
+                kwargs["cu_seqlens"] = documents_here(cu_seqlens, size, self.part).to(parcel.put)
+            else:
+                kwargs["cu_seqlens"] = parcel.put(cu_seqlens)
+        tokens = parcel.put(cut(batch["tokens"]))
+        counted = loss_mask.sum(axis=1, dtype=np.float64)
+        rows = _rows(batch, counted, parcel)
+        parcel.send()
+        return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(counted.sum()), rows=rows, parcel=parcel)
 
-    def step(
-        self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int, device: torch.device
-    ) -> list[Microbatch]:
+    def step(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at position ``samples``."""
         count = batch_size // (micro * dp)
-        return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro, device) for m in range(count)]
+        return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro) for m in range(count)]
 
 
 def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:

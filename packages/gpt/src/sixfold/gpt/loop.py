@@ -36,11 +36,13 @@ from sixfold.gpt.metrics import MetricsWriter, read_all
 from sixfold.gpt.nonfinite import blamed
 from sixfold.gpt.observe import Board, check_board, traced
 from sixfold.gpt.planned import plan_run
+from sixfold.gpt.row_parts import Part
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
 from sixfold.gpt.start import Start, initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
 from sixfold.gpt.stop import StopFlag
 from sixfold.gpt.straggler import StragglerReport
+from sixfold.gpt.upload import copies_to
 from sixfold.gpt.versioned import NotFiniteError
 from sixfold.gpt.versions import versions
 
@@ -74,13 +76,15 @@ class Run:
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = data
-        self.stream = TokenStream(self.train_data, config)
+        cp, copies = rank.mesh.axes.cp, copies_to(rank.device)
+        part = Part(cp.rank, cp.size)
+        self.stream = TokenStream(self.train_data, config, part=part, copies=copies)
         if valid is None and config.eval.every:
             raise ConfigError(
                 f"eval.every is {config.eval.every} and data.split {config.data.split!r} leaves no validation data; "
                 f"name some in data.valid, or set eval.every = 0"
             )
-        self.valid = None if valid is None else TokenStream(valid, config)
+        self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
         self.progress = Progress()
         self.loss: float | None = None
         self.versions = versions()
@@ -106,15 +110,13 @@ class Run:
     def _fetch(self, step: int, samples: int) -> list[Microbatch]:
         mesh, size = self.rank.mesh, batch_size(self.config, step)
         micro = self.config.train.micro_batch_size
-        return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank, self.rank.device)
+        return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank)
 
     def _valid_batch(self, number: int) -> Ahead[list[Microbatch]]:
         assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
         valid, mesh, train = self.valid, self.rank.mesh, self.config.train
         size = train.global_batch_size
-        return Ahead(
-            lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank, self.rank.device)
-        )
+        return Ahead(lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank))
 
     def coming_batch(self) -> list[Microbatch]:
         """This step's microbatches, without any being consumed."""
@@ -135,11 +137,14 @@ class Run:
     def _await_data(self, what: str, ahead: Ahead[list[Microbatch]]) -> list[Microbatch]:
         limit = self.config.run.timeout_seconds
         try:
-            return ahead.result(limit)
+            batch = ahead.result(limit)
         except TimeoutError as error:
             raise TrainError(
                 f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there?"
             ) from error
+        for microbatch in batch:
+            microbatch.arrive()
+        return batch
 
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""

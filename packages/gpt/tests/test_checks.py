@@ -95,7 +95,6 @@ def test_warmup_and_decay_that_overlap_are_refused_with_the_room_there_is():
 @pytest.mark.parametrize(
     "override",
     [
-        "parallel.cp=2",
         "pipeline.steps=3", "fsdp.user_buffers=require", "fsdp.nccl_min_ctas=4", "fsdp.nccl_max_ctas=4",
         "train.cuda_graphs=true", "data.changes=[{at = 64, sequence_length = 64}]",
     ],

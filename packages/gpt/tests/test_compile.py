@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from gpt_helpers import tiny_config
+from model_helpers import small
 from run_helpers import losses
 from torch import nn
 
-from sixfold.gpt import ConfigError, model, train
+from sixfold.gpt import ConfigError, attention, model, train
+from sixfold.gpt.axes import Axes, Axis
 from sixfold.gpt.build import check_compiler
 
 
@@ -46,6 +48,32 @@ def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_g
     train(replace(compiled, train=replace(compiled.train, recompute=recompute), parallel=parallel))
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-6)
     assert len(graphs) == 1, "one for all of the four layers, the four microbatches and the two steps"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_travels_between_context_parallel_ranks_stays_outside_of_compiled_parts(monkeypatch, graphs, recompute):
+    def travels(k, v, axis):
+        assert not torch.compiler.is_compiling()
+        seen.append(k.shape)
+        return torch.cat((k, k), 1), torch.cat((v, v), 1)
+
+    seen = []
+    monkeypatch.setattr(attention, "gathered_keys", travels)
+    part = model.GPTModel(small(num_layers=1), axes=Axes(cp=Axis(1, 2, object())))
+    part.recompute = recompute
+    tokens = torch.arange(16).view(1, 16)
+    found = []
+    for compiled in (False, True):
+        if compiled:
+            part.layers["0"].compile_layer()
+        part.zero_grad()
+        losses = part(tokens, labels=tokens)
+        losses.sum().backward()
+        found.append((losses.detach(), part.layers["0"].attention.k.weight.grad))
+    assert graphs
+    assert set(seen) == {(1, 16, 2, 8)}
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(plain, other, rtol=1e-6, atol=1e-6)
 
 
 def test_without_a_cpp_compiler_the_configuration_is_refused(monkeypatch):

@@ -24,7 +24,6 @@ _SCHEDULES = tuple(entry.name for entry in registered())
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("parallel.cp", lambda value: value == 1, "1", "context parallelism"),
     ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     (

@@ -37,6 +37,8 @@ def planned(*overrides: str) -> PlannedConfig:
         (EXPERTS + "parallel.ep=3", "model.num_experts is 4 and parallel.ep is 3; ep divides it: parallel.ep = 2 works"),
         (EXPERTS + "parallel.ep=4 and parallel.dp=2", "parallel.ep is 4 and parallel.dp * cp = 2 * 1 = 2, the ranks over which experts are split; the first divides the second: parallel.ep = 2 works, or parallel.dp = 4"),
         ("parallel.tp_overlap=true", "parallel.tp_overlap is true with parallel.tp 1 and parallel.sequence true, where linears wait for no gather; parallel.tp_overlap = false works, or parallel.tp = 2 with parallel.sequence = true"),
+        ("parallel.tp=2 and train.compile=true and train.recompute=full", "train.compile is true, train.recompute 'full' and parallel.tp 2: what travels between ranks is not compiled, and neither is then a layer that is computed again whole: train.recompute = 'selective' works"),
+        ("parallel.cp=2 and train.compile=true and train.recompute=full", "train.compile is true, train.recompute 'full' and parallel.cp 2: what travels between ranks is not compiled, and neither is then a layer that is computed again whole: train.recompute = 'selective' works"),
         ("parallel.cp_comm_type=p2p", "parallel.cp_comm_type is 'p2p' and parallel.cp 1, where keys and values do not travel; leave the key out, or set parallel.cp = 2"),
         ("parallel.dp=4 and parallel.dp_replicate=3", "parallel.dp_replicate is 3 and parallel.dp 4; the first divides the second: parallel.dp_replicate = 2 works"),
     ],

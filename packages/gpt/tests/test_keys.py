@@ -15,7 +15,6 @@ from sixfold.gpt.toml import read_tables, write_tables
 
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
 REFUSED = {
-    "parallel.cp": "2",
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "model.norm_topk_prob": "false",
     "pipeline.steps": "3", "pipeline.waves": "2", "train.cuda_graphs": "true",
 }  # fmt: skip

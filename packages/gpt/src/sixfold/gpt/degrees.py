@@ -30,6 +30,14 @@ def check_degrees(config: "TrainConfig") -> None:
             f"parallel.cp_comm_type is {config.parallel.cp_comm_type!r} and parallel.cp 1, where keys and values do "
             f"not travel; leave the key out, or set parallel.cp = 2"
         )
+    for key in ("tp", "cp"):
+        degree = getattr(config.parallel, key)
+        if degree > 1 and config.train.compile and config.train.recompute == "full":
+            raise ConfigError(
+                f"train.compile is true, train.recompute 'full' and parallel.{key} {degree}: what travels between "
+                f"ranks is not compiled, and neither is then a layer that is computed again whole: train.recompute = "
+                f"'selective' works"
+            )
     if config.parallel.dp:
         check_ranks(config, config.parallel)
 

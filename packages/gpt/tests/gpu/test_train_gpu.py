@@ -39,10 +39,22 @@ def test_what_waits_in_host_memory_changes_no_bit(tmp_path, option):
     assert losses(tmp_path / "away") == losses(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("layout", ["parallel.pp=2", "parallel.dp=2"])
+@pytest.mark.parametrize(
+    "layout", ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.tp=2 parallel.tp_overlap=true"]
+)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL refuses two ranks on one")
 def test_two_gpus_train_as_a_plain_loop_on_the_cpu(tmp_path, layout):
     config = tiny_config(tmp_path, "run.device=cuda")
-    command = [sys.executable, "-m", "sixfold.gpt", "train", "tiny.toml", "run.device=cuda", layout, "--ranks", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "sixfold.gpt",
+        "train",
+        "tiny.toml",
+        "run.device=cuda",
+        *layout.split(),
+        "--ranks",
+        "2",
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
     assert losses(tmp_path / "run") == pytest.approx(plain_losses(config, config.train.steps), rel=1e-4)

@@ -1,7 +1,9 @@
-"""Cross entropy whose vocabulary lies on several ranks, beside torch's own of all of it; a model saved in parts."""
+"""Cross entropy of a vocabulary on several ranks beside torch's of all of it; refusals, saved parts, deadlines."""
 
 from __future__ import annotations
 
+import datetime
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from model_helpers import small
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.gpt import GPTModel
+from sixfold.gpt import GPTModel, tensor_parallel
 from sixfold.gpt import loss as loss_module
 from sixfold.gpt.axes import Axes, Axis
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.loss import token_losses
+from sixfold.gpt.tensor_parallel import gather_sequence, scatter_sequence
 
 CASES = [(100, 2**18, torch.float32), (100, 500, torch.bfloat16), (60, 1, torch.float32)]
 UPSTREAM = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
@@ -101,3 +104,33 @@ def test_parts_start_and_are_saved_as_parts_of_the_whole_model(tmp_path: Path):
     found = dist_ckpt.load_plain_tensors(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def waits_for_the_other(rank: int, ranks: int) -> list[tuple[str, float, str]]:
+    """The other rank takes part in nothing: how long each wait of this one takes, and how it ends."""
+    deadline = datetime.timedelta(seconds=0.4)
+    groups = [dist.new_group(timeout=deadline) for _ in range(5)]
+    x, found = torch.ones(1, 4, 8), []
+    for name, group in zip(("gather", "scatter", "sum", "gather ahead", "losses"), groups, strict=True):
+        if rank == 1:
+            time.sleep(0.6)
+            continue
+        axis, begin, ended = Axis(rank, ranks, group), time.monotonic(), "done"
+        try:
+            if name == "losses":
+                token_losses(torch.zeros(1, 4, 64), torch.zeros(1, 4, dtype=torch.int64), None, 100, axis)
+            elif name == "gather ahead":
+                tensor_parallel._start_gather(x, axis)[1].wait()
+            else:
+                {"gather": gather_sequence, "scatter": scatter_sequence, "sum": tensor_parallel._sum}[name](x, axis)
+        except RuntimeError as error:
+            ended = str(error)
+        found.append((name, time.monotonic() - begin, ended))
+    return found
+
+
+def test_no_wait_for_another_rank_is_longer_than_its_groups_deadline():
+    found = run_ranks(waits_for_the_other, 2)[0]
+    assert len(found) == 5
+    for name, seconds, ended in found:
+        assert "Timed out" in ended and 0.3 < seconds < 10, (name, seconds, ended)

@@ -6,6 +6,7 @@ python odd_worker.py orphan:PATH <arguments of the worker>              once PAT
                                                                         dead, and takes its time to end
 python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
+python odd_worker.py stops:MODULE.FUNCTION <arguments of the worker>    SIGSTOP before the first call
 """
 
 import importlib
@@ -49,7 +50,7 @@ if kind == "orphan":
         return write(*arguments)
 
     _worker.storage.discard, _worker.saving.write = discard_and_linger, write_as_an_orphan
-place, _, count = (what if kind == "dies" else f"storage._write_at:{what}").partition(":")
+place, _, count = (what if kind in ("dies", "stops") else f"storage._write_at:{what}").partition(":")
 module_name, name = place.split(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")
 plain, calls = getattr(module, name), 0
@@ -60,7 +61,9 @@ def odd(*arguments, **options):
     calls += 1
     if kind == "slow":
         time.sleep(float(count))
-    elif calls == int(count):
+    elif kind == "stops" and calls == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "dies" and calls == int(count):
         os.kill(os.getpid(), signal.SIGKILL)
     return plain(*arguments, **options)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,11 +16,18 @@ from torch import Tensor, nn
 from ranktest import store
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, Program, Stage
 
-Report = tuple[str, str, float]  # name of the error's type, its text, seconds
+Report = tuple[str, str, float]  # name of the error's type, its text, seconds (see ``starved``)
+
+
+def starved() -> float:
+    """Seconds for which this process's threads were ready and had no core: a busy machine's, and not the deadline's."""
+    waits = [path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat")]
+    return sum(int(nanoseconds) for nanoseconds in waits) * 1e-9
 
 
 def stop() -> None:
     """Stop this process until another kills it."""
+    store().set("stopped_at", str(time.monotonic()))
     store().set("stopped", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -55,19 +63,22 @@ class Acts(nn.Module):
 
 def report(call: Callable[[], object], expected: type[BaseException] = Exception) -> Report:
     """What ``call`` raised, and after how long."""
-    begin = time.monotonic()
+    begin, before = time.monotonic(), starved()
     try:
         call()
     except expected as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "none", "", time.monotonic() - begin
+        return type(error).__name__, str(error), time.monotonic() - begin - (starved() - before)
+    return "none", "", time.monotonic() - begin - (starved() - before)
 
 
 def timeout_of(call: Callable[[], object]) -> Report:
-    """``report`` of a call beside a rank that stops, which is ended then."""
-    found = report(call, PipelineTimeout)
+    """``report`` of a call beside a rank that stops, which is ended then; seconds from its stop on."""
+    begin = time.monotonic()
+    kind, text, took = report(call, PipelineTimeout)
+    if store().check(["stopped_at"]):
+        took -= max(float(store().get("stopped_at")) - begin, 0.0)
     end_the_stopped()
-    return found
+    return kind, text, took
 
 
 def runner_of(program: Program, rank: int, module: nn.Module, timeout_s: float, **options: Any) -> PipelineRunner:

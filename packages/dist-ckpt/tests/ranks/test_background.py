@@ -335,8 +335,8 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     w = torch.full((6 << 20,), 2.0)
     saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
     handle = saver.save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1))
-    if rank == 0:
-        rouse = f"sleep 4; kill -CONT {os.getpid()}"
+    if rank == 0:  # until a second after the other gave up, when its worker has decided
+        rouse = f"while [ ! -e '{given_up}' ]; do sleep 0.1; done; sleep 1; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
     end = ending(handle)
@@ -352,3 +352,37 @@ def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_
         assert (kind, value) == ("LostPeerError", 1)
         assert "rank 0" in text
     assert results[1][2] < 2.5
+
+
+def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
+    """The verdict is to commit, and then nothing of rank 0 goes on until the others have ended."""
+    background._WORKER = (ODD_WORKER, "stops:saving.commit" if rank == 0 else "slow:0")
+    background._start_worker = Forked
+    saver = background.AsyncSaver(timeout_s=1.6)
+    handle = saver.save(state(rank, ranks, 1), folder / "c")
+    if rank == 0:
+        rouse = f"while [ ! -e '{folder}/ended' ]; do sleep 0.1; done; kill -CONT {os.getpid()} {handle.worker_pid}"
+        subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    end = ending(handle)
+    (folder / "ended").touch()
+    dist.barrier()
+    saver.close()
+    return end
+
+
+def test_nobody_says_that_the_older_checkpoint_stays_once_the_first_rank_has_begun_to_move(tmp_path):
+    results = run_ranks(a_first_rank_whose_worker_is_stopped_before_it_moves, 2, tmp_path, timeout=90)
+    kind, text, _ = results[1]
+    assert kind == "LostPeerError"
+    assert "rank 0 stopped while it moved the checkpoint into place" in text and "it may still do so" in text
+
+
+def test_the_first_verdict_holds_for_all(tmp_path):
+    ours, theirs = (control.ControlFolder(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
+    with pytest.raises(FileNotFoundError):
+        ours.verdict(control.COMMIT)
+    ours.path.mkdir()
+    assert [theirs.verdict(control.GIVE_UP), ours.verdict(control.COMMIT), theirs.verdict(control.GIVE_UP)] == [
+        control.GIVE_UP
+    ] * 3

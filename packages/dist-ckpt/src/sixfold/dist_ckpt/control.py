@@ -21,13 +21,17 @@ save does: that one number is what all others look at.
 [Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps
 before, the first rank's worker stops waiting for a record; one step before, a trainer kills its own worker if that has
 not put its record, or is the first rank's; then a worker stops waiting for the outcome, and at the end a trainer
-waits for its worker no longer. In this order the first rank's verdict reaches all while they still listen, and
-nobody decides while one who may commit lives: a first rank's worker whose trainer has been silent as long commits
-no more.
+waits for its worker no longer. In this order the first rank's verdict reaches all while they still listen. A first
+rank's worker whose trainer has been silent as long commits no more.
+
+[Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
+committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
+verdict, a symbolic link: the system lets one of them make it, and that one holds for all.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hmac
 import os
@@ -45,9 +49,12 @@ from sixfold.dist_ckpt.channel import Gauge
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
+COMMIT, GIVE_UP = "commit", "give-up"  # verdicts
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 _BEAT_S = 1.0
 STALE_S = 8.0
-RECORDS, OWN_WORKER, OUTCOME, END = 2.0, 1.0, 0.25, 0.0  # steps before the end, see [Note: who gives up when]
+# Steps before the end, see [Note: who gives up when].
+RECORDS, OWN_WORKER, OUTCOME, UNKNOWN, END = 2.0, 1.0, 0.25, 0.1, 0.0
 _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
@@ -128,6 +135,22 @@ class ControlFolder:
         if not hmac.compare_digest(hmac.digest(self._key, data[32:], "sha256"), data[:32]):
             raise CheckpointError(f"{self.path / name} was not written by this save; nothing of it was read")
         return Outcome.decode(data[32:])
+
+    def verdict(self, wanted: str) -> str:
+        """The one that holds for this save: ``wanted``, or what was made before. See [Note: one verdict].
+
+        Raises:
+            FileNotFoundError: the folder is gone.
+        """
+        link = self.path / "verdict"
+        with suppress(FileExistsError):
+            try:
+                link.symlink_to(wanted)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return wanted  # no links on this file system: the order of the waits has to do
+        return os.readlink(link)
 
     def names(self) -> set[str] | None:
         """The files; None if the folder is gone. Listing asks the server where a look-up may be cached (NFS)."""
@@ -225,7 +248,7 @@ def decide(job: Job, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
 
     def gathered() -> list[Any]:
         shares = _gather(job, folder, gauge)
-        if gauge.silent_s > job.patience_s(OWN_WORKER):
+        if gauge.silent_s > job.patience_s(OWN_WORKER) or folder.verdict(COMMIT) != COMMIT:
             raise LostPeerError(f"rank 0 was stopped during a background save; {_ADVICE}")
         return shares
 
@@ -305,19 +328,29 @@ def await_outcome(job: Job, gauge: Gauge) -> Outcome:
             return Outcome(error=error)
         if outcome is not None:
             return outcome
-        if over:
+        if over and (names is None or _given_up(folder)):
             return settle(job, "rank 0 died, or gave no outcome in time")
+        if over and still.of(seen) > job.patience_s(UNKNOWN):
+            return settle(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
         time.sleep(pause_s)
         pause_s = min(_LONGEST_S, 2 * pause_s)
 
 
-def settle(job: Job, reason: str) -> Outcome:
+def _given_up(folder: ControlFolder) -> bool:
+    """Whether nobody commits any more. Asking decides it, unless the first rank was faster."""
+    try:
+        return folder.verdict(GIVE_UP) == GIVE_UP
+    except FileNotFoundError:
+        return True  # it has ended
+
+
+def settle(job: Job, reason: str, advice: str = _ADVICE) -> Outcome:
     """The outcome of a save whose first rank can commit no more: what the target says."""
     if is_committed(job):
         return Outcome()
     return Outcome(
         error=LostPeerError(
-            f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {_ADVICE}. "
+            f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {advice}. "
             "The next save starts a fresh worker"
         )
     )

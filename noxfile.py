@@ -49,6 +49,7 @@ FULL = (
     ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
     ("gpt", "tests/ranks/test_tensor_parallel.py", "--compiled-ranks"),
     ("gpt", "tests/ranks/test_moe_runs.py", "--expert-layouts"),
+    ("gpt", "tests/ranks/test_context_parallel.py", "--context-matrix"),
     ("gpt", "tests/test_instants.py", "--instants=400"),
 )
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one

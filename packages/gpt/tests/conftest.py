@@ -7,6 +7,7 @@ nox -s "ranks(gpt)" -- --random-layouts 100
 nox -s "ranks(gpt)" -- --memory-matrix
 nox -s "ranks(gpt)" -- --compiled-ranks
 nox -s "ranks(gpt)" -- --expert-layouts
+nox -s "ranks(gpt)" -- --context-matrix
 """
 
 
@@ -23,4 +24,5 @@ def pytest_addoption(parser):
     parser.addoption("--memory-matrix", action="store_true", help="memory of every layout beside what plan says of it")
     parser.addoption("--all-meshes", action="store_true", help="groups of every rank of every mesh of 4 and 8 ranks")
     parser.addoption("--random-layouts", type=int, default=0, help="random models at random layouts (0)")
+    parser.addoption("--context-matrix", action="store_true", help="attention and models cut over up to four ranks")
     parser.addoption("--expert-layouts", action="store_true", help="runs with experts at further layouts")

@@ -7,12 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from context_helpers import put_back
 from gpt_helpers import tiny_config
 from run_helpers import lines, losses, world_of
 
 from sixfold.gpt import ConfigError, TrainError, global_batches
+from sixfold.gpt.data import TokenStream
 from sixfold.gpt.loop import train_in
 from sixfold.gpt.own_data import open_own
+from sixfold.gpt.row_parts import Part
 
 
 class Numbered:
@@ -51,6 +54,25 @@ def test_each_epoch_reads_every_item_once_in_another_order_and_datasets_take_tur
     assert data.epochs(400).tolist() == [30, 100 / 7]
     other, _ = open_own(replace(own_config(tmp_path, "data.max_epochs=0", "train.seed=7")), TWO)
     assert [other.item(0, i) for i in range(10)] != [data.item(0, i) for i in range(10)]
+
+
+def test_parts_of_rows_are_cut_and_counted_as_those_of_token_pairs(tmp_path):
+    class Packed(Numbered):
+        def __getitem__(self, number):
+            ids = super().__getitem__(number)
+            counted = (torch.arange(self.width) % 5 > 0).float()
+            return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": counted, "documents": ids[:-1] // 7}
+
+    config = own_config(tmp_path, "data.max_epochs=0")
+    data, _ = open_own(config, {"a": Packed(10), "b": Packed(7)})
+    whole = TokenStream(data, config).microbatch(3, 2)
+    parts = [TokenStream(data, config, part=Part(rank, 2)).microbatch(3, 2) for rank in range(2)]
+    assert torch.equal(put_back([part.tokens for part in parts]), whole.tokens)
+    for key in ("labels", "loss_mask", "position_ids"):
+        assert torch.equal(put_back([part.kwargs[key] for part in parts]), whole.kwargs[key])
+    assert sum(part.targets for part in parts) == whole.targets
+    assert torch.equal(parts[0].rows.targets + parts[1].rows.targets, whole.rows.targets)
+    assert all(torch.equal(part.rows.dataset, whole.rows.dataset) for part in parts)
 
 
 def test_a_batch_is_its_items_whatever_it_is_cut_into(tmp_path):

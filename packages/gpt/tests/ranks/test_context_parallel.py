@@ -54,10 +54,9 @@ def attended(rank, ranks, cases):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_over_ranks_equals_one_process_forward_and_backward(ranks):
-    cases = [
-        (*way, groups, inner) for way in WAYS for groups in ((4, 2, 1) if ranks == 2 else (2,)) for inner in PACKED
-    ]
+def test_attention_over_ranks_equals_one_process_forward_and_backward(request, ranks):
+    shares = (4, 2, 1) if request.config.getoption("--context-matrix") else (2,)  # key heads
+    cases = [(*way, groups, inner) for way in WAYS for groups in shares for inner in PACKED]
     by_rank = ranktest.run_ranks(attended, ranks, cases)
     for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = [put_back(list(each)) for each in zip(*parts, strict=True)]
@@ -96,9 +95,9 @@ def trained_part(rank, ranks, cases):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_over_ranks_has_the_losses_and_summed_gradients_of_one_process(ranks):
+def test_a_model_over_ranks_has_the_losses_and_summed_gradients_of_one_process(request, ranks):
     packed = "across borders"
-    again = ("none", "selective", "full") if ranks == 2 else ("selective",)
+    again = ("none", "selective", "full") if request.config.getoption("--context-matrix") else ("selective",)
     cases = [(comm, recompute, packed) for comm in ("all_gather", "p2p") for recompute in again]
     cases += [("all_gather", "none", None), ("p2p", "none", None)]
     by_rank = ranktest.run_ranks(trained_part, ranks, cases)

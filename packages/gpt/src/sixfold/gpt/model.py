@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from sixfold.dist_ckpt import ShardedTensor
+    from sixfold.gpt.row_parts import DocumentsHere
 
 DEFAULT_SEED = 1234  # as train.seed
 
@@ -205,7 +206,7 @@ class GPTModel(nn.Module):
         x: Tensor,
         *,
         position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: "Tensor | DocumentsHere[Tensor] | None" = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
@@ -216,7 +217,8 @@ class GPTModel(nn.Module):
                 rank has (b, s / tp, hidden) with sequence parallelism.
             position_ids: (b, s); None counts from 0 in each document.
             cu_seqlens: int32 document boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s;
-                None: a row is one document.
+                None: a row is one document. A context-parallel rank has s = S / cp tokens of each row, and takes the
+                boundaries of whole rows of S, or what ``documents_here`` has made of them on the host.
             labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
             loss_mask: (b, s), 0 where a target does not count.
         Returns:

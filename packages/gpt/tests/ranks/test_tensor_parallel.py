@@ -17,6 +17,7 @@ from sixfold.gpt import tensor_parallel
 from sixfold.gpt.axes import Axes, Axis
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.cuts import summed_over_tp
+from sixfold.gpt.host_memory import HostActivations, hooks_of
 from sixfold.gpt.model import GPTModel
 from sixfold.pipeline.store import GradientStore
 
@@ -269,3 +270,29 @@ def overlapped_split(rank: int, ranks: int) -> bool:
 
 def test_chunks_in_split_backwards_have_the_bits_of_whole_ones():
     assert all(run_ranks(overlapped_split, 2))
+
+
+def through_logits_and_host_memory(rank: int, ranks: int) -> tuple[bool, dict[str, torch.Tensor], int]:
+    """Activations in host memory change no bit; gradients of the logits' squares; bytes that were sent away."""
+    results, host = [], HostActivations(torch.device("cpu"), least_bytes=1)
+    for hooks in (hooks_of(None), hooks_of(host)):
+        model = GPTModel(MODELS["untied, biases, q and k norms"], axes=axes(rank, ranks, True))
+        with hooks:
+            model(TOKENS).square().sum().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    same = all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    return same, results[0], host.away_bytes
+
+
+def test_gradients_go_through_whole_logits_and_activations_through_host_memory():
+    config = MODELS["untied, biases, q and k norms"]
+    model = GPTModel(config)
+    model(TOKENS).square().sum().backward()
+    (same, gradients, away), (_, others, _) = run_ranks(through_logits_and_host_memory, 2)
+    assert same and away > 0
+    whole = model.head.weight.grad
+    found = torch.cat([gradients["head.weight"], others["head.weight"]])
+    assert (found - whole).norm() <= 1e-6 * whole.norm()
+    whole = model.layers["0"].ffn_norm.weight.grad
+    found = gradients["layers.0.ffn_norm.weight"] + others["layers.0.ffn_norm.weight"]
+    assert (found - whole).norm() <= 1e-6 * whole.norm()

@@ -32,7 +32,6 @@ def planned(*overrides: str) -> PlannedConfig:
         ("parallel.tp=2 and optimizer.name=muon", "optimizer.name is 'muon' and parallel.tp 2, which cuts the matrices that it takes whole; optimizer.name = 'adamw' works"),
         ("parallel.cp=3", "data.seq_length is 32; it is a multiple of 2 * parallel.cp = 6: 30 or 36 works"),
         ("parallel.tp=4 and parallel.cp=2 and data.seq_length=36", "data.seq_length / parallel.cp is 36 / 2 = 18 and parallel.tp is 4; with parallel.sequence tp divides it: data.seq_length = 32 or 40 works, or parallel.sequence = false"),
-        (EXPERTS + "parallel.tp=4 and data.seq_length=30 and train.micro_batch_size=1 and parallel.sequence=false", "train.micro_batch_size * data.seq_length / parallel.cp is 1 * 30 / 1 = 30 tokens and parallel.tp is 4, whose ranks route a share of them each; tp divides it: train.micro_batch_size = 2 works"),
         ("parallel.ep=2", "parallel.ep is 2 and model.num_experts 0, so there are no experts to split; parallel.ep = 1 works, or model.num_experts = 2"),
         (EXPERTS + "parallel.ep=3", "model.num_experts is 4 and parallel.ep is 3; ep divides it: parallel.ep = 2 works"),
         (EXPERTS + "parallel.ep=4 and parallel.dp=2", "parallel.ep is 4 and parallel.dp * cp = 2 * 1 = 2, the ranks over which experts are split; the first divides the second: parallel.ep = 2 works, or parallel.dp = 4"),
@@ -81,7 +80,6 @@ def can_work(v: dict[str, int]) -> bool:
         not any(size % tp for size in cut)
         and not (cp > 1 and v["data.seq_length"] % (2 * cp))
         and not (sequence and here % tp)
-        and not (experts and not sequence and v["train.micro_batch_size"] * here % tp)
         and (ep == 1 or (experts > 0 and experts % ep == 0 and v["parallel.dp"] * cp % ep == 0))
     )
 

@@ -346,6 +346,33 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch, 
     assert not Path("b").exists()
 
 
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen2_moe"])
+def test_gradients_of_an_imported_mixture_are_the_peers(tmp_path, case):
+    peer = write_folder(tmp_path / "hf", case)
+    import_model(tmp_path / "hf", tmp_path / "run")
+    ours, labels = load_model(tmp_path / "run"), TOKENS.roll(-1, 1)
+    object.__setattr__(ours.layers["1"].ffn.config, "router_aux_loss", 0.0)  # transformers' is off unless asked for
+    ours(TOKENS, labels=labels).sum().backward()
+    torch.nn.functional.cross_entropy(peer(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    for mixture, block in zip([layer.ffn for layer in ours.layers.values()], peer.model.layers, strict=True):
+        if not hasattr(mixture, "experts"):
+            continue
+        experts = mixture.experts
+        pairs = {
+            "router": (mixture.router.weight.grad, block.mlp.gate.weight.grad),
+            "gate and up": (
+                torch.cat((experts.gate.weight.grad, experts.up.weight.grad), 1), block.mlp.experts.gate_up_proj.grad
+            ),
+            "down": (experts.down.weight.grad, block.mlp.experts.down_proj.grad),
+        }  # fmt: skip
+        if case == "qwen2_moe":
+            pairs["shared"] = (mixture.shared.down.weight.grad, block.mlp.shared_expert.down_proj.weight.grad)
+            pairs["shared gate"] = (mixture.shared_gate.weight.grad, block.mlp.shared_expert_gate.weight.grad)
+        for name, (found, expected) in pairs.items():
+            assert expected.abs().max() > 0
+            assert (found - expected).abs().max() < 2e-5 * expected.abs().max().clamp(min=1), name
+
+
 def test_the_balance_of_an_import_is_that_of_transformers(tmp_path):
     model = write_folder(tmp_path / "hf", "qwen2_moe", num_hidden_layers=1)
     import_model(tmp_path / "hf", tmp_path / "run")

@@ -166,3 +166,40 @@ def test_load_is_told_relative_to_an_equal_share():
     config = tiny_experts(num_layers=3, dense_layers=1, num_experts=4)
     assert extremes([1, 1, 1, 1, 0, 8, 4, 4], config) == {1: (1.0, 1.0), 2: (0.0, 2.0)}
     assert extremes([0] * 8, config) == {}
+
+
+def test_the_grouped_products_are_those_of_one_expert_after_another(monkeypatch):
+    # torch computes its grouped product on a CPU too, slowly: what CUDA is asked for.
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    counts, generator = [3, 0, 5, 1, 0], torch.Generator().manual_seed(0)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    rows, weight = torch.randn(9, 16, generator=generator), torch.randn(5, 24, 16, generator=generator)
+    upstream = torch.randn(9, 24, generator=generator)
+    plain, asked = expert_products.Segments(ends), expert_products.Segments(ends)
+    expected = plain.product(rows, weight), plain.transposed(upstream, weight), plain.outer(upstream, rows)
+    monkeypatch.setattr(expert_products, "grouped", lambda rows, weight: True)
+    rows, weight, upstream = rows.bfloat16(), weight.bfloat16(), upstream.bfloat16()
+    found = asked.product(rows, weight), asked.transposed(upstream, weight), asked.outer(upstream, rows)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape and one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.1)
+    assert (found[2][[1, 4]] == 0).all()
+
+
+def test_products_are_grouped_in_bfloat16_on_cuda_alone_and_where_rows_are_aligned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    class OnCuda:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+        def __init__(self, *shape: int) -> None:
+            self.shape = shape
+
+        def __len__(self) -> int:
+            return self.shape[0]
+
+    assert expert_products.grouped(OnCuda(9, 16), OnCuda(5, 24, 16))
+    assert not expert_products.grouped(OnCuda(9, 16), OnCuda(5, 20, 16)), "20 values are no multiple of 16 bytes"
+    assert not expert_products.grouped(OnCuda(0, 16), OnCuda(5, 24, 16))
+    assert not expert_products.grouped(torch.zeros(9, 16).bfloat16(), torch.zeros(5, 24, 16).bfloat16())

@@ -259,6 +259,7 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
         ("train.compile", config.train.compile, False),
         ("train.recompute", config.train.recompute, "none"),
         ("optimizer.name", config.optimizer.name, "adamw"),
+        ("model.num_experts", config.model.num_experts, 0),
     ):
         if provider is not None and value != off:
             raise ConfigError(

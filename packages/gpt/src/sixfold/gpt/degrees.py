@@ -112,14 +112,6 @@ def _check_sequence(config: "TrainConfig") -> None:
             f"data.seq_length / parallel.cp is {length} / {cp} = {length // cp} and parallel.tp is {tp}; with "
             f"parallel.sequence tp divides it: data.seq_length = {works} works, or parallel.sequence = false"
         )
-    rows = config.train.micro_batch_size * length // cp
-    if config.model.num_experts and not shared and rows % tp:
-        micro = " or ".join(str(n) for n in multiples(tp // gcd(tp, length // cp), config.train.micro_batch_size))
-        raise ConfigError(
-            f"train.micro_batch_size * data.seq_length / parallel.cp is {config.train.micro_batch_size} * {length} / "
-            f"{cp} = {rows} tokens and parallel.tp is {tp}, whose ranks route a share of them each; tp divides it: "
-            f"train.micro_batch_size = {micro} works"
-        )
 
 
 def _check_experts(config: "TrainConfig") -> None:

@@ -290,10 +290,11 @@ def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
 
 
 def _check(config: GPTConfig, axes: Axes, held: range) -> None:
+    dense = len(config.expert_layers) < config.num_layers
     for key, axis in (
         ("num_attention_heads", "tp"),
         ("num_query_groups", "tp"),
-        ("ffn_hidden_size", "tp"),
+        *([("ffn_hidden_size", "tp")] if dense else ()),
         ("moe_ffn_hidden_size", "tp"),
         ("shared_ffn_hidden_size", "tp"),
         ("padded_vocab_size", "tp"),

@@ -26,6 +26,7 @@ FEW = {
     "ep2 whole weights": (2, ("parallel.ep=2", "parallel.sharding=no_shard", "train.recompute=full")),
     "pp2": (2, ("parallel.pp=2",)),
     "pp2 split recomputed": (2, ("parallel.pp=2", "parallel.schedule=zb_h1", "train.recompute=full")),
+    "ep2 cp2": (2, ("parallel.cp=2", "parallel.ep=2")),
     "ep2 tp2": (4, ("parallel.ep=2", "parallel.tp=2", "parallel.sharding=optim_grads")),
 }
 MORE = {
@@ -39,6 +40,8 @@ MORE = {
     "ep2 of two copies": (4, ("parallel.dp=4", "parallel.ep=2", "parallel.dp_replicate=2")),
     "ep2 pp2 split": (4, ("parallel.pp=2", "parallel.ep=2", "parallel.schedule=zb_h1")),
     "ep2 pp2 v": (4, ("parallel.pp=2", "parallel.ep=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
+    "tp2 cp2": (4, ("parallel.cp=2", "parallel.tp=2")),
+    "ep2 tp2 cp2": (4, ("parallel.cp=2", "parallel.tp=2", "parallel.ep=2", "parallel.sequence=false")),
     "tp2 pp2": (4, ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=interleaved", "parallel.stages_per_rank=2")),
 }
 LAYOUTS = FEW | MORE

@@ -50,6 +50,15 @@ def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_g
     assert len(graphs) == 1, "one for all of the four layers, the four microbatches and the two steps"
 
 
+def test_experts_stay_outside_of_compiled_parts(tmp_path, graphs):
+    options = ("train.steps=2", "model.num_experts=4", "model.moe_ffn_hidden_size=16", "model.shared_ffn_hidden_size=8")
+    plain, compiled = (tiny_config(tmp_path, *options, f"train.compile={on}", run=on) for on in ("false", "true"))
+    train(plain)
+    train(compiled)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-6)
+    assert graphs
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_what_travels_between_context_parallel_ranks_stays_outside_of_compiled_parts(monkeypatch, graphs, recompute):
     def travels(k, v, axis):

@@ -33,6 +33,7 @@ class Sharding:
     prefetch: int | None
     reduce_buffers: int
     bucket: int | None
+    merge: int | None
     share: bool
     offload: bool
     align: int
@@ -117,6 +118,8 @@ def draw_sharding(random: Random, driven: str | None, optimizer: str) -> Shardin
     if strategy != "no_shard":
         gathered = d.one("double", "all", *((0, 10, 30, 60, 100) if strategy == "optim_grads_params" else ()))
     grains = d.one(0, 0, random.randrange(1, 99))
+    aside = Random()  # the draws of earlier options stay what they are
+    aside.setstate(random.getstate())
     return Sharding(
         strategy=strategy,
         units=d.one(("Block",), ("Block", "Embedding"), ("Linear",), ("Stage",), ("Block", "Stage"), ()),
@@ -125,6 +128,7 @@ def draw_sharding(random: Random, driven: str | None, optimizer: str) -> Shardin
         prefetch=d.one(None, None, 0, 300, 100_000),
         reduce_buffers=d.one(1, 2, 3),
         bucket=d.one(None, None, 4, 100, 333),
+        merge=aside.choice((None, None, 400, 2000, 10**6)) if driven is None else None,
         share=d.maybe(0.3),
         offload=d.maybe(0.25) and optimizer != "muon",
         align=d.one(128, 128, 64, 16) if optimizer != "adamw" else 128,

@@ -121,6 +121,7 @@ class Running:
                 prefetch_bytes=sharding.prefetch,
                 reduce_buffers=sharding.reduce_buffers,
                 bucket_bytes=sharding.bucket,
+                merge_bytes=None if program.net.experts else sharding.merge,
                 share_communicator=sharding.share,
                 offload=sharding.offload,
                 align_bytes=sharding.align,

@@ -58,12 +58,12 @@ class Layout:
         """Of a microbatch."""
         return Shape.of(self.config, self.parallel)
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """The schedule's backwards are input and weight gradients."""
         return self.parallel.entry.split
 
-    @property
+    @cached_property
     def per_microbatch(self) -> bool:
         """Gradients are reduced in every backward; the only one of a step is its last."""
         if self.microbatches == 1 and not self.split:
@@ -75,7 +75,17 @@ class Layout:
         return stage == self.parallel.stages - 1
 
     def units(self, stages: Sequence[int]) -> tuple[Unit, ...]:
-        """The fsdp units of those stages on one rank."""
+        """The fsdp units of those stages on one rank; worked out once."""
+        key = tuple(stages)
+        if key not in self._known_units:
+            self._known_units[key] = self._units(key)
+        return self._known_units[key]
+
+    @cached_property
+    def _known_units(self) -> dict[tuple[int, ...], tuple[Unit, ...]]:
+        return {}
+
+    def _units(self, stages: Sequence[int]) -> tuple[Unit, ...]:
         last = self.parallel.stages - 1
         both_ends = self.config.model.tie_embeddings and {0, last} <= set(stages)
         return units_of_rank(

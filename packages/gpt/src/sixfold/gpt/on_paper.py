@@ -19,7 +19,7 @@ from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.layout import Layout, batches_of, compute_costs, program_of
 
 _SEARCH_S = 0.5  # for a schedule that is searched
-_MOST_ACTIONS = 24_000  # of a program that is simulated whole
+_MOST_ACTIONS = 12_000  # of a program that is simulated whole
 
 
 def plan_program(

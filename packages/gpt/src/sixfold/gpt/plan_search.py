@@ -3,7 +3,8 @@
     PlannedConfig, world, Device --> candidates (this file) --> plan.py --> suggestions, ranking (this file)
 
 A candidate is a set of keys that change. What is searched: pp, dp_replicate, schedule with its stages per rank,
-sharding, micro-batch size and recomputation; tp, cp and everything else stay as they are given.
+sharding, micro-batch size and recomputation at the tp, cp and ep that are given; and, for fewer of these, other degrees
+of tp, cp and ep whose ranks are in one node. Everything else stays as it is given.
 
 [Note: what is planned whole] Every candidate gets a time that it cannot beat (its busiest rank without a bubble) and a
 memory that it hardly falls below (as many microbatches in flight as ranks follow). Only candidates that may fit and may
@@ -19,6 +20,7 @@ from itertools import product
 from operator import attrgetter
 from typing import Any
 
+from sixfold.gpt.checks import refusals
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.devices import Device
 from sixfold.gpt.errors import ConfigError
@@ -31,6 +33,13 @@ _SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _RECOMPUTE = ("none", "selective", "full")
 _SCHEDULES = (("one_f_one_b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2))
 _LARGEST_MICRO_BATCH = 64
+_SPLITS = (1, 2, 4, 8)  # degrees of tp, cp and ep that are tried
+_DEEPEST_OF_FEW = 16
+_FEW_SHARDINGS = ("no_shard", "optim", "optim_grads_params")
+_PLAINEST = {  # what other splits are judged with
+    "parallel.schedule": "one_f_one_b", "parallel.stages_per_rank": 1, "parallel.layers_per_stage": (),
+    "parallel.dp_replicate": 1, "train.micro_batch_size": 1,
+}  # fmt: skip
 _LEAST_IN_FLIGHT = 0.9  # of 1F1B's microbatches in flight: no schedule that is searched holds fewer
 _SAME_TIME = 0.02  # suggestions this much faster than what is given are no news
 
@@ -145,14 +154,14 @@ def search(
     *,
     memory_bytes: int | None = None,
     most: int = 10,
-    time_limit_s: float = 10.0,
+    time_limit_s: float = 4.0,
 ) -> Ranking:
     """Rank the layouts of ``world`` ranks that fit. [Note: what is planned whole]"""
     began = time.perf_counter()
     memory = device.memory_bytes if memory_bytes is None else memory_bytes
     bounds: list[tuple[float, int, Changes]] = []
     count, complete = 0, True
-    for changes in _all(config, world):
+    for changes in _all(config, world, device.per_node):
         if time.perf_counter() - began > time_limit_s / 2:
             complete = False
             break
@@ -175,20 +184,41 @@ def search(
     return Ranking(found[:most], count, planned, complete)
 
 
-def _all(config: TrainConfig, world: int) -> Iterator[Changes]:
-    """Every candidate, the plainest first."""
+def _all(config: TrainConfig, world: int, node: int) -> Iterator[Changes]:
+    """Every candidate: those at the given splits of one model first, the plainest of them before the others."""
+    yield from _candidates(config, world)
+    given = config.parallel
+    for tp, cp, ep in product(_SPLITS, _SPLITS, _SPLITS if config.model.num_experts else (given.ep,)):
+        if (tp, cp, ep) == (given.tp, given.cp, given.ep) or max(tp * cp, tp * ep) > node or world % (tp * cp):
+            continue
+        split = {"parallel.tp": tp, "parallel.cp": cp, "parallel.ep": ep, "parallel.dp": 0}
+        try:
+            other = changed(config, {**split, "parallel.pp": 1, **_PLAINEST})
+        except ConfigError:
+            continue
+        if len(refusals(other)) <= len(refusals(config)):
+            yield from ({**split, **changes} for changes in _candidates(other, world, few=True))
+
+
+def _candidates(config: TrainConfig, world: int, *, few: bool = False) -> Iterator[Changes]:
+    """At the tp, cp and ep of ``config``, the plainest first; ``few``: of micro-batches, depths and strategies."""
     parallel, batch = config.parallel, config.train.global_batch_size
     ranks = world // (parallel.cp * parallel.tp)
     micros = [1 << power for power in range(_LARGEST_MICRO_BATCH.bit_length()) if batch % (1 << power) == 0]
     depths = [pp for pp in range(1, min(ranks, config.model.num_layers) + 1) if ranks % pp == 0]
+    if few:
+        micros, depths = micros[:2], [pp for pp in depths if pp <= _DEEPEST_OF_FEW]
     for pp, recompute, micro in product(depths, _RECOMPUTE, micros):
         dp = ranks // pp
         if batch % (micro * dp):
             continue
-        for schedule, chunks in _SCHEDULES if pp > 1 else _SCHEDULES[:1]:
+        schedules = _SCHEDULES[: 2 if few else None] if pp > 1 else _SCHEDULES[:1]
+        for schedule, chunks in schedules:
             if pp * chunks > config.model.num_layers:
                 continue
             for sharding, copies in _shardings(dp * parallel.cp, dp):
+                if few and sharding not in _FEW_SHARDINGS:
+                    continue
                 yield {
                     "parallel.pp": pp,
                     "parallel.dp": dp,

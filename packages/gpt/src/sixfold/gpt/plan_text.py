@@ -114,6 +114,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 def _text(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> str:
     parallel, config = planned.parallel, planned.config
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+    degrees += f", experts over {parallel.ep} of dp x cp" if parallel.ep > 1 else ""
     copies = f" in {parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
     lines = [
         f"{config.model.num_parameters:,} parameters on {planned.world} ranks: {degrees}; {parallel.schedule}, "

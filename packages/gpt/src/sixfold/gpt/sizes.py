@@ -110,13 +110,18 @@ def units_of_rank(
     table = Stream((table_numel(model, tp),), (2,))
     root: list[int] = []
     units: list[Unit] = []
+    alike: dict[bool, Unit] = {}  # layers, by whether they have experts
+    for layer in (layer for layers in stages.values() for layer in layers):
+        experts = model.has_experts(layer)
+        if experts not in alike:
+            alike[experts] = Unit("layer", _layer_streams(config, layer, tp, parallel.ep))
     for stage, layers in sorted(stages.items()):
         if stage == 0:
             if one_table:
                 root.append(table.numel)
             else:
                 units.append(Unit("embedding", (table,)))
-        units += [Unit("layer", _layer_streams(config, layer, tp, parallel.ep)) for layer in layers]
+        units += [alike[model.has_experts(layer)] for layer in layers]
         if stage == last:
             root.append(model.hidden_size)
             if not one_table:

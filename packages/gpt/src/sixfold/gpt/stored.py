@@ -13,17 +13,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from sixfold.fsdp.pieces import columns
 from sixfold.fsdp.strategy import ShardingStrategy
 from sixfold.gpt.sizes import Stream, Unit, largest_tensor
+from sixfold.pipeline.schedules import by_name, registered
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SCHEDULES = {entry.name for entry in registered()}  # "plan" is another one's base
 _POOL_ALIGN = 128  # of what one reduction needs, in sixfold.fsdp's ways.py
 _MOST_PIECES = 16  # likewise
 
@@ -69,13 +71,18 @@ class Formats:
             rank_order=fsdp.grad_sum == "rank_order",
             offload=fsdp.offload,
             gloo=gloo,
-            versioned=not config.parallel.entry.flushed,
+            versioned=_versioned(config.parallel.schedule),
         )
 
     @property
     def aliased(self) -> bool:
         """Main weights are what is gathered: there is no copy of them."""
         return self.compute == self.main and not self.versioned
+
+
+@lru_cache(maxsize=64)
+def _versioned(schedule: str) -> bool:
+    return schedule in _SCHEDULES and not by_name(schedule).flushed
 
 
 @dataclass(frozen=True)

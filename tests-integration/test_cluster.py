@@ -14,7 +14,7 @@ from sixfold.gpt import TrainConfig
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.cli import main
 from sixfold.gpt.devices import device_named
-from sixfold.gpt.plan import PlannedConfig, plan_layout
+from sixfold.gpt.plan import plan_layout
 from sixfold.gpt.toml import read_file
 
 CLUSTER = ROOT / "benchmarks/cluster"
@@ -41,7 +41,7 @@ def test_the_commands_of_the_readme_name_files_that_exist_and_overrides_that_are
     commands = re.findall(r"(llama3-[\w-]+\.toml)((?: [a-z_]+\.[a-z_]+=\S+)+)", text)
     assert len(commands) >= 3
     for name, overrides in commands:
-        PlannedConfig.from_text(read_file(CLUSTER / name), overrides.split())
+        TrainConfig.from_text(read_file(CLUSTER / name), overrides.split())
 
 
 @pytest.mark.parametrize("script", sorted(CLUSTER.rglob("*.s[hb]*")), ids=lambda path: path.name)

@@ -17,21 +17,28 @@ from sixfold.gpt.build import build_rank
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.mesh import make_mesh
-from sixfold.gpt.plan import PlannedConfig
+from sixfold.gpt.row_parts import WHOLE, Part, documents_here
 from sixfold.gpt.step import train_step
 from sixfold.gpt.versioned import VersionedModel
 
 
-def microbatch_of(config: TrainConfig, seed: int) -> Microbatch:
-    """Random tokens in rows that hold two documents each, in the form in which data.py gives them."""
+def microbatch_of(config: TrainConfig, seed: int, part: Part = WHOLE) -> Microbatch:
+    """Random tokens in rows that hold two documents each, in the form in which data.py gives them to ``part``."""
     b, s = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.randint(0, config.model.vocab_size, (b, s), generator=torch.Generator().manual_seed(seed))
-    kwargs: dict[str, Any] = {"labels": tokens.roll(-1, 1), "loss_mask": torch.ones(b, s)}
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(part.cut(whole.numpy()))
+
+    mine = cut(tokens)
+    kwargs: dict[str, Any] = {"labels": cut(tokens.roll(-1, 1)), "loss_mask": torch.ones(mine.shape)}
     if config.data.document_mask:
-        starts = [row * s + part for row in range(b) for part in (0, s // 3)]
-        kwargs["cu_seqlens"] = torch.tensor([*starts, b * s], dtype=torch.int32)
-        kwargs["position_ids"] = torch.cat((torch.arange(s // 3), torch.arange(s - s // 3))).repeat(b, 1)
-    return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(b * s))
+        starts = [row * s + at for row in range(b) for at in (0, s // 3)]
+        bounds = torch.tensor([*starts, b * s], dtype=torch.int32)
+        alone = part.size == 1
+        kwargs["cu_seqlens"] = bounds if alone else documents_here(bounds.numpy(), b, part).to(torch.from_numpy)
+        kwargs["position_ids"] = cut(torch.cat((torch.arange(s // 3), torch.arange(s - s // 3))).repeat(b, 1))
+    return Microbatch(tokens=mine, kwargs=kwargs, targets=float(mine.numel()))
 
 
 class Saved:
@@ -106,14 +113,15 @@ _SENT: dict[str, Callable[[Any, Any], float]] = {
 
 def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
     """Bytes of this rank for each configuration; activations are those of a microbatch."""
-    return [_measured(PlannedConfig.from_text(text), world_of(rank, ranks)) for text in texts]
+    return [_measured(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
 
 
 def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
     mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
     found = build_rank(config, mesh, world)
     count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
-    batch = [microbatch_of(config, count * world.rank + number) for number in range(count)]
+    part = Part(mesh.axes.cp.rank, mesh.axes.cp.size)
+    batch = [microbatch_of(config, count * mesh.dp_rank + number, part) for number in range(count)]
     saved, sends = Saved(found.model.module), Sends(mesh)
     watched = nullcontext() if sends.idle else sends  # every operator passes it
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), watched:

@@ -10,47 +10,16 @@ from dataclasses import replace
 
 import pytest
 from config_helpers import config_with
+from llama_helpers import H100, LLAMA_70B, llama
 
 import sixfold.pipeline as pipeline
 from sixfold.gpt import times
 from sixfold.gpt.activations import BLOCKS_LONGEST, QUERY_BLOCK
-from sixfold.gpt.devices import DEVICES, device_named
+from sixfold.gpt.devices import DEVICES
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.layout import Layout, compute_costs
-from sixfold.gpt.plan import PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan, schedule_for
+from sixfold.gpt.plan import as_json, bubbles, plan_layout, plan_program, say_plan, schedule_for
 from sixfold.gpt.times import overlapped_s
-
-H100 = device_named("h100")
-LLAMA_70B = """
-[model]
-num_layers = 80
-hidden_size = 8192
-num_attention_heads = 64
-num_query_groups = 8
-ffn_hidden_size = 28672
-vocab_size = 128256
-rope_theta = 500000.0
-tie_embeddings = false
-[data]
-blend = ["corpus"]
-seq_length = 8192
-document_mask = false
-[train]
-steps = 100
-global_batch_size = 128
-micro_batch_size = 1
-[fsdp]
-reduce_buffers = 1
-[optimizer]
-lr = 1e-4
-[run]
-dir = "runs/llama"
-device = "cuda"
-"""
-
-
-def llama(*overrides: str) -> PlannedConfig:
-    return PlannedConfig.from_text(LLAMA_70B, overrides)
 
 
 def test_parameters_are_those_of_the_model_and_bytes_follow_the_strategies():

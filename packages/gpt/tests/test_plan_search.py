@@ -59,6 +59,15 @@ def test_a_search_ranks_what_fits_and_misses_nothing_better_that_was_tried_by_ha
     assert tight.best[0].planned.step_s >= times[0]
 
 
+def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
+    long = ("data.seq_length=32768", "train.micro_batch_size=1", "train.global_batch_size=8")
+    whole = [one.changes for one in search(big(*long), 8, H100, most=100, time_limit_s=60.0).best]
+    assert any(one.get("parallel.tp", 1) > 1 for one in whole) and any(one.get("parallel.cp", 1) > 1 for one in whole)
+    assert all(one.get("parallel.tp", 1) * one.get("parallel.cp", 1) <= 8 for one in whole)
+    experts = search(big("model.num_experts=8", "model.moe_ffn_hidden_size=2048"), 8, H100, most=100, time_limit_s=60.0)
+    assert any(one.changes.get("parallel.ep", 1) > 1 for one in experts.best)
+
+
 def test_the_verb_prints_a_page_and_one_json_object(tmp_path, capsys):
     path = tmp_path / "big.toml"
     path.write_text(big().to_toml())

@@ -14,7 +14,7 @@ from sixfold.gpt import TrainConfig
 from sixfold.gpt.checks import check_world
 from sixfold.gpt.devices import DEVICES
 from sixfold.gpt.layout import Layout
-from sixfold.gpt.plan import PlannedConfig, plan_layout
+from sixfold.gpt.plan import plan_layout
 
 # Matrices of some size, so that alignment weighs as little as it does in a model of use.
 WIDE = (
@@ -62,8 +62,15 @@ TWO = {
     "tp full": ("parallel.tp=2", "train.recompute=full", "train.precision=fp32", "model.tie_embeddings=false"),
     "tp qwen": ("parallel.tp=2", "model.qkv_bias=true", "model.qk_norm=true", "parallel.sharding=no_shard"),
     "tp long rows": ("parallel.tp=2", "data.seq_length=520", "model.num_layers=2", "train.micro_batch_size=1"),
+    "cp": ("parallel.cp=2",),
+    "cp plain rows": ("parallel.cp=2", "data.document_mask=false", "train.recompute=selective"),
+    "cp full": ("parallel.cp=2", "train.recompute=full", "train.precision=fp32"),
+    "cp long rows": ("parallel.cp=2", "data.seq_length=520", "model.num_layers=2", "train.micro_batch_size=1"),
+    "cp long plain rows": ("parallel.cp=2", "data.seq_length=520", "data.document_mask=false", "model.num_layers=2"),
+    "ring": ("parallel.cp=2", "parallel.cp_comm_type=p2p"),
+    "ring plain rows": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "data.document_mask=false"),
+    "ring full": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "train.recompute=full", "train.precision=fp32"),
     "experts": ("model.num_experts=4", "parallel.sharding=optim"),
-    "experts fp8": ("model.num_experts=4", "train.precision=fp8"),
     "ep": ("model.num_experts=4", "parallel.ep=2"),
     "ep no_shard": ("model.num_experts=4", "parallel.ep=2", "parallel.sharding=no_shard"),
     "ep full": ("model.num_experts=4", "parallel.ep=2", "train.recompute=full", "train.precision=fp32"),
@@ -83,6 +90,11 @@ TWO = {
 FOUR = {
     "tp pp": ("parallel.tp=2", "parallel.pp=2"),
     "tp dp": ("parallel.tp=2", "train.precision=fp32"),
+    "cp tp": ("parallel.cp=2", "parallel.tp=2"),
+    "ring of four": ("parallel.cp=4", "parallel.cp_comm_type=p2p"),
+    "cp of four": ("parallel.cp=4", "model.tie_embeddings=false"),
+    "cp pp": ("parallel.cp=2", "parallel.pp=2"),
+    "ep cp": ("model.num_experts=4", "parallel.cp=2", "parallel.ep=4"),
     "ep tp": ("model.num_experts=4", "parallel.tp=2", "parallel.ep=2"),
     "ep pp": ("model.num_experts=4", "parallel.pp=2", "parallel.ep=2", "model.tie_embeddings=false"),
     "ep dp": ("model.num_experts=8", "parallel.ep=2", "parallel.sharding=optim_grads"),
@@ -99,7 +111,7 @@ CASES = [(ranks, case) for ranks, known in KNOWN.items() for case in known]
 SAMPLE = {
     (1, "bf16"), (1, "selective"), (1, "long rows"), (1, "qwen"), (2, "no_shard bf16"), (2, "optim bf16"),
     (2, "optim_grads bf16"), (2, "optim_grads_params fp32"), (2, "pp wave"), (2, "pp uneven full"), (2, "fp8"),
-    (2, "tp"), (2, "ep shared"), (2, "experts tp, every rank the whole sequence"),
+    (2, "tp"), (2, "ring"), (2, "ep shared"), (2, "experts tp, every rank the whole sequence"),
 }  # fmt: skip
 
 
@@ -112,10 +124,10 @@ def pytest_generate_tests(metafunc):
 
 def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
     """One microbatch on each rank of dp; two where it is said that sums wait for the last one."""
-    config = PlannedConfig.from_text(MINIMAL, (*WIDE, *overrides))
+    config = TrainConfig.from_text(MINIMAL, (*WIDE, *overrides))
     dp = ranks // config.parallel.world  # the degrees but dp
     batch = config.train.micro_batch_size * dp * (1 + (config.fsdp.grad_reduce == "last"))
-    return PlannedConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
+    return TrainConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
 
 
 @pytest.fixture(scope="module")

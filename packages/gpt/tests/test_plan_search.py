@@ -11,7 +11,7 @@ from sixfold.gpt.cli import main
 from sixfold.gpt.devices import DEVICES, device_named
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.plan import PlannedConfig, plan_layout
-from sixfold.gpt.plan_search import changed, search, suggestions
+from sixfold.gpt.plan_search import _all, changed, search, suggestions
 from sixfold.gpt.plan_text import run
 
 H100 = device_named("h100")
@@ -60,12 +60,17 @@ def test_a_search_ranks_what_fits_and_misses_nothing_better_that_was_tried_by_ha
 
 
 def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
-    long = ("data.seq_length=32768", "train.micro_batch_size=1", "train.global_batch_size=8")
-    whole = [one.changes for one in search(big(*long), 8, H100, most=100, time_limit_s=60.0).best]
-    assert any(one.get("parallel.tp", 1) > 1 for one in whole) and any(one.get("parallel.cp", 1) > 1 for one in whole)
-    assert all(one.get("parallel.tp", 1) * one.get("parallel.cp", 1) <= 8 for one in whole)
-    experts = search(big("model.num_experts=8", "model.moe_ffn_hidden_size=2048"), 8, H100, most=100, time_limit_s=60.0)
-    assert any(one.changes.get("parallel.ep", 1) > 1 for one in experts.best)
+    experts = big("model.num_experts=8", "model.moe_ffn_hidden_size=2048", "model.num_layers=4")
+    axes = [f"parallel.{axis}" for axis in ("tp", "cp", "ep")]
+    tried = {tuple(one.get(axis, 1) for axis in axes) for one in _all(experts, 16, 8)}
+    assert {(1, 1, 1), (8, 1, 1), (2, 4, 1), (1, 1, 8), (2, 2, 4)} <= tried
+    assert all(max(tp * cp, tp * ep) <= 8 for tp, cp, ep in tried)
+    assert (8, 2, 1) not in tried and (16, 1, 1) not in tried
+    narrow = big("model.num_query_groups=2", "model.num_layers=4")  # checks.py: tp divides the groups
+    assert {one.get("parallel.tp", 1) for one in _all(narrow, 8, 8)} == {1, 2}
+    long = big("data.seq_length=32768", "train.micro_batch_size=1", "model.num_layers=4")
+    best = search(long, 8, H100, memory_bytes=6 * 10**9, most=3).best  # less than a whole row takes in one layer
+    assert best and all(one.changes.get("parallel.tp", 1) * one.changes.get("parallel.cp", 1) > 1 for one in best)
 
 
 def test_the_verb_prints_a_page_and_one_json_object(tmp_path, capsys):

@@ -104,3 +104,35 @@ def test_a_gradient_that_has_a_graph_and_a_parameter_in_other_order_are_autograd
     mine, oracle = both(watch)
     assert equal_bits([p.grad.detach() for p in mine.parameters()], [p.grad.detach() for p in oracle.parameters()])
     assert delivered[0] == 1
+
+
+def test_parameters_that_share_a_gradient_add_to_it_one_after_another(monkeypatch):
+    def fused(there: list[Tensor], arriving: list[Tensor]) -> None:
+        """As a GPU's one kernel may: it reads all before it writes any."""
+        for before, total in zip(there, [a + b for a, b in zip(there, arriving, strict=True)], strict=True):
+            before.copy_(total)
+
+    monkeypatch.setattr(torch, "_foreach_add_", fused)
+    torch.manual_seed(5)
+    mine, oracle = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))) for _ in range(2))
+    oracle.load_state_dict(mine.state_dict())
+    xs = [torch.randn(2, 3, 4) for _ in range(N)]
+    for module in (mine, oracle):
+        module[0].weight.grad = module[1].weight.grad = torch.ones(4, 4)
+    split(mine, xs, ORDERS[0], store=GradientStore(Stage(mine, 0)))
+    plain(oracle, xs)
+    assert mine[0].weight.grad is mine[1].weight.grad and same(mine, oracle)
+
+
+def test_gradients_that_are_there_are_added_to_in_one_call_per_microbatch(monkeypatch):
+    calls: list[int] = []
+    together = torch._foreach_add_
+
+    def counted(there: list[Tensor], arriving: list[Tensor]) -> None:
+        calls.append(len(there))
+        together(there, arriving)
+
+    monkeypatch.setattr(torch, "_foreach_add_", counted)
+    mine, oracle = both(before=torch.ones_like)
+    assert same(mine, oracle)
+    assert calls == [len(list(mine.parameters()))] * N

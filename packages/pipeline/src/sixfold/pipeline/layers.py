@@ -311,8 +311,9 @@ class _Linear(Function):
         of_input = flat.mm(saved[1])
         if gradient is flat:
             return of_input, None, None, None
-        shape = (*gradient.shape[:-1], saved[1].shape[1]) if input is None else input.shape
-        return of_input.view(shape), None, None, None
+        if input is None:
+            return of_input.view(*gradient.shape[:-1], saved[1].shape[1]), None, None, None
+        return of_input.view_as(input), None, None, None  # .view(input.shape) takes 2.4 us, this 0.7
 
 
 def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -64,7 +64,7 @@ class GradientStore:
         self._others = [] if self._accumulate or stage.module is None else _others(stage.module, self._layers)
         self._seen: dict[int, int] = {}  # where the gradients of the others lie
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
-        self._simple: dict[int, bool] = {}  # by id of a parameter that is held
+        self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
 
     def open(self, k: int) -> None:
         """From here to ``close`` the stage's layers leave their weight gradients under ``k``."""
@@ -277,15 +277,17 @@ class GradientStore:
         or of its node, which holds their dicts. A first gradient is nobody else's, and lies as the parameter does.
         """
         others: list[int] = []
+        there: list[Tensor] = []
+        arriving: list[Tensor] = []
         for at, (target, gradient) in enumerate(zip(targets, gradients, strict=True)):
-            simple = self._simple.get(id(target))
-            if simple is None:
-                simple = self._is_simple(target)
+            node = self._simple.get(id(target))
+            if node is None:
+                node = self._node_if_simple(target)
             if (
-                not simple
+                node is False
                 or target._backward_hooks
                 or target._post_accumulate_grad_hooks
-                or any(_held_by(self._edges[id(target)][1].node))
+                or any(_held_by(node))
                 or gradient.dtype is not target.dtype
             ):
                 others.append(at)
@@ -294,17 +296,22 @@ class GradientStore:
             if before is None:
                 target.grad = gradient
             elif type(before) is Tensor and before.layout is torch.strided and not before.requires_grad:
-                before.add_(gradient)
+                there.append(before)
+                arriving.append(gradient)
             else:
                 others.append(at)
+        if there:
+            _add_up(there, arriving)
         if others:
             self._deliver([targets[at] for at in others], [gradients[at] for at in others])
 
-    def _is_simple(self, target: Any) -> bool:
-        """A parameter of the stage's module, strided and dense, whose gradient has its type."""
+    def _node_if_simple(self, target: Any) -> Any:
+        """Autograd's node of a parameter of the stage's module, strided and dense, whose gradient has its type; False:
+        it is no such parameter.
+        """
         if type(target) is Cast or not self.owns(target):
             return False
-        self._edge(target)  # which holds the parameter, so that its id is its own
+        node = self._edge(target).node  # the edge holds the parameter, so that its id is its own
         simple = (
             type(target) in (nn.Parameter, Tensor)
             and target.is_leaf
@@ -312,8 +319,8 @@ class GradientStore:
             and target.is_contiguous()
             and getattr(target, "grad_dtype", target.dtype) is target.dtype
         )
-        self._simple[id(target)] = simple
-        return simple
+        self._simple[id(target)] = node if simple else False
+        return self._simple[id(target)]
 
     def _deliver(self, targets: list[Any], gradients: list[Tensor]) -> None:
         edges: list[GradientEdge] = []
@@ -342,6 +349,15 @@ class GradientStore:
             f"stage {self.index}: a backward with create_graph runs while weight gradients are deferred, and would not "
             "see them; run a program whose backwards are B"
         )
+
+
+def _add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
+    """``add_`` of each, in one call: half of its time in Python, and one kernel on a GPU, which reads nothing twice."""
+    if len(set(map(id, there))) == len(there):
+        torch._foreach_add_(there, arriving)
+        return
+    for before, gradient in zip(there, arriving, strict=True):  # parameters that share a gradient
+        before.add_(gradient)
 
 
 def _as_it_is(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:

@@ -69,7 +69,8 @@ def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
     narrow = big("model.num_query_groups=2", "model.num_layers=4")  # checks.py: tp divides the groups
     assert {one.get("parallel.tp", 1) for one in _all(narrow, 8, 8)} == {1, 2}
     long = big("data.seq_length=32768", "train.micro_batch_size=1", "model.num_layers=4")
-    best = search(long, 8, H100, memory_bytes=6 * 10**9, most=3).best  # less than a whole row takes in one layer
+    tight = 6 * 10**9  # less than a whole row takes in one layer
+    best = search(long, 8, H100, memory_bytes=tight, most=3, time_limit_s=60.0).best
     assert best and all(one.changes.get("parallel.tp", 1) * one.changes.get("parallel.cp", 1) > 1 for one in best)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ def train_all(rank: int, ranks: int, texts: list[str]) -> None:
         train_in(TrainConfig.from_text(text), replace(world, store=store))
 
 
-def run_all(configs: Iterable[tuple[int, TrainConfig]]) -> None:
+def run_all(
+    configs: Iterable[tuple[int, TrainConfig]], target: Callable[[int, int, list[str]], None] = train_all
+) -> None:
     """Train each configuration on its number of ranks; those of one number in one job, which saves starting it.
 
     Of more than two ranks those of one pp: torch names the group of a tied pair by how many groups a process has made.
@@ -55,9 +57,9 @@ def run_all(configs: Iterable[tuple[int, TrainConfig]]) -> None:
         for first in range(0, len(jobs), TOGETHER):
             some = jobs[first : first + TOGETHER]
             if ranks == 1:
-                train_all(0, 1, some)
+                target(0, 1, some)
             else:
-                ranktest.run_ranks(train_all, ranks, some, timeout=JOB_S * max(1, len(some) // 4))
+                ranktest.run_ranks(target, ranks, some, timeout=JOB_S * max(1, len(some) // 4))
 
 
 def run(config: TrainConfig, ranks: int) -> list[tuple[int, float | None, str] | None]:

@@ -28,6 +28,9 @@ def test_one_process_trains_as_a_plain_torch_loop(tmp_path):
     assert losses(config) == pytest.approx(plain_losses(config, 20), rel=1e-6)
 
 
+# Without its balance, which is of a microbatch and not of the plain loop's whole batch; test_sums.py has it.
+EXPERTS = ("model.num_experts=4", "model.moe_ffn_hidden_size=32", "model.router_aux_loss=0", "model.dense_layers=1")
+
 LAYOUTS = [
     (2, ("parallel.pp=2", "pipeline.lookahead=0", "pipeline.dynamic_shapes=true")),
     (2, ("parallel.pp=2", "parallel.schedule=gpipe")),
@@ -43,6 +46,10 @@ LAYOUTS = [
     (4, ("parallel.pp=2", "parallel.dp=2")),
     (4, ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2")),
     (4, ("parallel.dp=4", "parallel.dp_replicate=2")),
+    (2, (*EXPERTS, "parallel.ep=2", "parallel.sharding=optim", "model.shared_ffn_hidden_size=32")),
+    (4, (*EXPERTS, "parallel.ep=2", "parallel.tp=2", "parallel.dp=2")),
+    (2, ("parallel.cp=2", "parallel.cp_comm_type=p2p", "train.recompute=full")),
+    (4, ("parallel.cp=2", "parallel.tp=2", "parallel.sharding=optim_grads")),
 ]
 
 

@@ -15,14 +15,14 @@ from sixfold.gpt import loop, model
 from sixfold.gpt.step import NonFinite
 
 
-def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float) -> None:
+def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float, spoilt: int) -> None:
     """Train; from the third step on the ffn of one layer puts ``value`` into what it returns."""
     forward, seen = model.GPTModel.forward, []
 
     def stepping(self, *args, **options):
         seen.append(1)
         block = dict(self.layers.items()).get(str(layer))
-        if block is not None and len(seen) == 2 * 2 + 1:  # two microbatches in a step
+        if block is not None and rank == spoilt and len(seen) == 2 * 2 + 1:  # two microbatches in a step
             block.ffn.register_forward_hook(lambda module, inputs, output: output * value)
         return forward(self, *args, **options)
 
@@ -40,14 +40,18 @@ def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float) -> N
 
 @pytest.mark.parametrize(
     ("layout", "layer", "value", "rank"),
-    [("parallel.pp=2", 3, torch.nan, 1), ("parallel.pp=2", 1, torch.inf, 0)],
-    ids=["nan in the last stage", "inf in the first"],
+    [
+        ("parallel.pp=2", 3, torch.nan, 1),
+        ("parallel.pp=2", 1, torch.inf, 0),
+        ("parallel.tp=2", 1, torch.nan, 1),  # rank 0 has it from rank 1, a module later
+    ],
+    ids=["nan in the last stage", "inf in the first", "nan of a part of the sequence"],
 )
 def test_the_module_the_rank_and_the_step_are_named_and_nothing_is_saved_after(tmp_path, layout, layer, value, rank):
     config = tiny_config(tmp_path, "train.global_batch_size=4", "checkpoint.every=1", layout)
     where = rf"step 2, rank {rank}: .* not finite; the first such value is the output of layers\.{layer}\.ffn\."
     with pytest.raises(ranktest.RankFailed, match=where):
-        ranktest.run_ranks(spoilt_rank, 2, config.to_toml(), layer, value, timeout=JOB_S)
+        ranktest.run_ranks(spoilt_rank, 2, config.to_toml(), layer, value, rank, timeout=JOB_S)
     [entry] = lines(config, "nonfinite")
     assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (2, rank, f"layers.{layer}.ffn", "output")
     assert [saved["step"] for saved in lines(config, "save")] == [1, 2]

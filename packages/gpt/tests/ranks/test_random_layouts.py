@@ -68,7 +68,7 @@ def drawn_model(rng: random.Random) -> dict[str, object]:
         "model.tie_embeddings": rng.random() < 0.5,
         "data.document_mask": rng.random() < 0.7,
         "train.micro_batch_size": rng.choice([1, 2]),
-        "train.global_batch_size": 16,
+        "train.global_batch_size": 8,
         "train.seed": rng.randrange(1000),
         "train.clip_grad": rng.choice([0.0, 0.25]),
         # Where a gradient is nothing but rounding, AdamW's steps of +-lr would be of random signs.
@@ -89,11 +89,11 @@ def drawn_model(rng: random.Random) -> dict[str, object]:
 
 def drawn_layout(rng: random.Random, model: dict[str, object]) -> tuple[int, dict[str, object]]:
     """(ranks, keys) of a layout that this model can have."""
-    ranks = rng.choice([2, 4, 4, 8])
+    ranks = rng.choice([2, 2, 4, 4, 8])
     degrees = dict(zip(AXES, split_up(rng, ranks, len(AXES)), strict=True))
     pp, dp, cp, tp = (degrees.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
-    microbatches = 16 // (int(str(model["train.micro_batch_size"])) * dp)
-    if tp > int(str(model["model.num_query_groups"])) or pp > 4 or microbatches < 2 * pp:
+    microbatches = 8 // (int(str(model["train.micro_batch_size"])) * dp)
+    if tp > int(str(model["model.num_query_groups"])) or pp > 4 or microbatches < max(pp, 2):
         return drawn_layout(rng, model)
     keys: dict[str, object] = {"parallel.pp": pp, "parallel.dp": dp, "parallel.cp": cp, "parallel.tp": tp}
     if "model.num_experts" in model:

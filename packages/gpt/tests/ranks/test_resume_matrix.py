@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from gpt_helpers import plain_losses, tiny_config
-from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all
+from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all, train_all
 
 from sixfold import dist_ckpt
+from sixfold.gpt import checkpoint, loop
 from sixfold.pipeline.schedules import registered
 
 STEPS = 4
@@ -20,6 +21,9 @@ SAVING = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")  # 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 UNTIED = "model.tie_embeddings=false"
 WHOLE = ("parallel.sharding=no_shard", "train.clip_grad=0", UNTIED)  # what versions of weights need
+TP, CP, EP, RING = "parallel.tp=2", "parallel.cp=2", "parallel.ep=2", "parallel.cp_comm_type=p2p"
+# Without the balance, which is of a microbatch and not of the plain loop's whole batch.
+EXPERTS = ("model.num_experts=4", "model.moe_ffn_hidden_size=32", "model.router_aux_loss=0")
 
 
 def pipelined(name: str, sharding: str) -> tuple[str, ...]:
@@ -52,6 +56,20 @@ def layouts() -> dict[str, tuple[int, tuple[str, ...]]]:
     found["pp4"] = 4, ("parallel.pp=4",)
     found["2bw dp2"] = 4, (*pipelined("pipedream_2bw", "no_shard"), "parallel.dp=2")
     found["fp8"] = 2, ("train.precision=fp8",)
+    found["tp2"] = 2, (TP,)
+    found["tp2 bf16 zb_v"] = 4, (TP, *pipelined("zb_v", "optim_grads_params"), "train.precision=bf16")
+    found["pp2 tp2 whole sequence"] = 4, (TP, "parallel.pp=2", "parallel.sequence=false", "parallel.sharding=optim")
+    found["cp2"] = 2, (CP,)
+    found["cp2 ring"] = 2, (CP, RING, "parallel.sharding=no_shard")
+    found["cp2 tp2"] = 4, (CP, TP)
+    found["cp2 hsdp"] = 4, (CP, "parallel.dp_replicate=2", "parallel.dp=2")
+    found["experts alone"] = 1, EXPERTS
+    found["experts ep2"] = 2, (*EXPERTS, EP)
+    found["experts tp2"] = 2, (*EXPERTS, TP)
+    found["experts ep2 tp2"] = 4, (*EXPERTS, EP, TP, "parallel.sharding=optim")
+    found["experts pp2 ep2 bf16"] = 4, (*EXPERTS, EP, "parallel.pp=2", "train.precision=bf16")
+    found["experts pp2 ep2"] = 4, (*EXPERTS, EP, "parallel.pp=2")
+    found["experts cp2 ep2"] = 2, (*EXPERTS, EP, CP)
     found["plan"] = 2, ("parallel.pp=2", "parallel.schedule=plan", "pipeline.plan_seconds=0.2", UNTIED)
     return found
 
@@ -62,8 +80,19 @@ NODES = (
     "alone", "one_f_one_b optim", "zb_v optim_grads_params", "interleaved no_shard", "dp2 optim_grads_params",
     "pp2 dp2 optim", "pp4",
 )  # fmt: skip
-PAIRS = [(a, b) for a in NODES for b in NODES if a != b]
-SAMPLE_PAIRS = [("zb_v optim_grads_params", "dp2 optim_grads_params")]
+SPLIT = ("tp2", "pp2 tp2 whole sequence", "cp2", "cp2 ring", "cp2 tp2", "cp2 hsdp")  # inside a stage
+OF_EXPERTS = ("experts alone", "experts ep2", "experts tp2", "experts ep2 tp2", "experts pp2 ep2", "experts cp2 ep2")
+PAIRS = [
+    *[(a, b) for a in NODES for b in NODES if a != b],
+    *[(a, b) for a in SPLIT for b in SPLIT if a != b],
+    *[pair for a in SPLIT for b in ("alone", "zb_v optim_grads_params") for pair in ((a, b), (b, a))],
+    *[(a, b) for a in OF_EXPERTS for b in OF_EXPERTS if a != b],
+]
+SAMPLE_PAIRS = [
+    ("zb_v optim_grads_params", "dp2 optim_grads_params"),
+    ("tp2", "cp2"),
+    ("experts ep2", "experts tp2"),
+]
 
 
 def cases(config: pytest.Config) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
@@ -98,7 +127,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_the_matrix_is_as_large_as_it_says():
     assert len(LAYOUTS) * (STEPS - 1) >= 200
-    assert len(PAIRS) >= 30
+    of_each = {axis: [pair for pair in PAIRS if any(axis in name for name in pair)] for axis in ("tp2", "cp2", "ep2")}
+    assert all(len(pairs) >= 24 for pairs in of_each.values()), {axis: len(pairs) for axis, pairs in of_each.items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +154,21 @@ def cut_copy(folder, whole, step, options, run):
     return tiny_config(folder, *SAVING, *options, run=run)
 
 
+def train_and_save_again(rank, ranks, texts):
+    """As ``train_all``; what was loaded is saved as it is, beside the run's own checkpoints."""
+    restore = loop.restore
+
+    def kept(run, start, source):
+        restore(run, start, source)
+        data = run.train_data.state_dict(run.progress.samples)
+        folder = Path(run.config.run.dir) / "again"
+        checkpoint.save(run.rank, folder, run.progress, data, run.versions, background=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "restore", kept)
+        train_all(rank, ranks, texts)
+
+
 @pytest.fixture(scope="module")
 def resumed(request, wholes):
     folder, found = wholes
@@ -135,7 +180,7 @@ def resumed(request, wholes):
     for source, to in pairs:
         ranks, options = LAYOUTS[to]
         again[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-{to}".replace(" ", "-"))
-    run_all(again.values())
+    run_all(again.values(), train_and_save_again)
     return {key: config for key, (_, config) in again.items()}
 
 
@@ -154,8 +199,11 @@ def test_a_plan_is_bitwise_a_known_schedule(wholes, planned):
     assert_same_tensors(final_tensors(found[planned][1]), final_tensors(known))
 
 
-def test_a_resume_at_another_layout_trains_as_one_process(resumed, source, to):
-    again = resumed[source, to]
+def test_a_resume_at_another_layout_trains_as_one_process(wholes, resumed, source, to):
+    again, whole = resumed[source, to], wholes[1][source][1]
+    saved = dist_ckpt.retention.step_path(Path(whole.run.dir) / "checkpoints", 2)
+    loaded = dist_ckpt.load_plain_tensors(Path(again.run.dir) / "again")
+    assert_same_tensors(dist_ckpt.load_plain_tensors(saved), loaded)
     assert [entry["step"] for entry in lines(again, "resume")] == [2]
     expected = plain_losses(again, STEPS)
     assert losses(again) == pytest.approx(expected + expected[2:], rel=1e-6)

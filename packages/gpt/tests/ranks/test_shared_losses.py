@@ -74,12 +74,14 @@ def what_is_refused(rank: int, ranks: int) -> list[str]:
         found.append(str(error.value))
     with pytest.raises(ConfigError) as error:
         GPTModel(small(num_layers=1), axes=Axes(tp=axis))(torch.zeros(1, 5, dtype=torch.int64))
-    with pytest.raises(RuntimeError):  # as a label of no column is in one process
+    with pytest.raises(RuntimeError):  # as a token of no row and a label of no column are in one process
+        GPTModel(small(num_layers=1), axes=Axes(tp=axis))(torch.full((1, 4), 128))
+    with pytest.raises(RuntimeError):
         token_losses(torch.zeros(1, 1, 64), torch.full((1, 1), 100), None, 100, axis)
     return [*found, str(error.value)]
 
 
-def test_sizes_that_ranks_cannot_share_and_labels_of_no_column_are_refused():
+def test_sizes_that_ranks_cannot_share_tokens_of_no_row_and_labels_of_no_column_are_refused():
     for found in run_ranks(what_is_refused, 2):
         groups, ffn, vocabulary, row = found
         assert "model.num_query_groups is 1 and parallel.tp is 2; tp divides it" in groups

@@ -80,6 +80,7 @@ def embedded(tokens: Tensor, table: Product, rows: int, axes: Axes) -> Tensor:
     """
     if axes.tp.size == 1:
         return table(tokens)
+    torch._assert_async(((tokens >= 0) & (tokens < axes.tp.size * rows)).all())  # as a whole table's own
     mine = tokens - axes.tp.rank * rows
     elsewhere = (mine < 0) | (mine >= rows)
     return joined(table(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0), axes)

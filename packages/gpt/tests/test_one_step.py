@@ -19,6 +19,7 @@ PACKAGES = {"g": "gpt", "i": "indexed-data", "b": "blending", "p": "pipeline", "
 ELSEWHERE = {
     "GroupComm.all_gather", "GroupComm.reduce_scatter", "Outgoing.send", "Incoming.post", "SharedOutgoing.send",
     "SharedIncoming.wait", "blamed", "first_nonfinite", "async_save", "build_optimizer",
+    "documents_here", "gathered_keys", "ring",
 }  # fmt: skip
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the page is in the repository, not in the package")
 

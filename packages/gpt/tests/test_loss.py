@@ -30,6 +30,16 @@ def test_losses_and_gradients_are_torchs_whatever_the_chunk(chunk_elements, dtyp
     torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_leaves_the_logits_as_they_were(dtype):
+    logits, labels = sample(dtype=dtype)
+    before = logits.detach().clone()
+    losses = token_losses(logits, labels, None, 100).sum()
+    first, second = (torch.autograd.grad(losses, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(logits, before), "they are the caller's"
+    assert torch.equal(first, second)
+
+
 def test_padding_takes_no_part_and_gets_no_gradient():
     logits, labels = sample()
     with torch.no_grad():

@@ -75,7 +75,7 @@ class _TokenLosses(torch.autograd.Function):
         grad = torch.empty_like(flat)
         grad[:, ctx.vocab_size :] = 0
         for rows in _chunks(flat):
-            chunk = flat[rows, : ctx.vocab_size].float().sub_(normaliser[rows].unsqueeze(1)).exp_()
+            chunk = (flat[rows, : ctx.vocab_size].float() - normaliser[rows].unsqueeze(1)).exp_()
             hit = targets[rows].unsqueeze(1)
             chunk.scatter_(1, hit, chunk.gather(1, hit) - 1)  # not scatter_add_, which has no fixed order on a GPU
             grad[rows, : ctx.vocab_size] = chunk.mul_(upstream[rows]).to(grad.dtype)

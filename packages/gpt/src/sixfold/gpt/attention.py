@@ -272,7 +272,7 @@ def _varlen(documents: Documents) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
         if index is not None:
-            k, v = k[index], v[index]
+            k, v = k.index_select(0, index), v.index_select(0, index)  # its gradient adds without a sort
         k, v = repeated(k.unsqueeze(0), repeats)[0], repeated(v.unsqueeze(0), repeats)[0]
         # Causal is counted from the last key of a segment backwards, so its queries may be fewer than its keys.
         out = varlen_attn(q, k, v, queries, keys, *longest, window_size=(-1, 0), **grouped)

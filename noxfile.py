@@ -45,6 +45,7 @@ FULL = (
     ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
     ("gpt", "tests/ranks/test_random_layouts.py", "--random-layouts=100"),
+    ("gpt", "tests/ranks/test_combines.py", "--random-layouts=1"),
     ("gpt", "tests/test_meshes.py", "--all-meshes"),
     ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
     ("gpt", "tests/ranks/test_tensor_parallel.py", "--compiled-ranks"),

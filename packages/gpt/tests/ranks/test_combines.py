@@ -1,10 +1,16 @@
-"""The table of README "What combines": each key beside tensor, context or expert parallelism, as one process trains."""
+"""The table of README "What combines": each key beside tensor, context or expert parallelism, as one process trains.
+
+nox -s full, or nox -s "ranks(gpt)" -- --random-layouts 1       all of them; some without it
+"""
 
 from __future__ import annotations
 
 import pytest
 from gpt_helpers import tiny_config
-from run_helpers import final_tensors, losses, run_all
+from run_helpers import JOB_S, final_tensors, lines, losses, run_all, train_rank
+
+import ranktest
+from sixfold.gpt.stop import StopFlag
 
 STEPS = (
     "train.steps=2",
@@ -18,6 +24,7 @@ VERSIONS = (
     "parallel.pp=2", "parallel.schedule=pipedream_2bw", "parallel.sharding=no_shard", "train.clip_grad=0",
     "model.tie_embeddings=false",
 )  # fmt: skip
+EVALUATED = ("train.batch_ramp=[[1, 2]]", "eval.every=1", "eval.batches=1")
 
 # Ranks, the layout, and what both it and the single process have.
 CASES = {
@@ -32,16 +39,27 @@ CASES = {
         4, ("parallel.pp=2", "parallel.cp=2", "parallel.ep=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2"),
         (*EXPERTS, "model.num_layers=4"),
     ),
-    "ramp and evaluation, cp": (2, ("parallel.cp=2", "eval.every=1", "eval.batches=1"), ("train.batch_ramp=[[1, 2]]",)),
+    "ramp and evaluation, cp, tp": (4, ("parallel.cp=2", "parallel.tp=2"), EVALUATED),
     "versions of weights, cp": (4, ("parallel.cp=2",), VERSIONS),  # beside their own pipeline: batches read older ones
 }  # fmt: skip
 
+SAMPLE = ("hsdp, ep", "cp, tp, ep", "split backwards, cp, ep", "ramp and evaluation, cp, tp", "versions of weights, cp")
+
+
+def cases(config: pytest.Config) -> dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]]:
+    return {case: CASES[case] for case in (CASES if config.getoption("--random-layouts") else SAMPLE)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases(metafunc.config))
+
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("combines")
     found, alone = {}, {}
-    for number, (case, (_, layout, shared)) in enumerate(CASES.items()):
+    for number, (case, (_, layout, shared)) in enumerate(cases(request.config).items()):
         if shared not in alone:
             alone[shared] = tiny_config(folder, *STEPS, *shared, run=f"alone{number}")
         found[case] = tiny_config(folder, *STEPS, *shared, *layout, run=f"run{number}"), alone[shared]
@@ -50,12 +68,39 @@ def trained(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_one_process(trained, case):
     config, alone = trained[case]
     assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
+    for mine, of_one in zip(lines(config, "step"), lines(alone, "step"), strict=True):
+        assert mine["loss_by_dataset"] == pytest.approx(of_one["loss_by_dataset"], rel=1e-6)
+        assert (mine["tokens"], mine["samples"]) == (of_one["tokens"], of_one["samples"])
+    evaluated = [[(one["tokens"], one["loss"]) for one in lines(each, "eval")] for each in (config, alone)]
+    assert len(evaluated[0]) == len(evaluated[1])
+    for mine, of_one in zip(*evaluated, strict=True):
+        assert mine == pytest.approx(of_one, rel=1e-6)
     found, expected = final_tensors(config), final_tensors(alone)
     for key, value in expected.items():
         off = float((found[key] - value).abs().max() / value.abs().max())
         # Muon makes its matrices orthogonal in bfloat16.
         assert off < (2e-3 if "muon" in case else 1e-4), f"{key} is off by {off:.1e}"
+
+
+def asked_once(rank: int, ranks: int, text: str) -> tuple[int, float | None, str]:
+    """Train; the last rank is asked to stop behind its second step."""
+    arm, steps = StopFlag.arm, []
+
+    def armed(self: StopFlag) -> None:
+        arm(self)
+        steps.append(1)
+        self.asked = rank == ranks - 1 and len(steps) == 2
+
+    StopFlag.arm = armed  # type: ignore[method-assign]
+    return train_rank(rank, ranks, text)
+
+
+def test_a_stop_that_one_rank_is_asked_for_is_agreed_by_those_that_share_its_stage(tmp_path):
+    config = tiny_config(tmp_path, *STEPS, "train.steps=9", "parallel.cp=2", "parallel.tp=2")
+    found = ranktest.run_ranks(asked_once, 4, config.to_toml(), timeout=JOB_S)
+    assert [(step, reason) for step, _, reason in found] == [(3, "sigterm")] * 4
+    assert [saved["step"] for saved in lines(config, "save")] == [3]
+    assert all(entry["memory_bytes"] > 2**20 for entry in lines(config, "step"))

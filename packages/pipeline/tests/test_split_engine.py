@@ -114,11 +114,11 @@ def test_parameters_that_share_a_gradient_add_to_it_one_after_another(monkeypatc
 
     monkeypatch.setattr(torch, "_foreach_add_", fused)
     torch.manual_seed(5)
-    mine, oracle = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))) for _ in range(2))
+    mine, oracle = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))) for _ in range(2))
     oracle.load_state_dict(mine.state_dict())
     xs = [torch.randn(2, 3, 4) for _ in range(N)]
     for module in (mine, oracle):
-        module[0].weight.grad = module[1].weight.grad = torch.ones(4, 4)
+        module[0].weight.grad = module[1].weight.grad = module[2].weight.grad = torch.ones(4, 4)
     split(mine, xs, ORDERS[0], store=GradientStore(Stage(mine, 0)))
     plain(oracle, xs)
     assert mine[0].weight.grad is mine[1].weight.grad and same(mine, oracle)

@@ -352,11 +352,11 @@ class GradientStore:
 
 
 def _add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
-    """``add_`` of each, in one call: half of its time in Python, and one kernel on a GPU, which reads nothing twice."""
-    if len(set(map(id, there))) == len(there):
+    """``add_`` of each: many in one call, which is one kernel on a GPU and half of the host's time; two are no gain."""
+    if len(there) > 2 and len(set(map(id, there))) == len(there):
         torch._foreach_add_(there, arriving)
         return
-    for before, gradient in zip(there, arriving, strict=True):  # parameters that share a gradient
+    for before, gradient in zip(there, arriving, strict=True):  # few, or of parameters that share a gradient
         before.add_(gradient)
 
 

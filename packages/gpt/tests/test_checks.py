@@ -61,6 +61,7 @@ VERSIONS = ("parallel.pp=2", "parallel.sharding=no_shard", "train.clip_grad=0", 
         ("fsdp.gathered_bytes=100000", "fsdp.gathered_bytes is 100000"),
         ("fsdp.prefetch_bytes=1", "leave the key out"),
         ("fsdp.offload=true", "fsdp.offload = false works"),
+        ("pipeline.edges=one", "where batches overlap; pipeline.edges = auto works"),
         ("log.timeline_steps=[2]", "log.timeline_steps is [2] and parallel.schedule 'pipedream_2bw'"),
         ("log.timeline_steps=[2]", "log.profile_steps traces it; log.timeline_steps = [] works"),
         ("parallel.pp=8 and parallel.dp=1 and train.global_batch_size=8", "takes 7 or more"),
@@ -193,7 +194,7 @@ def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, w
         "parallel.pp=2", "pipeline.lookahead=1", "fsdp.grad_sum=rank_order", "checkpoint.every=5", "eval.every=5",
         "log.every=5", "run.dir=elsewhere", "train.steps=200", "train.micro_batch_size=2", "train.recompute=full",
         "data.blend=['moved/wiki', 'moved/code']", "data.cache_dir=elsewhere", "train.batch_ramp=[[50, 32]]",
-        "data.document_shuffle=block", "data.max_epochs=0",
+        "data.document_shuffle=block", "data.max_epochs=0", "pipeline.edges=one",
     ],
 )  # fmt: skip
 def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):

@@ -70,6 +70,7 @@ steps = 2
 group = 0
 lookahead = 2
 dynamic_shapes = false
+edges = "auto"
 memory_cap = 0.0
 plan_steps = 2
 plan_seconds = 5.0

@@ -1,9 +1,14 @@
 """Layers to stages."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from config_helpers import config_with
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sixfold.gpt import build
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.stages import stage_layers
 
@@ -36,3 +41,15 @@ def test_counts_may_be_given():
 def test_counts_that_do_not_fit_are_refused(layers, stages, given_counts):
     with pytest.raises(ConfigError):
         stage_layers(layers, stages, given_counts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "edges", "shapes"),
+    [((), None, False), (("pipeline.edges=one", "pipeline.dynamic_shapes=announced"), "one", "announced")],
+)
+def test_what_messages_travel_over_is_handed_to_the_pipeline(monkeypatch, overrides, edges, shapes):
+    told: dict[str, object] = {}
+    monkeypatch.setattr(build.pipeline, "PipelineRunner", lambda *_, **options: told.update(options))
+    mesh, world = SimpleNamespace(pipeline=None), SimpleNamespace(device=torch.device("cpu"), store=None)
+    build._runner(config_with("parallel.pp=2", *overrides), mesh, world, None, [])
+    assert (told["edges"], told["dynamic_shapes"]) == (edges, shapes)

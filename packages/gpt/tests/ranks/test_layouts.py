@@ -109,16 +109,26 @@ RESUMED = [
 
 @pytest.fixture(scope="module")
 def whole_and_cut(tmp_path_factory):
-    """Of every layout a run that never stopped, and one that went on after the checkpoint of step 2."""
+    """Of every layout a run that never stopped, and one that went on after the checkpoint of step 2.
+
+    A pipeline goes on over other edges, and without hearing whether shapes changed: no bit may know.
+    """
     folder = tmp_path_factory.mktemp("resumed")
 
-    def configs(name: str) -> list[TrainConfig]:
+    def configs(name: str, *of_pipelines: str) -> list[TrainConfig]:
         return [
-            tiny_config(folder, "checkpoint.every=2", *options, run=f"{name}{n}")
+            tiny_config(
+                folder,
+                "checkpoint.every=2",
+                *options,
+                *(of_pipelines if "parallel.pp=2" in options else ()),
+                run=f"{name}{n}",
+            )
             for n, (_, options) in enumerate(RESUMED)
         ]
 
-    ranks, wholes, cuts = [ranks for ranks, _ in RESUMED], configs("whole"), configs("cut")
+    other = "pipeline.edges=one", "pipeline.dynamic_shapes=announced"
+    ranks, wholes, cuts = [ranks for ranks, _ in RESUMED], configs("whole"), configs("cut", *other)
     run_all(zip(ranks, wholes, strict=True))
     for whole, cut in zip(wholes, cuts, strict=True):
         shutil.copytree(whole.run.dir, cut.run.dir)

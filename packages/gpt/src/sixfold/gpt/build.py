@@ -368,6 +368,7 @@ def _runner(
         store=world.store,
         lookahead=config.pipeline.lookahead,
         dynamic_shapes=config.pipeline.dynamic_shapes,
+        edges=None if config.pipeline.edges == "auto" else config.pipeline.edges,
         profile=timed or bool(config.log.timeline_steps),
     )
 

@@ -111,6 +111,8 @@ def check_versions(config: "TrainConfig") -> None:
     ]  # fmt: skip
     if config.train.precision == "fp8":
         needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))
+    if config.pipeline.edges == "one":
+        needs.append(("pipeline.edges", "one", "auto", "no order of all messages is proved where batches overlap"))
     if parallel.pp > 1:
         tied = "first and last stage are updated at different times"
         needs.append(("model.tie_embeddings", config.model.tie_embeddings, False, tied))

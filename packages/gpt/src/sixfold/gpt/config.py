@@ -163,7 +163,8 @@ class PipelineConfig(Table):
     steps: Positive = 2
     group: Count = 0
     lookahead: Count = 2
-    dynamic_shapes: bool = False
+    dynamic_shapes: bool | Literal["announced"] = False  # "announced": no host waits to hear that none changed
+    edges: Literal["auto", "groups", "one"] = "auto"  # "one" communicator for all messages: less memory, no lookahead
     memory_cap: Size = 0.0  # of parallel.schedule "plan": microbatches that a rank may hold; 0 = as its base schedule
     plan_steps: Count = 2  # measured for a plan; 0 = costs of the model's sizes
     plan_seconds: Rate = 5.0  # of the search, for each number of microbatches

@@ -35,8 +35,7 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
-# Package, tests, and the option that makes them whole.
-# Package, tests, option: what the default command takes a sample of.
+# Package (or the folder beside packages/), tests, option: what the default command takes a sample of.
 FULL = (
     ("pipeline", "tests/test_matrix.py", "--full-matrix"),
     ("pipeline", "tests/test_mutants.py", "--mutants=1000"),
@@ -52,6 +51,7 @@ FULL = (
     ("gpt", "tests/ranks/test_moe_runs.py", "--expert-layouts"),
     ("gpt", "tests/ranks/test_context_parallel.py", "--context-matrix"),
     ("gpt", "tests/test_instants.py", "--instants=400"),
+    ("tests-integration", "test_training.py", "--all-jobs"),
 )
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
@@ -191,8 +191,9 @@ def wheels(session: nox.Session, package: str) -> None:
 def full(session: nox.Session) -> None:
     """The large matrices: every schedule, pair of options, resume and instant, and many random programs. Hours."""
     environment = shared_environment(session)
-    for package, folder, option in FULL:
-        command = [*pytest_on(ROOT / "packages" / package / folder), option, f"--timeout={FULL_DEADLINE_S}"]
+    for package, tests, option in FULL:
+        folder = ROOT / "packages" / package if package in PACKAGES else ROOT / package
+        command = [*pytest_on(folder / tests), option, f"--timeout={FULL_DEADLINE_S}"]
         environment.run(session, *command, *environment.arguments)
 
 

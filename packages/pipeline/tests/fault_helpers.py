@@ -89,5 +89,6 @@ def runner_of(program: Program, rank: int, module: nn.Module, timeout_s: float, 
 
 def step_of(program: Program, rank: int, module: nn.Module, timeout_s: float, **options: Any) -> Report:
     """The report of one step."""
+    dist.barrier()  # all are up: on a busy machine one may be late by more than the deadline
     runner = runner_of(program, rank, module, timeout_s, **options)
     return report(lambda: runner.step(*batch(2 * program.microbatches)), BaseException)

@@ -122,6 +122,7 @@ def lose_a_message(rank: int, ranks: int, lost: str, edges: str | None) -> Repor
         Outgoing.send = lambda edge, tensors, tag, action: (  # type: ignore[method-assign]
             None if str(action) == lost else send(edge, tensors, tag, action)
         )
+    dist.barrier()  # all are up: on a busy machine one may be late by more than the deadline
     transport = Altered(over(dist.group.WORLD, edges), lambda action: bool(edges) or str(action) != lost)
     runner = PipelineRunner(
         one_f_one_b(ranks, 6), [Stage(layers(ranks)[rank], rank)], transport, square_loss, timeout_s=0.5, store=store()
@@ -185,6 +186,7 @@ def test_what_was_sent_arrives_though_the_sender_has_dropped_its_runner(edges):
 
 def step_beside_a_stopped_rank(rank: int, ranks: int) -> Report:
     """Rank 1 stops itself after a step; the other reports how its next step ended."""
+    dist.barrier()
     runner = runner_of(gpipe(ranks, 4), rank, layers(ranks)[rank], 0.6)
     runner.step(*batch(8))
     dist.barrier()  # a step does not wait for what it sent: now rank 0 has received it

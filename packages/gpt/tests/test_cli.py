@@ -1,6 +1,7 @@
 """Verbs, exit status, and one line for an error."""
 
 import errno
+import json
 import signal
 import subprocess
 import sys
@@ -175,6 +176,21 @@ def test_a_progress_line_that_hangs_does_not_hold_a_rank_that_is_done(tmp_path, 
     assert cli._be_a_rank(tiny_config(tmp_path), first) == 0
     assert polled == ["sixfold-progress"] and time.monotonic() - began < 30
     free.set()
+
+
+@pytest.mark.parametrize(("error", "frames"), [(ConfigError("a key is wrong"), 0), (ZeroDivisionError("a fault"), 1)])
+def test_torchrun_shows_where_a_fault_is_and_of_a_mistake_only_what_it_is(error, frames, tmp_path, monkeypatch):
+    def deep_inside(config):
+        raise error
+
+    monkeypatch.setattr(cli, "train_rank", deep_inside)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(type(error)):
+        cli._be_a_rank(
+            tiny_config(tmp_path), Rendezvous(launcher="torchrun", rank=1, size=2, local_rank=1, url="env://")
+        )
+    shown = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert str(error) in shown and shown.count("deep_inside") == frames
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

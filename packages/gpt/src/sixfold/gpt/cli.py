@@ -200,6 +200,14 @@ def train_rank(config: TrainConfig) -> int:
     return STOPPED if train(config).reason == "sigterm" else 0
 
 
+def _train_briefly(config: TrainConfig) -> int:
+    """``train_rank``; of a mistake in what was asked torchrun, which shows every rank's frames, gets none of ours."""
+    try:
+        return train_rank(config)
+    except ConfigError as error:
+        raise error.with_traceback(None) from None
+
+
 def _train(args: argparse.Namespace) -> int:
     from sixfold.gpt.config import TrainConfig
 
@@ -265,7 +273,7 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     from sixfold.gpt.metrics import ProgressLine
 
     if rendezvous.rank != 0:
-        return record(train_rank)(config) or 0
+        return record(_train_briefly)(config) or 0
     line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
 
     def follow() -> None:
@@ -275,7 +283,7 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
     thread.start()
     try:
-        return record(train_rank)(config) or 0
+        return record(_train_briefly)(config) or 0
     finally:
         done.set()
         thread.join(PROGRESS_S)

@@ -378,6 +378,30 @@ def test_nobody_says_that_the_older_checkpoint_stays_once_the_first_rank_has_beg
     assert "rank 0 stopped while it moved the checkpoint into place" in text and "it may still do so" in text
 
 
+def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
+    """Worker and trainer of rank 0 die at once, when its worker comes to ``where``."""
+    background._WORKER = (ODD_WORKER, f"stops:{where}" if rank == 0 else "slow:0")
+    background._start_worker = Forked
+    saver = background.AsyncSaver(timeout_s=60)
+    handle = saver.save(state(rank, ranks, 1), folder / "c")
+    if rank == 0:
+        while Path(f"/proc/{handle.worker_pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.02)
+        os.kill(handle.worker_pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ending(handle, 50)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "said"),
+    [("saving.commit", "LostPeerError", "it may still do so"), ("control.tell", "committed", "")],
+)
+def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
+    (found, text, seconds) = run_ranks(a_first_rank_that_is_lost_at, 2, tmp_path, where, timeout=90, allow_exit=(0,))[1]
+    assert found == kind and said in text
+    assert seconds < 20, "the save's own deadline is 60 s"
+
+
 def test_the_first_verdict_holds_for_all(tmp_path):
     ours, theirs = (control.ControlFolder(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):

@@ -50,13 +50,14 @@ from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.exchange import Outcome
 
 COMMIT, GIVE_UP = "commit", "give-up"  # verdicts
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
 _BEAT_S = 1.0
 STALE_S = 8.0
 # Steps before the end, see [Note: who gives up when].
 RECORDS, OWN_WORKER, OUTCOME, UNKNOWN, END = 2.0, 1.0, 0.25, 0.1, 0.0
 _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0
+_ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the folder away; one that does not is dead too
 _SHORTEST_S, _LONGEST_S = 0.001, 0.02
 
 
@@ -315,22 +316,26 @@ _ADVICE = "the folder holds the older checkpoint, if there was one"
 def await_outcome(job: Job, gauge: Gauge) -> Outcome:
     """What ranks other than the first do: wait for the outcome, or find out without it."""
     folder = control_of(job)
-    watch, pause_s, still = Watch(folder, job), _SHORTEST_S, Stillness()
-    seen = b""
+    watch, pause_s, still, gone = Watch(folder, job), _SHORTEST_S, Stillness(), Stillness()
+    seen, given_up = b"", None
     while True:
         names = folder.names()
         if seen != (seen := watch.moves(0)):
             gauge.add(0)
-        over = names is None or bool(watch.dead({0}, names)) or still.of(seen) > job.patience_s(OUTCOME)
+        dead = names is not None and bool(watch.dead({0}, names))
+        dead_s = gone.of(dead) if dead else 0.0
+        over = names is None or dead or still.of(seen) > job.patience_s(OUTCOME)
         try:
             outcome = folder.get("outcome")
         except CheckpointError as error:
             return Outcome(error=error)
         if outcome is not None:
             return outcome
-        if over and (names is None or _given_up(folder)):
+        if over and given_up is None:
+            given_up = names is None or _given_up(folder)
+        if over and (names is None or given_up or is_committed(job)):
             return settle(job, "rank 0 died, or gave no outcome in time")
-        if over and still.of(seen) > job.patience_s(UNKNOWN):
+        if over and (dead_s > _ORPHANED_S or still.of(seen) > job.patience_s(UNKNOWN)):
             return settle(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
         time.sleep(pause_s)
         pause_s = min(_LONGEST_S, 2 * pause_s)

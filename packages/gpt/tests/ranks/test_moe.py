@@ -23,7 +23,14 @@ CONFIG = tiny_experts(
     num_attention_heads=4, shared_ffn_hidden_size=20, shared_expert_gate=True, router_aux_loss=0.3, experts_per_token=3
 )
 NAMED = "layers.0.ffn."
-TOKENS = {True: 10, False: 9}  # of a microbatch; where all ranks have all of them their shares differ by one
+ROUTINGS = ("spread", "to one", "one half", "few")
+
+
+def tokens_of(routing: str, sequence: bool) -> int:
+    """Of a microbatch; where all ranks have all of them their shares differ by one, and of one some share is empty."""
+    if routing == "few":
+        return 2 if sequence else 1
+    return 10 if sequence else 9
 
 
 def axes_of(rank: int, ep: int, tp: int, *, sequence: bool) -> Axes:
@@ -59,6 +66,8 @@ def layer_of(config: GPTConfig, axes: Axes, routing: str) -> Any:
             parameter.mul_(8)
         if routing == "to one":  # and to the two of lowest number behind it: most experts get none
             block.ffn.router.weight.zero_()[4] = 0.1
+        if routing == "one half":  # the expert-parallel rank of the others gets no row
+            block.ffn.router.weight.zero_()[3:] = torch.tensor([0.3, 0.2, 0.1]).unsqueeze(1)
     return block.ffn
 
 
@@ -82,9 +91,9 @@ def on_ranks(rank: int, ranks: int, ep: int, tp: int) -> dict[tuple[str, bool], 
     found = {}
     for sequence in (True, False) if tp > 1 else (True,):
         axes = axes_of(rank, ep, tp, sequence=sequence)
-        for routing in ("spread", "to one"):
+        for routing in ROUTINGS:
             layer = layer_of(CONFIG, axes, routing)
-            made = run(layer, rank // tp, axes, TOKENS[sequence])
+            made = run(layer, rank // tp, axes, tokens_of(routing, sequence))
             found[routing, sequence] = (*made, layer.load.take())
     return found
 
@@ -105,7 +114,7 @@ def of_one_process(routing: str, microbatches: int, tokens: int) -> tuple[list[A
 def test_outputs_and_all_gradients_are_those_of_one_process(ep, tp):
     parts = run_ranks(on_ranks, ep * tp, ep, tp)
     for routing, sequence in parts[0]:
-        alone, total, load = of_one_process(routing, ep, TOKENS[sequence])
+        alone, total, load = of_one_process(routing, ep, tokens_of(routing, sequence))
         ranks = [part[routing, sequence] for part in parts]
         sharded = sequence and tp > 1
         for m, (out, of_input, _) in enumerate(alone):

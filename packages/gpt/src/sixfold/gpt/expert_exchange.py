@@ -114,7 +114,7 @@ class Route:
         if self.parts == 1:
             return came
         parts = torch.split_with_sizes(came, [count * self.parts for count in self.out])
-        return torch.cat([part.view(self.parts, len(part) // self.parts, -1).sum(0) for part in parts])
+        return torch.cat([part.view(self.parts, len(part) // self.parts, came.shape[1]).sum(0) for part in parts])
 
     @property
     def _sent(self) -> list[int]:
@@ -179,7 +179,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         row = ctx.order.row
-        return gradients[0].index_select(0, row.flatten()).view(*row.shape, -1).sum(1), None
+        return gradients[0].index_select(0, row.flatten()).view(*row.shape, gradients[0].shape[1]).sum(1), None
 
 
 class _Combined(torch.autograd.Function):

@@ -203,3 +203,24 @@ def test_products_are_grouped_in_bfloat16_on_cuda_alone_and_where_rows_are_align
     assert not expert_products.grouped(OnCuda(9, 16), OnCuda(5, 20, 16)), "20 values are no multiple of 16 bytes"
     assert not expert_products.grouped(OnCuda(0, 16), OnCuda(5, 24, 16))
     assert not expert_products.grouped(torch.zeros(9, 16).bfloat16(), torch.zeros(5, 24, 16).bfloat16())
+
+
+@pytest.mark.parametrize(("out", "into", "is_grouped"), [(24, 16, True), (20, 16, False), (24, 12, False)])
+def test_gradients_of_weights_are_grouped_whatever_the_number_of_rows(monkeypatch, out, into, is_grouped):
+    asked = []
+
+    class OnCuda(Tensor):
+        """Of the CPU, and says that it is not."""
+
+        device = torch.device("cuda")
+
+    def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        asked.append((left.shape, right.shape))
+        return torch.zeros(len(offs), left.shape[0], right.shape[1])
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
+    left, right = (torch.zeros(9, size, dtype=torch.bfloat16).as_subclass(OnCuda) for size in (out, into))
+    segments = expert_products.Segments(torch.tensor([3, 3, 9], dtype=torch.int32))
+    assert segments.outer(left, right).shape == (3, out, into)
+    assert asked == ([((out, 9), (9, into))] if is_grouped else [])

@@ -66,7 +66,7 @@ class Segments:
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, out), (n, in) -> (experts, out, in): the gradient of a weight, zero for an expert without rows."""
         experts = len(self.ends)
-        if grouped(left, right.unsqueeze(0)) and left.shape[1] % _ALIGNED == 0:
+        if grouped(left, right):  # any number of rows
             made = F.grouped_mm(left.t(), right, offs=self.ends)
             # On some devices torch leaves what it found in memory where a group is empty.
             empty = self.ends.diff(prepend=self.ends.new_zeros(1)) == 0
@@ -78,7 +78,7 @@ class Segments:
 
 
 def grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a grouped product of these."""
+    """Whether torch has a grouped product of these; the first size of both is free."""
     if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm") or not len(rows):
         return False
     aligned = all(size % _ALIGNED == 0 for size in (rows.shape[1], *weight.shape[1:]))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -231,7 +232,9 @@ EXPERTS = {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "
         ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts 8, which is the same"),
         ({"num_experts_per_tok": 5}, "model.experts_per_token is 5 and model.num_experts 4"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; it is true or false"),
-        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef is -1; it is a number >= 0"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef is -1; it is a finite number >= 0"),
+        ({"router_aux_loss_coef": math.nan}, "router_aux_loss_coef is nan; it is a finite number >= 0"),
+        ({"router_aux_loss_coef": math.inf}, "router_aux_loss_coef is inf; it is a finite number >= 0"),
         ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, which is not known"),
     ],
 )

@@ -10,6 +10,7 @@ tokens alike. Pure: no files, no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,8 +57,8 @@ def read(raw: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, probl
         problems.append(f"norm_topk_prob is {found['norm_topk_prob']!r}; it is true or false")
     found["dense_layers"] = _dense_layers(values, layers, problems)
     weight = values["router_aux_loss_coef"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
-        problems.append(f"router_aux_loss_coef is {weight!r}; it is a number >= 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        problems.append(f"router_aux_loss_coef is {weight!r}; it is a finite number >= 0")
         weight = 0
     sparse = max(layers - found["dense_layers"], 1)
     found["router_aux_loss"] = _short(weight * found["experts_per_token"] / sparse)

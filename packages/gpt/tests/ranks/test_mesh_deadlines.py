@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
+import pytest
 import torch
 import torch.distributed as dist
 from run_helpers import world_of
 
-from ranktest import run_ranks
+import ranktest
 from sixfold.gpt.config import ParallelConfig
+from sixfold.gpt.context_parallel import RingPlan, ring
 from sixfold.gpt.mesh import make_mesh, pair_group
+from sixfold.gpt.row_parts import Part, seen_blocks
 
 DEADLINE_S = 77.0
+SHORT_S = 1.0
 
 
 def deadlines(rank: int, ranks: int, degrees: dict[str, int]) -> dict[str, float]:
@@ -37,9 +44,37 @@ def deadlines(rank: int, ranks: int, degrees: dict[str, int]) -> dict[str, float
 def test_every_group_of_a_mesh_has_the_deadline_of_the_run():
     seen = set()
     for degrees in ({"dp": 2, "dp_replicate": 2, "cp": 2, "ep": 2}, {"pp": 2, "dp": 1, "tp": 2}):
-        for found in run_ranks(deadlines, 4, degrees):
+        for found in ranktest.run_ranks(deadlines, 4, degrees):
             assert set(found.values()) == {DEADLINE_S}, found
             seen |= set(found)
     assert seen == {
         "pipeline", "data", "statistics", "control", "tp", "cp", "ep", "exchange", "experts", "pair", "copies", "shards"
     }  # fmt: skip
+
+
+def alone_in_the_ring(rank: int, ranks: int) -> float:
+    """Of two rings the second rank stays away, from a forward and from a backward: seconds that the first one waits."""
+    mesh = make_mesh(
+        ParallelConfig(dp=2, cp=2, cp_comm_type="p2p"), world_of(rank, ranks), torch.device("cpu"), SHORT_S
+    )
+    store, axis = ranktest.store(), mesh.axes.cp
+    store.set(f"up{rank}", "")
+    store.wait([f"up{other}" for other in range(ranks)])
+    sees = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)
+    plan = RingPlan(axis, seen_blocks(Part(axis.rank, axis.size), 16), *sees)
+    rows = [torch.ones(1, 8, 2, 4, requires_grad=True) for _ in range(3)]
+    out = ring(*rows, plan).sum()
+    if axis.rank == 1:
+        store.wait(["done0", "done1"], timedelta(seconds=30))
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        out.backward() if mesh.dp_rank else ring(*rows, plan)
+    waited = time.monotonic() - begin
+    store.set(f"done{mesh.dp_rank}", "")
+    return waited
+
+
+def test_a_ring_in_a_run_waits_for_the_runs_deadline_and_no_longer():
+    found = ranktest.run_ranks(alone_in_the_ring, 4)
+    assert all(0.8 * SHORT_S < seconds < 10 for seconds in found[::2]), found

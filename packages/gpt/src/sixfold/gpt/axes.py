@@ -9,6 +9,7 @@ and one rank of a thousand run the same lines.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
@@ -21,22 +22,27 @@ CpCommType = Literal["all_gather", "p2p"]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """This rank's position among ``size`` ranks of ``group``; None where it is alone."""
+    """This rank's position among ``size`` ranks of ``group``; None where it is alone.
+
+    Attributes:
+        timeout: longest wait for a message between two of its ranks on the CPU; None: what ``group`` was made with.
+    """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
         assert (self.group is None) == (self.size == 1), f"an axis of {self.size} ranks has group {self.group}"
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str) -> Axis:
+    def of(cls, mesh: DeviceMesh, name: str, timeout: timedelta | None = None) -> Axis:
         """The axis ``name`` of ``mesh``; one of one rank where the mesh does not have it."""
         if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() == 1:
             return cls()
-        return cls(mesh.get_local_rank(name), mesh[name].size(), mesh.get_group(name))
+        return cls(mesh.get_local_rank(name), mesh[name].size(), mesh.get_group(name), timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ those that it computes with and those that arrive, never more. Partial results a
 float32. Backward sends the keys around once more, and behind them their gradients in float32, to which each rank adds
 its part; after as many steps as there are ranks they are at home. Every rank posts the same sends and receives in the
 same order, each send together with its receive, so none waits for another to begin. Blocks of which no query sees
-anything are not computed.
+anything are not computed. A wait on the CPU has the axis's deadline: one given to a group that is made does not reach
+its messages. On a GPU the back end's watchdog has the group's.
 """
 
 from __future__ import annotations
@@ -118,12 +119,14 @@ class _Passing:
             dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=after),
             dist.P2POp(dist.irecv, self._received, group=group, tag=tag, group_peer=before),
         ]
+        # Given to NCCL, the host would wait for the device.
+        self._deadline = () if axis.timeout is None or sent.is_cuda else (axis.timeout,)
         self._works = dist.batch_isend_irecv(messages)
 
     def wait(self) -> Tensor:
         """What came."""
         for work in self._works:
-            work.wait()
+            work.wait(*self._deadline)
         return self._received
 
 

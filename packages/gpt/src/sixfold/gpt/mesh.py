@@ -93,10 +93,11 @@ def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, time
     experts = _expert_mesh(parallel, device)
     control = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
     timeout = datetime.timedelta(seconds=timeout_s)
-    axes = _axes(mesh, experts, both, parallel)
+    axes = _axes(mesh, experts, both, parallel, timeout)
     shared = axes.statistics.group, axes.exchange.group
     # [Note: deadlines of groups] torch gives the groups of a mesh its own default of 10 or 30 minutes, whatever the
-    # default group was made with.
+    # default group was made with. What is set here does not reach messages between two ranks of gloo, which keep what
+    # their group was made with: an Axis has the deadline for those.
     groups: list[Any] = [mesh.get_group(axis) for axis in sizes]
     if experts is not None:
         groups += [experts.get_group(axis) for axis in ("edp", "ep")]
@@ -147,18 +148,24 @@ def _expert_mesh(parallel: ParallelConfig, device: torch.device) -> DeviceMesh |
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def _axes(mesh: DeviceMesh, experts: DeviceMesh | None, both: DeviceMesh | None, parallel: ParallelConfig) -> Axes:
+def _axes(
+    mesh: DeviceMesh,
+    experts: DeviceMesh | None,
+    both: DeviceMesh | None,
+    parallel: ParallelConfig,
+    timeout: datetime.timedelta,
+) -> Axes:
     """``both`` is cp x tp as one axis, where both have several ranks."""
-    tp, cp = Axis.of(mesh, "tp"), Axis.of(mesh, "cp")
+    tp, cp = (Axis.of(mesh, name, timeout) for name in ("tp", "cp"))
     statistics = cp if cp.size > 1 else tp
     if both is not None:
-        statistics = Axis(both.get_local_rank(), both.size(), both.get_group())
+        statistics = Axis(both.get_local_rank(), both.size(), both.get_group(), timeout)
     ep, exchange = Axis(), tp
     if experts is not None:
-        ep = exchange = Axis.of(experts, "ep")
+        ep = exchange = Axis.of(experts, "ep", timeout)
         if tp.size > 1:
             both = experts["ep", "etp"]._flatten("exchange")
-            exchange = Axis(both.get_local_rank(), both.size(), both.get_group())
+            exchange = Axis(both.get_local_rank(), both.size(), both.get_group(), timeout)
     return Axes(
         tp=tp,
         cp=cp,

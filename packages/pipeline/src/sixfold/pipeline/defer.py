@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AGAIN", "defer_weight_grad", "made_again", "shown_to"]
 
-AGAIN = "_sixfold_pipeline_again"  # in the __dict__ of a tensor that is made again
+AGAIN = "_sixfold_pipeline_again"  # in the __dict__ of a tensor that is made again: the promise, and of which version
 
 _OPEN = "sixfold.pipeline.store"  # [Note: torch's thread locals]
 _graph_is_made = torch.is_grad_enabled
@@ -83,9 +83,9 @@ def made_again(input: Tensor, promise: Callable[[], Callable[[], Tensor]]) -> Te
     For what is larger than what it is made of: the gathered whole of a part.
 
     Args:
-        input: ``nn.Linear`` layers are called with this very tensor.
+        input: ``nn.Linear`` layers are called with this very tensor. Changed in place before that, it is held.
         promise: ``promise()``, in I, once for each of those layers, gives ``make``; ``make()``, in W, gives the values
-            of ``input`` in its shape. Where a backward is one piece (B) neither is called.
+            of ``input`` in its shape. Neither is called where a backward is one piece (B) or the weight is frozen.
     Returns:
         ``input``, unchanged.
     Raises:
@@ -93,7 +93,8 @@ def made_again(input: Tensor, promise: Callable[[], Callable[[], Tensor]]) -> Te
     """
     if not isinstance(input, Tensor) or not callable(promise):
         raise ScheduleError("made_again takes a tensor and a function that, called in I, gives one that W calls")
-    input.__dict__[AGAIN] = promise
+    if not input.is_inference():  # which has no version, and no layer holds
+        input.__dict__[AGAIN] = promise, input._version
     return input
 
 

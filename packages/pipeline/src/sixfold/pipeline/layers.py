@@ -284,11 +284,13 @@ class _Linear(Function):
         ctx.entries = entries
         ctx.held = held
         weight = held[1]
-        ctx.promise = promise = input.__dict__.get(AGAIN)
+        marked = input.__dict__.get(AGAIN)  # a promise, and of which version of the input
+        ctx.promise = promise = marked[0] if marked is not None and marked[1] == input._version else None
+        kept = input if promise is None and held[3][0] is not None else None  # the weight's gradient reads it
         if leaf is None:
-            ctx.save_for_backward(input if promise is None else None, weight)
+            ctx.save_for_backward(kept, weight)
         else:
-            ctx.save_for_backward(input if promise is None else None)
+            ctx.save_for_backward(kept)
         return F.linear(input, weight, held[2]).data  # [Note: no view]
 
     @staticmethod
@@ -301,7 +303,9 @@ class _Linear(Function):
             store.refuse_create_graph()
         input = saved[0]
         flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        if input is None:
+        if targets[0] is None:
+            ctx.entries.append((_bias_gradient, targets, (flat, gradient._version), gradient))
+        elif input is None:
             ctx.entries.append((_linear_gradients_again, targets, (ctx.promise(), flat, gradient._version), gradient))
         else:
             version = input._version, gradient._version
@@ -316,20 +320,26 @@ class _Linear(Function):
         return of_input.view_as(input), None, None, None  # .view(input.shape) takes 2.4 us, this 0.7
 
 
-def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
+def _linear_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor, Tensor | None]:
     input, flat, version = saved
     if version != (input._version, gradient._version):
         _changed()
-    weight, bias = targets
     if input.dim() != 2:
         input = input.view(-1, input.shape[-1])
-    return None if weight is None else flat.t().mm(input), None if bias is None else flat.sum(0)
+    return flat.t().mm(input), None if targets[1] is None else flat.sum(0)
 
 
-def _linear_gradients_again(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor | None, Tensor | None]:
+def _linear_gradients_again(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor, Tensor | None]:
     make, flat, version = saved
     input = make()
     return _linear_gradients((input, flat, (input._version, version)), gradient, targets)
+
+
+def _bias_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[None, Tensor]:
+    flat, version = saved
+    if version != gradient._version:
+        _changed()
+    return None, flat.sum(0)
 
 
 def _changed() -> NoReturn:
@@ -431,4 +441,4 @@ def _embedding_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[Ten
 
 
 # Tensors that nobody else has, and are no views.
-MAKES_ITS_OWN = frozenset({_linear_gradients, _linear_gradients_again, _embedding_gradient})
+MAKES_ITS_OWN = frozenset({_linear_gradients, _linear_gradients_again, _bias_gradient, _embedding_gradient})

@@ -353,10 +353,10 @@ class GradientStore:
 
 def _add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
     """``add_`` of each: many in one call, which is one kernel on a GPU and half of the host's time; two are no gain."""
-    if len(there) > 2 and len(set(map(id, there))) == len(there):
+    if len(there) > 2 and len({before.data_ptr() for before in there}) == len(there):
         torch._foreach_add_(there, arriving)
         return
-    for before, gradient in zip(there, arriving, strict=True):  # few, or of parameters that share a gradient
+    for before, gradient in zip(there, arriving, strict=True):  # few, or of parameters that share a gradient's memory
         before.add_(gradient)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -395,3 +397,72 @@ def test_a_step_widens_the_narrow_gradients_of_one_unit_after_the_other(make, al
 
 class Mine(torch.optim.AdamW):
     """A user's."""
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_main_parameters_of_a_group_that_is_added_later_are_trained_from_narrow_gradients(offload):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    model = FullyShardedDataParallel(
+        net,
+        fsdp_unit_modules=[nn.Linear],
+        mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16),
+        buffers=BufferConfig(offload=offload),
+    )
+    mains = dict(model.main_parameters())
+    late = [mains[name] for name in ("1.weight", "1.bias", "3.weight")]
+    first = [main for main in mains.values() if all(main is not one for one in late)]
+    expected = {id(main): main.detach().clone().requires_grad_() for main in mains.values()}
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(first, lr=1e-2), model)
+    oracle = torch.optim.AdamW([expected[id(main)] for main in first], lr=1e-2)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": late, "lr": 3e-2})
+            oracle.add_param_group({"params": [expected[id(main)] for main in late], "lr": 3e-2})
+        model(torch.randn(4, 5)).square().sum().backward()
+        for main in mains.values():
+            expected[id(main)].grad = main.grad.float()
+        optimizer.step()
+        oracle.step()
+        assert [name for name, main in mains.items() if not torch.equal(main, expected[id(main)])] == []
+        optimizer.zero_grad()
+        for main in late:  # of the model, but of no group in the first steps
+            main.grad = None
+
+
+def counting(step, calls):
+    @functools.wraps(step)
+    def count(*args, **options):
+        calls.append("step")
+        return step(*args, **options)
+
+    return count
+
+
+@pytest.mark.parametrize("scheduled", ["no", "before", "after"])
+def test_a_step_that_was_replaced_on_the_object_runs_with_narrow_gradients(scheduled):
+    net = nn.Linear(9, 7)
+    optimizer, calls = torch.optim.AdamW(net.parameters(), lr=1e-2), []
+    if scheduled == "before":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = MethodType(counting(type(optimizer).step, calls), optimizer)
+    if scheduled == "after":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model = FullyShardedDataParallel(net, mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16))
+    fully_shard_optimizer(optimizer, model)
+    before = {name: main.detach().clone() for name, main in model.main_parameters()}
+    model(torch.randn(4, 9)).square().sum().backward()
+    optimizer.step()
+    assert calls == ["step"]
+    assert all(not torch.equal(main, before[name]) for name, main in model.main_parameters())
+    assert all(main.grad.dtype is torch.bfloat16 for _, main in model.main_parameters())
+
+
+def test_a_step_pre_hook_sees_narrow_gradients():
+    net, seen = nn.Linear(9, 7), []
+    model = FullyShardedDataParallel(net, mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), model)
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(main.grad.dtype for _, main in model.main_parameters()))
+    model(torch.randn(4, 9)).square().sum().backward()
+    optimizer.step()
+    assert seen == [torch.bfloat16] * 2

@@ -259,3 +259,14 @@ class Own(torch.optim.SGD):
 def test_optimizers_that_need_more_than_a_chunk_are_refused(make, says):
     with pytest.raises(FsdpError, match=says + ".*offload=False"):
         World(OFFLOAD, make)
+
+
+def test_a_step_that_was_replaced_on_the_object_is_refused():
+    def make(parameters):
+        optimizer = adamw(parameters)
+        step = optimizer.step
+        optimizer.step = lambda *args: step(*args)
+        return optimizer
+
+    with pytest.raises(FsdpError, match=r"AdamW.step is replaced on the object by <lambda>.*offload=False"):
+        World(OFFLOAD, make)

@@ -27,11 +27,30 @@ def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is getattr(torch.optim, what, None) and what != "LBFGS"
 
 
+def replaced_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of a ``step`` that a user has set on the object; learning rate schedulers set one that only counts."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return None
+    one = getattr(step, "__func__", step)
+    if _module(one) == "torch.optim.lr_scheduler":
+        while _module(one).startswith("torch.") and hasattr(one, "__wrapped__"):
+            one = one.__wrapped__
+        if _module(one).startswith("torch."):
+            return None
+    return one.__code__.co_name if hasattr(one, "__code__") else type(one).__name__
+
+
+def _module(function: Any) -> str:
+    """Where it was written; ``__module__`` is copied by ``functools.wraps``."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
 class Visitor(Protocol):
     """What happens around the chunks of a step, by their numbers."""
 
-    def begin(self) -> None:
-        """A step begins; a closure has run."""
+    def begin(self, chunks: Sequence[int]) -> None:
+        """A step over ``chunks`` begins, in this order; a closure has run."""
 
     def before(self, chunk: int) -> None:
         """``chunk`` steps next."""
@@ -49,7 +68,7 @@ class Widened:
     def __init__(self, mains: Sequence[MainGradients]) -> None:
         self._mains = list(mains)
 
-    def begin(self) -> None:
+    def begin(self, chunks: Sequence[int]) -> None:
         """Nothing is wide."""
 
     def before(self, chunk: int) -> None:
@@ -70,7 +89,8 @@ class ChunkedStep:
     """The steps of one optimizer.
 
     Args:
-        chunks: its main parameters, stream by stream; none is empty.
+        chunks: main parameters, stream by stream: all that its groups may ever hold (``add_param_group``). A step
+            goes over those of which its groups hold one.
         plain: says whether this is no step of the user's (state is being made ahead).
     """
 
@@ -98,14 +118,16 @@ class ChunkedStep:
                 loss = closure()
         groups = optimizer.param_groups
         all_params = [group["params"] for group in groups]
+        held = {id(one) for params in all_params for one in params}
+        chunks = [at for at, inside in enumerate(self._inside) if not held.isdisjoint(inside)]
         try:
             for visitor in self._visitors:
-                visitor.begin()
-            for at, inside in enumerate(self._inside):
+                visitor.begin(chunks)
+            for at in chunks:
                 for visitor in self._visitors:
                     visitor.before(at)
                 for group, params in zip(groups, all_params, strict=True):
-                    group["params"] = [one for one in params if id(one) in inside]
+                    group["params"] = [one for one in params if id(one) in self._inside[at]]
                 raw(optimizer)
                 for visitor in self._visitors:
                     visitor.after(at)

@@ -33,7 +33,9 @@ class MixedPrecision:
             reductions left: one rounding for each reduction of a step. With ``no_shard`` and ``optim`` that is one if
             earlier micro-batches run under ``microbatch(last=False)`` or ``no_sync()``, else one a micro-batch.
             ``step()`` finds gradients in main_dtype, since torch's optimizers take no other: copies of one unit at a
-            time; for its whole length with LBFGS, Muon over pieces, and optimizers outside ``torch.optim``.
+            time; for its whole length with LBFGS, Muon over pieces, optimizers outside ``torch.optim``, and a ``step``
+            that was replaced on the object before ``fully_shard_optimizer``. With copies of one unit at a time a
+            user's step pre-hook sees gradients in grad_dtype.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
         fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after
             each step. Main weights are float32, gradients as ever; None: no parameter is.
@@ -99,7 +101,9 @@ class BufferConfig:
             largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
         merge_bytes: neighbouring units (same units around them, none inside) are one unit while their elements take at
             most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
-            once. None: one collective per unit (and piece).
+            once. On several ranks a module that none of them uses has zeros for gradients if its merged unit is used
+            (so weight decay moves it), where a unit of its own has none; ``checks="order"`` does not compare the order
+            of modules inside a merged unit. None: one collective per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.chunked import steps_alone
+from sixfold.fsdp.chunked import replaced_step, steps_alone
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.streams import SideStream
 
@@ -36,13 +37,19 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, *, in_pieces: bool) -> None:
             f"{what} is not known to step each parameter by itself, and offload steps stream by stream; use one of "
             "torch.optim's other than LBFGS, or offload=False"
         )
+    replaced = replaced_step(optimizer)
+    if replaced is not None:
+        raise FsdpError(
+            f"{what}.step is replaced on the object by {replaced}, and offload, which steps stream by stream, would go "
+            "past it; replace it after fully_shard_optimizer, or use offload=False"
+        )
 
 
 class HostState:
     """The state of one optimizer, in host memory between steps.
 
     Args:
-        chunks: its main parameters, stream by stream.
+        chunks: main parameters that it may ever hold, stream by stream.
         pinned: host memory that the device copies from by itself.
     """
 
@@ -60,6 +67,8 @@ class HostState:
         self._device = device
         self._stream = stream
         self._pinned = pinned
+        self._next: dict[int, int] = {}  # the chunk after a chunk, in this step
+        self._turn = 0  # the slot of the next chunk
         self._ready: Any = None  # an event for when the next chunk's state is there
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._host: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -108,14 +117,15 @@ class HostState:
             self.keep([main for chunk in self._chunks for main in chunk])
         self._settle()
 
-    def begin(self) -> None:
+    def begin(self, chunks: Sequence[int]) -> None:
         """The first chunk is on its way."""
         self._fit_slots()
-        self._ready = self._bring(0) if self._chunks else None
+        self._next = dict(pairwise(chunks))
+        self._ready = self._bring(chunks[0]) if chunks else None
 
     def before(self, chunk: int) -> None:
         """Its state is there, and the next one's on its way."""
-        arrived, self._ready = self._ready, self._bring(chunk + 1) if chunk + 1 < len(self._chunks) else None
+        arrived, self._ready = self._ready, self._bring(self._next[chunk]) if chunk in self._next else None
         self._stream.join(arrived)
 
     def after(self, chunk: int) -> None:
@@ -143,7 +153,8 @@ class HostState:
 
         The slot's last chunk went out on the same stream, so it is gone by then.
         """
-        slot, at, state = self._slots[number % 2], 0, self._state()
+        slot, at, state = self._slots[self._turn], 0, self._state()
+        self._turn = 1 - self._turn
         with self._stream.enter():
             for (main, key), home in self._large(self._chunks[number]).items():
                 place = slot[at : at + home.nbytes].view(home.dtype).view(home.shape)

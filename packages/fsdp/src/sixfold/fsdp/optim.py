@@ -126,10 +126,9 @@ def shard_optimizer(
 
 def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: Attached, *, in_pieces: bool) -> bool:
     """A step of ``optimizer`` goes stream by stream where that saves memory; returns whether it widens gradients."""
-    held = {id(main) for group in optimizer.param_groups for main in group["params"]}
     chunks: dict[ParamAndGradBuffer, list[nn.Parameter]] = {}
     for record in engine.numbered:
-        if record.buffer.trainable and record.main is not None and id(record.main) in held:
+        if record.buffer.trainable and record.main is not None:  # all: groups may be added
             chunks.setdefault(record.buffer, []).append(record.main)
     visitors: list[chunked.Visitor] = []
     device, number, marked = engine.units[0].device, id(optimizer), attached.materializing
@@ -140,7 +139,8 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
         attached.hosts.add(host)
         visitors.append(host)
     mains = [stream.gradients.mains for stream in chunks]
-    widens = any(one.narrow_at_rest for one in mains) and not in_pieces and chunked.steps_alone(optimizer)
+    alone = chunked.steps_alone(optimizer) and chunked.replaced_step(optimizer) is None
+    widens = any(one.narrow_at_rest for one in mains) and not in_pieces and alone
     if widens:
         visitors.append(chunked.Widened(mains))
     if visitors:

@@ -91,6 +91,9 @@ FOUR = {
     "tp pp": ("parallel.tp=2", "parallel.pp=2"),
     "tp split": ("parallel.tp=2", "parallel.pp=2", "parallel.schedule=zb_h1"),
     "tp split full": ("parallel.tp=2", "parallel.pp=2", "parallel.schedule=zb_h1", "train.recompute=full"),
+    "tp split selective": (
+        "parallel.tp=2", "parallel.pp=2", "parallel.schedule=zb_h1", "train.recompute=selective",
+    ),
     "tp dp": ("parallel.tp=2", "train.precision=fp32"),
     "cp tp": ("parallel.cp=2", "parallel.tp=2"),
     "ring of four": ("parallel.cp=4", "parallel.cp_comm_type=p2p"),

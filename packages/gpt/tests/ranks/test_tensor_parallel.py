@@ -169,11 +169,12 @@ def expected_bytes(config: GPTConfig, tp: int) -> int:
     return int(4 * (48 * (config.num_layers * (2 * norm + attention + feed) + norm + head) + rope))
 
 
-def split_and_whole(rank: int, ranks: int) -> tuple[bool, list[int]]:
+def split_and_whole(rank: int, ranks: int, recompute: str) -> tuple[bool, list[int]]:
     """Gradients of a program of I and W beside those of B; gathered tensors alive where a W begins."""
     gradients, alive = [], []
     for program in (pipeline.one_f_one_b(1, 2), pipeline.zb_h1(1, 2)):
         model = GPTModel(MODELS["untied, biases, q and k norms"], axes=axes(rank, ranks, True))
+        model.recompute = recompute
         runner = pipeline.PipelineRunner(
             program, [pipeline.Stage(model, 0)], None, lambda losses, rows: losses.sum(), scale="sum"
         )
@@ -194,8 +195,9 @@ def split_and_whole(rank: int, ranks: int) -> tuple[bool, list[int]]:
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), alive
 
 
-def test_split_backwards_have_the_bits_of_whole_ones_and_hold_nothing_gathered_until_w():
-    for same, alive in run_ranks(split_and_whole, 2):
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_split_backwards_have_the_bits_of_whole_ones_and_hold_nothing_gathered_until_w(recompute):
+    for same, alive in run_ranks(split_and_whole, 2, recompute):
         assert same
         # What W has: the gradients of what `out` and `down` gave, and of no linear what it read.
         assert alive == [2 * LAYERS, 2 * LAYERS]

@@ -9,8 +9,8 @@ behind, in backward the other way round. Without it every rank has them whole: n
 behind, in backward the other way round. On an axis of one rank nothing happens at all.
 
 [Note: gathered again] What the linears read is (b, s, hidden) and is not kept for backward: the rank keeps its own
-(b, s / tp, hidden), once, and the first linear in backward gathers for all of them. Within a part that is recomputed
-in backward it is kept, since it lives for that backward alone.
+(b, s / tp, hidden), once, and the first linear in backward gathers for all of them. A part that is recomputed gathers
+it in that recomputation, which keeps it for that backward alone; where backward is split, W gathers once more.
 
 [Note: chunks] With ``overlap`` the gather is one of each chunk of the rank's part, all of them on their way before the
 first product; a chunk's products run while the next ones travel, and in backward a chunk's sum travels while the
@@ -117,10 +117,12 @@ def _columns(x: Tensor, products: Sequence[Product], axes: Axes, recomputed: boo
 
 
 def _of_whole(whole: Tensor, products: Sequence[Product], axis: Axis, recomputed: bool) -> list[Tensor]:
-    if recomputed or whole.grad_fn is None:
+    if whole.grad_fn is None:
         return [product(whole) for product in products]
     again = _Again(whole, axis)
     made_again(whole, again.promise)  # read where the backward is split
+    if recomputed:
+        return [product(whole) for product in products]
     with saved_tensors_hooks(again.pack, again.unpack):
         return [product(whole) for product in products]
 

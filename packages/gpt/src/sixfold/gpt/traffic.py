@@ -7,6 +7,7 @@ all-reduce twice that; of an all-to-all all rows but its own part.
 
 [Note: what backward repeats] What tensor parallelism gathered is gathered again in backward, or, where a part is
 recomputed, by that recomputation, which ends before the last collective of the part: nothing saved lies behind it.
+Where backwards are split and the part is recomputed, W gathers it too.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _part(shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_en
     """Over tp for one of a layer's two parts: (forward, backward). [Note: what backward repeats]"""
     once = (parallel.tp - 1) / parallel.tp * shape.t * shape.h * shape.item
     if parallel.sequence:  # gathered before and scattered behind, and the same of gradients; what was gathered again
-        return 2 * once, (3 + (recomputed and to_its_end)) * once
+        return 2 * once, (3 + (recomputed and to_its_end) + (recomputed and parallel.entry.split)) * once
     return 2 * once, (2 + 2 * (recomputed and to_its_end)) * once
 
 

@@ -179,7 +179,7 @@ def resumed(request, wholes):
         again[name, step] = ranks, cut_copy(folder, found[name][1], step, options, f"{name}-{step}".replace(" ", "-"))
     for source, to in pairs:
         ranks, options = LAYOUTS[to]
-        again[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-{to}".replace(" ", "-"))
+        again[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-to-{to}".replace(" ", "-"))
     run_all(again.values(), train_and_save_again)
     return {key: config for key, (_, config) in again.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from run_helpers import world_of
 import ranktest
 from sixfold.gpt.config import ParallelConfig
 from sixfold.gpt.context_parallel import RingPlan, ring
+from sixfold.gpt.errors import TrainError
 from sixfold.gpt.mesh import make_mesh, pair_group
 from sixfold.gpt.row_parts import Part, seen_blocks
 
@@ -52,7 +54,7 @@ def test_every_group_of_a_mesh_has_the_deadline_of_the_run():
     }  # fmt: skip
 
 
-def alone_in_the_ring(rank: int, ranks: int) -> float:
+def alone_in_the_ring(rank: int, ranks: int) -> tuple[float, str]:
     """Of two rings the second rank stays away, from a forward and from a backward: seconds that the first one waits."""
     mesh = make_mesh(
         ParallelConfig(dp=2, cp=2, cp_comm_type="p2p"), world_of(rank, ranks), torch.device("cpu"), SHORT_S
@@ -66,15 +68,21 @@ def alone_in_the_ring(rank: int, ranks: int) -> float:
     out = ring(*rows, plan).sum()
     if axis.rank == 1:
         store.wait(["done0", "done1"], timedelta(seconds=30))
-        return 0.0
+        return 0.0, ""
     begin = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(TrainError) as caught:
         out.backward() if mesh.dp_rank else ring(*rows, plan)
     waited = time.monotonic() - begin
     store.set(f"done{mesh.dp_rank}", "")
-    return waited
+    return waited, str(caught.value)
 
 
 def test_a_ring_in_a_run_waits_for_the_runs_deadline_and_no_longer():
     found = ranktest.run_ranks(alone_in_the_ring, 4)
-    assert all(0.8 * SHORT_S < seconds < 10 for seconds in found[::2]), found
+    assert all(0.8 * SHORT_S < seconds < 10 for seconds, _ in found[::2]), found
+    assert re.match(
+        r"ring of keys and values over cp of ranks 0, 1: rank 0 waited 1\.\d s .* what rank 1 says", found[0][1]
+    )
+    assert re.match(
+        r"ring of .*keys and values over cp of ranks 2, 3: rank 2 waited 1\.\d s .* what rank 3 says", found[2][1]
+    )

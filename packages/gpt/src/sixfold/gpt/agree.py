@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
+from sixfold.gpt.peers import lost
 from sixfold.pipeline.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ MEMORY_WORDS = (
     r"can't allocate memory: you tried to allocate (\d+ bytes)",
     r"out of memory\. Tried to allocate ([\d.]+ \w+)",
 )
-# How torch's CPU back end says that a peer is gone; its errors are plain RuntimeErrors.
-WIRE_WORDS = ("gloo", "Connection closed by peer", "Timed out waiting", "Application timeout")
 
 
 def gather(control: dist.ProcessGroup | None, ranks: int, mine: T) -> list[T]:
@@ -113,9 +112,7 @@ def wire_errors(what: str) -> Iterator[None]:
     """Turn an error of a collective of gpt itself (a peer died or hangs) into a TrainError that says what ran."""
     try:
         yield
-    except dist.DistError as error:
-        raise TrainError(f"{what}: another rank died or did not answer in time: {error}") from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError or not any(word in str(error) for word in WIRE_WORDS):
+        if not lost(error):
             raise
         raise TrainError(f"{what}: another rank died or did not answer in time: {error}") from error

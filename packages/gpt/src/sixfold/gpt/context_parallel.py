@@ -30,12 +30,14 @@ from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.axes import Axis
 from sixfold.gpt.partial_attention import Sight, gradients, partial
+from sixfold.gpt.peers import over
 from sixfold.gpt.row_parts import Block
 
 # Its names from torch 2.13 on, and before.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 _KEYS, _GRADIENTS = 1, 2  # tags of messages, where the back end has tags
+_CONTENTS = {_KEYS: "keys and values", _GRADIENTS: "gradients of keys and values"}
 
 
 def gathered_keys(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,8 @@ class _Gathered(torch.autograd.Function):
         ctx.axis, size = axis, axis.size
         b, s, groups, d = k.shape
         parts = k.new_empty(size, 2, b, 2, s // 2, groups, d)
-        _gather(parts.view(size * 2, b, s, groups, d), torch.stack((k, v)), group=axis.group)
+        with over(axis, "all-gather of keys and values over cp"):
+            _gather(parts.view(size * 2, b, s, groups, d), torch.stack((k, v)), group=axis.group)
         whole = k.new_empty(2, b, 2 * size, s // 2, groups, d)
         for rank in range(size):
             for at, chunk in enumerate((rank, 2 * size - 1 - rank)):
@@ -99,7 +102,8 @@ class _Gathered(torch.autograd.Function):
                 for at, chunk in enumerate((rank, 2 * size - 1 - rank)):
                     parts[rank, number, :, at] = chunks[:, chunk]
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=axis.group)
+        with over(axis, "exchange of gradients of keys and values over cp"):
+            dist.all_to_all_single(received, parts, group=axis.group)
         total = received[0].float()
         for part in received[1:]:
             total += part
@@ -121,12 +125,15 @@ class _Passing:
         ]
         # Given to NCCL, the host would wait for the device.
         self._deadline = () if axis.timeout is None or sent.is_cuda else (axis.timeout,)
-        self._works = dist.batch_isend_irecv(messages)
+        self._axis, self._what = axis, f"ring of {_CONTENTS[tag]} over cp"
+        with over(axis, self._what):
+            self._works = dist.batch_isend_irecv(messages)
 
     def wait(self) -> Tensor:
         """What came."""
-        for work in self._works:
-            work.wait(*self._deadline)
+        with over(self._axis, self._what):
+            for work in self._works:
+                work.wait(*self._deadline)
         return self._received
 
 

@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sixfold.gpt.axes import Axes, Axis
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.peers import over
 from sixfold.pipeline import made_again
 
 # Their names from torch 2.13 on, and before.
@@ -236,8 +237,9 @@ class _Departed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        for work, _ in ctx.sums:
-            work.wait()
+        for axis, work, _ in ctx.sums:
+            with over(axis, "reduce-scatter of a chunk of the sequence over tp"):
+                work.wait()
         ctx.sums.clear()
         return torch.cat(gradients, 1), None, None
 
@@ -249,7 +251,8 @@ class _Arrived(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, axis: Axis, gathered: Tensor, work: Any, sums: list[Any]) -> Tensor:
         ctx.axis, ctx.sums = axis, sums
         ctx.save_for_backward(part)  # for _Again
-        work.wait()
+        with over(axis, "all-gather of a chunk of the sequence over tp"):
+            work.wait()
         return _by_rows(gathered, axis, part.shape[0])
 
     @staticmethod
@@ -258,7 +261,7 @@ class _Arrived(torch.autograd.Function):
         parts = _by_ranks(gradients[0], ctx.axis)
         out = parts.new_empty(parts.shape[1:])
         work = _scatter(out, parts.flatten(0, 1), group=ctx.axis.group, async_op=True)
-        ctx.sums.append((work, parts))  # which is read until then
+        ctx.sums.append((ctx.axis, work, parts))  # which is read until then
         return out, None, None, None, None
 
 
@@ -302,7 +305,8 @@ class _Beside(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.width = axis, x.shape[-1]
         parts = x.new_empty(axis.size, *x.shape)
-        _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+        with over(axis, "all-gather of columns over tp"):
+            _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
         return torch.cat(parts.unbind(0), -1)
 
     @staticmethod
@@ -314,7 +318,8 @@ class _Beside(torch.autograd.Function):
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """(b, s / tp, hidden) of each rank -> (b, s, hidden)."""
     parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    _gather(parts, x.contiguous(), group=axis.group)
+    with over(axis, "all-gather of the sequence over tp"):
+        _gather(parts, x.contiguous(), group=axis.group)
     return _by_rows(parts, axis, x.shape[0])
 
 
@@ -322,7 +327,8 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """(b, s, hidden) -> the sum of all ranks' parts (b, s / tp, hidden)."""
     parts = _by_ranks(x, axis)
     out = x.new_empty(parts.shape[1:])
-    _scatter(out, parts.flatten(0, 1), group=axis.group)
+    with over(axis, "reduce-scatter of the sequence over tp"):
+        _scatter(out, parts.flatten(0, 1), group=axis.group)
     return out
 
 
@@ -349,5 +355,6 @@ def _by_ranks(x: Tensor, axis: Axis) -> Tensor:
 def _sum(x: Tensor, axis: Axis) -> Tensor:
     """A new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
+    with over(axis, "sum of hidden states over tp"):
+        dist.all_reduce(total, group=axis.group)
     return total

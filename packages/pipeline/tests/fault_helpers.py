@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ Report = tuple[str, str, float]  # name of the error's type, its text, seconds (
 
 def starved() -> float:
     """Seconds for which this process's threads were ready and had no core: a busy machine's, and not the deadline's."""
-    waits = [path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat")]
-    return sum(int(nanoseconds) for nanoseconds in waits) * 1e-9
+    total = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            total += int(path.read_text().split()[1])
+    return total * 1e-9
 
 
 def stop() -> None:

@@ -28,10 +28,11 @@ from dataclasses import replace
 
 import torch
 
-from sixfold.dist_ckpt import ShardedTensor, saving
-from sixfold.dist_ckpt.integrity import FileDigest
-from sixfold.dist_ckpt.table import tabulate
-from sixfold.dist_ckpt.transfer import Written
+from sixfold.dist_ckpt import ShardedTensor
+from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.plans.table import tabulate
+from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.road.transfer import Written
 
 ROWS, COLUMNS = 4, 64
 FRAME_BYTES = 1088  # of a chunk in its file

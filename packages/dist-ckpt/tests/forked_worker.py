@@ -14,7 +14,8 @@ import time
 import traceback
 from contextlib import suppress
 
-from sixfold.dist_ckpt import _worker, background
+from sixfold.dist_ckpt import _worker
+from sixfold.dist_ckpt.background import saver as background
 
 
 class Forked:

@@ -5,8 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from sixfold.dist_ckpt import StorageError, arena
-from sixfold.dist_ckpt.arena import Arena, MappedArena, PinnedMemory
+from sixfold.dist_ckpt import StorageError
+from sixfold.dist_ckpt.background import arena
+from sixfold.dist_ckpt.background.arena import Arena, MappedArena, PinnedMemory
 
 
 @pytest.fixture

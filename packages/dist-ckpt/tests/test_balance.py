@@ -7,7 +7,7 @@ from dist_ckpt_helpers import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sixfold.dist_ckpt.balance import Part, Shared, share_out
+from sixfold.dist_ckpt.plans.balance import Part, Shared, share_out
 
 
 def lower_bound(shards, ranks):

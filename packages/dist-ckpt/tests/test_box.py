@@ -8,7 +8,7 @@ from dist_ckpt_helpers import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sixfold.dist_ckpt.box import (
+from sixfold.dist_ckpt.geometry.box import (
     Box,
     describe,
     first_element,

@@ -12,8 +12,9 @@ from dist_ckpt_helpers import one
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, StorageError, storage
-from sixfold.dist_ckpt.reader import Reader
+from sixfold.dist_ckpt import MismatchError, StorageError
+from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.stores import local as storage
 
 
 def state(value):

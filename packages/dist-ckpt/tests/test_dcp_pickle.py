@@ -12,13 +12,14 @@ from dist_ckpt_helpers import flat_shards, random_cut
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from sixfold.dist_ckpt import dcp_pickle, metadata, saving
-from sixfold.dist_ckpt.box import Box
-from sixfold.dist_ckpt.dcp_pickle import Index
-from sixfold.dist_ckpt.integrity import FileDigest
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.table import tabulate
-from sixfold.dist_ckpt.transfer import Written
+from sixfold.dist_ckpt.files import dcp_pickle, metadata
+from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.plans.table import tabulate
+from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.road.transfer import Written
 
 
 def by_torch(manifest):

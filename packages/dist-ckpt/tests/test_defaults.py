@@ -11,13 +11,14 @@ from dist_ckpt_helpers import one
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, ShardedObject, ShardedTensor, ShardingError, tools
-from sixfold.dist_ckpt.background import AsyncSaver
+from sixfold.dist_ckpt import MismatchError, ShardedObject, ShardedTensor, ShardingError
+from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from sixfold.dist_ckpt.tools import commands as tools
 
 
 @contextlib.contextmanager

@@ -9,15 +9,17 @@ import torch
 from dist_ckpt_helpers import flat_shards, flip_byte, one, random_cut
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, StorageError, crc, integrity, metadata, reader
-from sixfold.dist_ckpt.box import Box, intersect
-from sixfold.dist_ckpt.folder import open_checkpoint
-from sixfold.dist_ckpt.integrity import Span
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.plan import assign, plan_load, report
+from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, StorageError
+from sixfold.dist_ckpt.files import crc, integrity, metadata
+from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.geometry.box import Box, intersect
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.plans.plan import assign, plan_load, report
+from sixfold.dist_ckpt.plans.table import merge, tabulate
+from sixfold.dist_ckpt.plans.validation import table_problems, tensor_problems
+from sixfold.dist_ckpt.road import reader
+from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
-from sixfold.dist_ckpt.table import merge, tabulate
-from sixfold.dist_ckpt.validation import table_problems, tensor_problems
 
 
 def damaged(shards, rng):

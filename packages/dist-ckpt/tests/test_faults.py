@@ -19,9 +19,9 @@ from sixfold.dist_ckpt import (
     ShardingError,
     StorageError,
     UnsafeError,
-    integrity,
-    storage,
 )
+from sixfold.dist_ckpt.files import integrity
+from sixfold.dist_ckpt.stores import local as storage
 
 
 def state(fill=1.0):

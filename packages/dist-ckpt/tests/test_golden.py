@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, metadata
+from sixfold.dist_ckpt import CorruptError
+from sixfold.dist_ckpt.files import metadata
 
 GOLDEN = Path(__file__).parent / "golden"
 _spec = importlib.util.spec_from_file_location("make_megatron_012", GOLDEN / "make_megatron_012.py")

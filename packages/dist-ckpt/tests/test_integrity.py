@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.crc import Piece, join_pieces
-from sixfold.dist_ckpt.integrity import (
+from sixfold.dist_ckpt.files.crc import Piece, join_pieces
+from sixfold.dist_ckpt.files.integrity import (
     BLOCK_BYTES,
     BlockHasher,
     FileDigest,
@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.integrity import (
     cut_at_blocks,
     decode,
 )
-from sixfold.dist_ckpt.manifest import ByteRange
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
 
 PATH = Path("integrity.json")
 

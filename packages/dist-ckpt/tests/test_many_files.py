@@ -11,11 +11,14 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import in_child, one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedTensor, folder, maps, retention, saving, tools, transfer
-from sixfold.dist_ckpt.frame import tensor_bytes
-from sixfold.dist_ckpt.metadata import encode_config
-from sixfold.dist_ckpt.plan import plan_save
-from sixfold.dist_ckpt.table import tabulate
+from sixfold.dist_ckpt import ShardedTensor, retention
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.files.metadata import encode_config
+from sixfold.dist_ckpt.plans.plan import plan_save
+from sixfold.dist_ckpt.plans.table import tabulate
+from sixfold.dist_ckpt.road import saving, transfer
+from sixfold.dist_ckpt.stores import folder, maps
+from sixfold.dist_ckpt.tools import commands as tools
 
 FILES, RANKS = 140, 140  # more than twice as many as a process may open here, and than maps are kept
 LIMIT, KEPT_MAPS = 64, 60

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from sixfold.dist_ckpt import CorruptError, MismatchError, UnsafeError, metadata
-from sixfold.dist_ckpt.box import Box
-from sixfold.dist_ckpt.dcp_pickle import Index
-from sixfold.dist_ckpt.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt import CorruptError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.files import metadata
+from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 
 FRAME = ByteRange("__0_0.distcp", 64, 1000)
 MANIFEST = Manifest(

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, MismatchError, UnsafeError, tools
-from sixfold.dist_ckpt.unpickle import Node
+from sixfold.dist_ckpt import CheckpointError, MismatchError, UnsafeError
+from sixfold.dist_ckpt.files.unpickle import Node
+from sixfold.dist_ckpt.tools import commands as tools
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 

@@ -8,8 +8,10 @@ import torch
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, background, retention, tools
+from sixfold.dist_ckpt import CheckpointError, retention
+from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from sixfold.dist_ckpt.tools import commands as tools
 
 fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
 

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 import torch
 
-from sixfold.dist_ckpt import relay
+from sixfold.dist_ckpt.ranks import relay
 
 
 @pytest.mark.parametrize("seed", range(5))

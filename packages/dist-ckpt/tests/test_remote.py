@@ -7,7 +7,8 @@ import torch
 from dist_ckpt_helpers import expected_values, flat_shards, one, random_cut
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, StorageError, remote
+from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, StorageError
+from sixfold.dist_ckpt.road import remote
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 

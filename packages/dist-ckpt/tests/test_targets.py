@@ -17,8 +17,12 @@ from dist_ckpt_helpers import names, one, state, value_of
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import StorageError, attributes, background, retention, storage, transfer
-from sixfold.dist_ckpt.reader import Reader
+from sixfold.dist_ckpt import StorageError, retention
+from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.road import transfer
+from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.stores import attributes
+from sixfold.dist_ckpt.stores import local as storage
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -333,7 +337,8 @@ def test_a_relative_path_is_of_the_working_folder_at_the_call(in_flight, tmp_pat
 
 def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_may_be_wrong(tmp_path, monkeypatch):
     """Bytes that no digest vouches for are walked through opcode by opcode first, which takes five times as long."""
-    from sixfold.dist_ckpt import folder, metadata
+    from sixfold.dist_ckpt.files import metadata
+    from sixfold.dist_ckpt.stores import folder
 
     dist_ckpt.save(state(1), tmp_path / "c", group=None)
     decoded, plain = [], metadata.decode

@@ -10,8 +10,9 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import flip_byte, one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, MismatchError, ShardedObject, ShardedTensor, StorageError, tools
+from sixfold.dist_ckpt import CheckpointError, MismatchError, ShardedObject, ShardedTensor, StorageError
 from sixfold.dist_ckpt.__main__ import main
+from sixfold.dist_ckpt.tools import commands as tools
 
 
 def tensors():
@@ -227,7 +228,7 @@ def test_convert_refuses_a_target_that_is_not_empty_and_a_damaged_source(folder,
 def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     if rows:
-        monkeypatch.setattr("sixfold.dist_ckpt.conversion.BATCH_BYTES", rows)
+        monkeypatch.setattr("sixfold.dist_ckpt.tools.conversion.BATCH_BYTES", rows)
     found = tools.convert(folder, tmp_path / "s", to="safetensors")
     assert found["files"] == ["model.safetensors"]
     loaded = safe.load_file(tmp_path / "s" / "model.safetensors")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
-from sixfold.dist_ckpt.plan import report
-from sixfold.dist_ckpt.saving import object_report
-from sixfold.dist_ckpt.validation import object_problems, raise_problems, tensor_problems
+from sixfold.dist_ckpt.plans.plan import report
+from sixfold.dist_ckpt.plans.validation import object_problems, raise_problems, tensor_problems
+from sixfold.dist_ckpt.road.saving import object_report
 
 
 def shard(key, offset, size, shape, *, replica=0, dtype=torch.float32):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedTensor, UnsafeError, tools
+from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedTensor, UnsafeError
+from sixfold.dist_ckpt.tools import commands as tools
 
 WHOLE = torch.arange(24, dtype=torch.int32).view(4, 6)
 

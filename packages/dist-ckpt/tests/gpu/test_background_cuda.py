@@ -7,8 +7,8 @@ import torch
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import background
-from sixfold.dist_ckpt.arena import PinnedMemory
+from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.background.arena import PinnedMemory
 
 pytestmark = [
     pytest.mark.gpu,

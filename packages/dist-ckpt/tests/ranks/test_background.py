@@ -16,7 +16,9 @@ from forked_worker import Forked
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, ShardedTensor, background, control
+from sixfold.dist_ckpt import CheckpointError, ShardedTensor
+from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 

@@ -65,7 +65,7 @@ def test_replicas_are_written_evenly_and_read_once(tmp_path):
 
 def count_reads(rank, ranks, folder):
     """Bytes that the load plan of this rank reads, by the frames' own records."""
-    from sixfold.dist_ckpt import relay
+    from sixfold.dist_ckpt.ranks import relay
 
     seen = []
     finish = relay.Relay.finish
@@ -169,7 +169,7 @@ def reader_dies(rank, ranks, folder):
     import os
     import signal
 
-    from sixfold.dist_ckpt import relay
+    from sixfold.dist_ckpt.ranks import relay
 
     if rank == 1:
         relay.Relay.start = lambda self: os.kill(os.getpid(), signal.SIGKILL)

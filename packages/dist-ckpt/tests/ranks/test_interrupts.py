@@ -14,8 +14,12 @@ from forked_worker import Forked
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import LostPeerError, ShardedTensor, background, control, saving, storage, transfer
-from sixfold.dist_ckpt.reader import Reader
+from sixfold.dist_ckpt import LostPeerError, ShardedTensor
+from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.road import saving, transfer
+from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 

@@ -8,8 +8,9 @@ import torch
 from dist_ckpt_helpers import kib_of_status
 
 from ranktest import run_ranks
-from sixfold.dist_ckpt import ShardedTensor, relay
-from sixfold.dist_ckpt.exchange import Exchange
+from sixfold.dist_ckpt import ShardedTensor
+from sixfold.dist_ckpt.ranks import relay
+from sixfold.dist_ckpt.ranks.exchange import Exchange
 
 MIB = 1 << 20
 COUNT, TENSOR_MIB, HELD_MIB = 3, 16, 2

@@ -15,7 +15,9 @@ from dist_ckpt_helpers import names, one
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject, background, channel
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject
+from sixfold.dist_ckpt.background import channel
+from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"

@@ -19,8 +19,10 @@ from dist_ckpt_helpers import names, one
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError, background, control
-from sixfold.dist_ckpt.exchange import Outcome
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
+from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.ranks.exchange import Outcome
 
 
 def state(value, elements=1000):

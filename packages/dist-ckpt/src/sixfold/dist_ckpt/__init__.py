@@ -14,7 +14,7 @@ serialization; beside it arena, control and background for background saves, and
 """
 
 from sixfold.dist_ckpt import optimizer, optimizers, retention, strategies, validation
-from sixfold.dist_ckpt.background import AsyncSave, async_save
+from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
 from sixfold.dist_ckpt.errors import (
     CheckpointError,
     CheckpointingException,
@@ -25,12 +25,7 @@ from sixfold.dist_ckpt.errors import (
     StorageError,
     UnsafeError,
 )
-from sixfold.dist_ckpt.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.serialization import (
     check_is_distributed_checkpoint,
     load,
@@ -41,7 +36,7 @@ from sixfold.dist_ckpt.serialization import (
     load_tensors_metadata,
     save,
 )
-from sixfold.dist_ckpt.validation import StrictHandling
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 __all__ = [
     "AsyncSave",

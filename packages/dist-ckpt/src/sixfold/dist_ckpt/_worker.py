@@ -22,12 +22,14 @@ from queue import SimpleQueue
 
 import torch
 
-from sixfold.dist_ckpt import control, saving, storage, transfer
-from sixfold.dist_ckpt.arena import MappedArena
-from sixfold.dist_ckpt.channel import Channel, Gauge
-from sixfold.dist_ckpt.control import Job
+from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background.arena import MappedArena
+from sixfold.dist_ckpt.background.channel import Channel, Gauge
+from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.errors import CheckpointError, typed
-from sixfold.dist_ckpt.exchange import Outcome
+from sixfold.dist_ckpt.ranks.exchange import Outcome
+from sixfold.dist_ckpt.road import saving, transfer
+from sixfold.dist_ckpt.stores import local as storage
 
 
 def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:

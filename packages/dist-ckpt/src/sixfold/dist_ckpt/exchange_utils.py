@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.mapping import ShardedTensor, ShardId
+from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId
 
 __all__ = ["ShardDistribution", "distribute_shards_to_ranks"]
 

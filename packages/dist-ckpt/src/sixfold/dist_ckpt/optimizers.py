@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import factory, tree
-from sixfold.dist_ckpt.dtensor import is_dtensor, local_of
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.dtensor import is_dtensor, local_of
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 
 __all__ = [
     "get_optim_param_to_id_map",

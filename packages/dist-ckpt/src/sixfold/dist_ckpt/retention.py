@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from sixfold.dist_ckpt import paths, remote, storage
 from sixfold.dist_ckpt.errors import CheckpointError, typed
-from sixfold.dist_ckpt.folder import is_complete
+from sixfold.dist_ckpt.road import remote
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.folder import is_complete
 
 _STEP = re.compile(r"step-(\d{8,})")
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it.

@@ -12,19 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import background, foreign, loading, paths, remote, saving
+from sixfold.dist_ckpt.background import saver
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
-from sixfold.dist_ckpt.exchange import Group, told_to_all
-from sixfold.dist_ckpt.loading import LoadRequest
-from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.saving import SaveRequest
+from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
+from sixfold.dist_ckpt.road import foreign, loading, remote, saving
+from sixfold.dist_ckpt.road.loading import LoadRequest
+from sixfold.dist_ckpt.road.saving import SaveRequest
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from sixfold.dist_ckpt.validation import StrictHandling
 
 register(StrategyAction.SAVE_SHARDED, "torch_dist", 1, TorchDistSaveShardedStrategy())
 register(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy())
@@ -80,7 +82,7 @@ def save(
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
     if async_sharded_save:
-        handle = background.async_save(
+        handle = saver.async_save(
             sharded_state_dict,
             checkpoint_dir,
             sharded_strategy,
@@ -110,7 +112,7 @@ def save(
     if isinstance(place, str):
         remote.save(request, place, engine)
         return None
-    background.await_saves_to(place)
+    saver.await_saves_to(place)
     if engine is not None:
         saving.save(request, engine)
     else:

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from sixfold.dist_ckpt.dict_utils import DictError, extract_matching_values, nested_values
-from sixfold.dist_ckpt.mapping import (
+from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,

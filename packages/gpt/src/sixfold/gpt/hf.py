@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import retention, safetensors_export
+from sixfold.dist_ckpt import retention
+from sixfold.dist_ckpt.tools import safetensors_export
 from sixfold.gpt import hf_config
 from sixfold.gpt.checkpoint import ORIGIN, find
 from sixfold.gpt.checks import refuse_path

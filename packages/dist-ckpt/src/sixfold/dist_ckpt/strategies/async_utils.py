@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
-from sixfold.dist_ckpt.exchange import Exchange, Group
+from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
 

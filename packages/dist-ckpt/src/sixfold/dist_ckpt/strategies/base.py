@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
-from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
-    from sixfold.dist_ckpt.exchange import Exchange, Group
-    from sixfold.dist_ckpt.integrity import Block
-    from sixfold.dist_ckpt.manifest import ByteRange
+    from sixfold.dist_ckpt.files.integrity import Block
+    from sixfold.dist_ckpt.geometry.manifest import ByteRange
+    from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 
 
 class StrategyAction(Enum):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
-from sixfold.dist_ckpt.mapping import ShardedTensor
+from sixfold.dist_ckpt.state.records import ShardedTensor
 
 __all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import storage, tree, weights_only
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, UnsafeError
-from sixfold.dist_ckpt.mapping import ShardedObject, is_main_replica
+from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
+from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 
 COMMON_NAME = "common.pt"

@@ -15,13 +15,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from sixfold.dist_ckpt import tree
-from sixfold.dist_ckpt.balance import Part, Shared, share_out
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
-from sixfold.dist_ckpt.exchange import Exchange
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
-from sixfold.dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardId, is_main_replica
-from sixfold.dist_ckpt.relay import EXCHANGE_ALGORITHMS, Identity, Passage, cut_unit, identity, part_of, relay_through
+from sixfold.dist_ckpt.plans.balance import Part, Shared, share_out
+from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.ranks.relay import (
+    EXCHANGE_ALGORITHMS,
+    Identity,
+    Passage,
+    cut_unit,
+    identity,
+    part_of,
+    relay_through,
+)
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId, is_main_replica
 from sixfold.dist_ckpt.strategies.base import LoadEngine, LoadShardedStrategy, Records, SaveEngine, SaveShardedStrategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]

@@ -13,10 +13,13 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import loading, paths, saving, storage, tree
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
-from sixfold.dist_ckpt.exchange import Exchange, Group
-from sixfold.dist_ckpt.mapping import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
+from sixfold.dist_ckpt.road import loading, saving
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.strategies.base import (
     LoadEngine,
     LoadShardedStrategy,

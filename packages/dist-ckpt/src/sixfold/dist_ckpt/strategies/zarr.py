@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import tree, zarr_format
-from sixfold.dist_ckpt.box import Ints
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
-from sixfold.dist_ckpt.frame import tensor_bytes
-from sixfold.dist_ckpt.mapping import ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.geometry.box import Ints
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.stores import zarr_format
 from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.common import inside
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy

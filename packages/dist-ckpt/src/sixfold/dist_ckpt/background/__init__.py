@@ -1,0 +1,9 @@
+"""Background saves: the trainer stops for a copy of its tensors, a process of its own writes them.
+
+saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
+trainer and worker: channel.py; worker and worker: control.py
+"""
+
+from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save
+
+__all__ = ["AsyncSave", "AsyncSaver", "async_save"]

@@ -1,0 +1,1 @@
+"""Formats: bytes of frames, checksums, metadata and pickles, made and read. No path is opened."""

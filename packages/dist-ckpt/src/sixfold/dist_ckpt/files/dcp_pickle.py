@@ -1,0 +1,293 @@
+"""The pickle of ``.metadata``, written opcode by opcode from arrays.
+
+    Index: tensors, and integers for each chunk --> dcp_pickle.py (this file) --> bytes that torch DCP unpickles
+
+Building torch's objects and pickling them costs some 25 us for each chunk, more than writing a small tensor. The bytes
+have a fixed form, so they are put together here: the objects that torch 2.13 writes, state by state, without their
+import.
+
+[Note: rows] All chunks of as many axes have the same opcodes, in which only integers differ. These have a fixed width
+(``BININT``, or ``LONG1`` of 8 bytes where one of the batch is longer), and every text is in the pickle's memo, under a
+number, before the first chunk: so the chunks of a batch are one array of bytes, of which each row is the form and each
+integer a few columns, and no line of Python is run for a chunk. Memory is that of a batch besides the result.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.geometry.box import Ints
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
+
+_BATCH_ROWS = 1 << 16
+_LIMIT32 = 1 << 31
+_METADATA = "torch.distributed.checkpoint.metadata"
+_GLOBALS = {
+    "Metadata": _METADATA,
+    "TensorStorageMetadata": _METADATA,
+    "BytesStorageMetadata": _METADATA,
+    "TensorProperties": _METADATA,
+    "ChunkStorageMetadata": _METADATA,
+    "MetadataIndex": _METADATA,
+    "StorageMeta": _METADATA,
+    "_MEM_FORMAT_ENCODING": _METADATA,
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
+    "_get_layout": "torch.serialization",
+    "Size": "torch",
+}
+_NAMES = ("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length")  # of attributes of each chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What a checkpoint holds, as arrays: N chunks of K tensors of at most D axes.
+
+    Attributes:
+        tensors: key, dtype and shape of each.
+        tensor_N: which tensor a chunk is of, ascending.
+        offsets_ND, sizes_ND: its box; axes that its tensor does not have are not looked at.
+        files: names; file_N: which of them holds the chunk; start_N, length_N: where in it.
+        objects: frames by stored key.
+    """
+
+    tensors: Sequence[tuple[str, torch.dtype, Ints]]
+    tensor_N: torch.Tensor
+    offsets_ND: torch.Tensor
+    sizes_ND: torch.Tensor
+    files: Sequence[str]
+    file_N: torch.Tensor
+    start_N: torch.Tensor
+    length_N: torch.Tensor
+    objects: Mapping[str, ByteRange]
+    save_id: str | None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Index:
+        """The same of a manifest."""
+        dims = max((len(tensor.shape) for tensor in manifest.tensors.values()), default=0)
+        files: dict[str, int] = {}
+        rows, boxes = [], []
+        for number, tensor in enumerate(manifest.tensors.values()):
+            more = (0,) * (dims - len(tensor.shape))
+            for box, frame, _ in tensor.chunks:
+                boxes.append(((*box.offset, *more), (*box.size, *more)))
+                rows.append((number, files.setdefault(frame.file, len(files)), frame.offset, frame.length))
+        rows_N4 = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
+        boxes_N2D = torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), 2, dims)
+        return cls(
+            tensors=[(key, tensor.dtype, tensor.shape) for key, tensor in manifest.tensors.items()],
+            tensor_N=rows_N4[:, 0],
+            offsets_ND=boxes_N2D[:, 0],
+            sizes_ND=boxes_N2D[:, 1],
+            files=list(files),
+            file_N=rows_N4[:, 1],
+            start_N=rows_N4[:, 2],
+            length_N=rows_N4[:, 3],
+            objects=manifest.objects,
+            save_id=manifest.save_id,
+        )
+
+
+def encode(index: Index, dcp_version: str | None) -> Iterator[bytes]:
+    """The parts of ``.metadata``: a protocol 4 pickle of DCP's ``Metadata`` with our ``sixfold_save_id``."""
+    return _Writer().metadata(index, dcp_version)
+
+
+class _Writer:
+    """Opcodes and the memo: what is used twice is named by a number from its second use on."""
+
+    def __init__(self) -> None:
+        self._memo: dict[object, bytes] = {}
+        self._numbers: dict[object, int] = {}
+
+    def metadata(self, index: Index, dcp_version: str | None) -> Iterator[bytes]:
+        # Lists of parts first: the memo is filled in the order in which the bytes stand.
+        names = [self._global(name) for name in ("ChunkStorageMetadata", "Size", "MetadataIndex", "_StorageInfo")]
+        names += [self._text(name) for name in (*_NAMES, *index.files)]
+        yield b"\x80\x04" + b"".join(name + b"0" for name in names)  # each into the memo, and off the stack
+        yield b"".join((self._new("Metadata"), b"}(", self._text("state_dict_metadata"), b"}("))
+        axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64, device="cpu")
+        count_K = torch.bincount(index.tensor_N, minlength=len(index.tensors)).tolist()
+        for first, last, low, high in _batches(count_K):
+            yield from self._entries(index, axes_K, slice(low, high), range(first, last), count_K)
+        yield b"".join(self._text(key) + self._new("BytesStorageMetadata") for key in index.objects)
+        yield b"".join((b"u", self._text("planner_data"), b"N", self._text("storage_data"), b"}("))
+        for first, last, low, high in _batches(count_K):
+            yield from self._places(index, axes_K, slice(low, high), range(first, last))
+        for key, frame in index.objects.items():
+            file = (self._text("relative_path"), self._text(frame.file))
+            where = (self._text("offset"), integer(frame.offset), self._text("length"), integer(frame.length))
+            name = (b"}(", self._text("fqn"), self._text(key), self._text("index"), b"Nub")
+            yield b"".join((self._new("MetadataIndex"), *name, self._new("_StorageInfo"), b"}(", *file, *where, b"ub"))
+        parts = [b"u", self._text("storage_meta"), self._new("StorageMeta"), b"}(", self._text("checkpoint_id"), b"N"]
+        parts += [self._text("save_id"), self._optional(index.save_id), self._text("load_id"), b"N"]
+        parts += [self._text("modules"), b"]ub", self._text("version"), self._optional(dcp_version)]
+        if index.save_id is not None:
+            parts += [self._text("sixfold_save_id"), self._text(index.save_id)]
+        yield b"".join([*parts, b"ub."])
+
+    def _entries(
+        self, index: Index, axes_K: torch.Tensor, rows: slice, tensors: range, count_K: Sequence[int]
+    ) -> Iterator[bytes]:
+        """Entries of ``state_dict_metadata``: a batch of tensors, each with its chunks."""
+        new, size = self._new("ChunkStorageMetadata") + b"}(" + self._text("offsets"), self._text("sizes")
+        blobs: dict[int, memoryview] = {}
+        widths: dict[int, int] = {}
+        for axes, row_M in _by_axes(index, axes_K, rows):
+            offsets, sizes = index.offsets_ND[row_M, :axes], index.sizes_ND[row_M, :axes]
+            form = [new, *self._sizes(offsets), size, *self._sizes(sizes), b"ub"]
+            blob, widths[axes] = _rows(form, len(row_M))
+            blobs[axes] = memoryview(blob)
+        for number in tensors:
+            key, dtype, shape = index.tensors[number]
+            parts = [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
+            parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
+            axes, count = len(shape), count_K[number]
+            taken = count * widths[axes] if count else 0
+            if count:
+                yield b"".join((*parts, blobs[axes][:taken], b"eub"))
+                blobs[axes] = blobs[axes][taken:]
+            else:
+                yield b"".join((*parts, b"eub"))
+
+    def _places(self, index: Index, axes_K: torch.Tensor, rows: slice, tensors: range) -> Iterator[bytes]:
+        """Entries of ``storage_data``: where the chunks of a batch of tensors lie."""
+        keys_K = torch.tensor(
+            [self._numbers[index.tensors[number][0]] for number in tensors], dtype=torch.int64, device="cpu"
+        )
+        files_F = torch.tensor([self._numbers[name] for name in index.files], dtype=torch.int64, device="cpu")
+        for axes, row_M in _by_axes(index, axes_K, rows):
+            key, file = keys_K[index.tensor_N[row_M] - tensors.start], files_F[index.file_N[row_M]]
+            form: list[bytes | torch.Tensor] = [self._new("MetadataIndex") + b"}(" + self._text("fqn"), _fetch(key)]
+            form += [self._text("index") + b"N" + self._text("offset"), *self._sizes(index.offsets_ND[row_M, :axes])]
+            form += [b"ub" + self._new("_StorageInfo") + b"}(" + self._text("relative_path"), _fetch(file)]
+            form += [self._text("offset"), _integers(index.start_N[row_M])]
+            form += [self._text("length"), _integers(index.length_N[row_M]), b"ub"]
+            yield _rows(form, len(row_M))[0]
+
+    def _sizes(self, values_ND: torch.Tensor) -> list[bytes | torch.Tensor]:
+        """torch.Size of each row."""
+        axes = values_ND.shape[1]
+        columns = [_integers(values_ND[:, axis]) for axis in range(axes)]
+        return [self._global("Size") + (b"(" if axes > 3 else b""), *columns, _tuple_end(axes) + b"\x85R"]
+
+    def _properties(self, dtype: torch.dtype) -> bytes:
+        """One object for all tensors of a dtype. State: dtype, layout, requires_grad, memory format, pin_memory."""
+        if dtype in self._memo:
+            return self._memo[dtype]
+        number = self._number(dtype)
+        name = str(dtype).removeprefix("torch.")
+        parts = [self._new("TensorProperties"), b"(", self._text("torch"), self._text(name), b"\x93"]
+        parts += [self._global("_get_layout"), self._text("torch.strided"), b"\x85R\x89"]
+        parts += [self._global("_MEM_FORMAT_ENCODING"), b"K\x00\x85R\x89tb", number]
+        return b"".join(parts)
+
+    def _size(self, shape: Ints) -> bytes:
+        return self._global("Size") + _tuple(shape) + b"\x85R"
+
+    def _optional(self, text: str | None) -> bytes:
+        return b"N" if text is None else self._text(text)
+
+    def _new(self, name: str) -> bytes:
+        """An object without state: BUILD adds it."""
+        return self._global(name) + b")\x81"
+
+    def _global(self, name: str) -> bytes:
+        place = ("global", name)
+        if place in self._memo:
+            return self._memo[place]
+        loaded = self._text(_GLOBALS[name]) + self._text(name) + b"\x93"
+        return loaded + self._number(place)
+
+    def _text(self, text: str) -> bytes:
+        if text in self._memo:
+            return self._memo[text]
+        data = text.encode("utf-8", "surrogatepass")
+        head = b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
+        return head + data + self._number(text)
+
+    def _number(self, value: object) -> bytes:
+        """The opcode that puts the top of the stack into the memo; from now on ``value`` is fetched from there."""
+        number = len(self._memo)
+        self._numbers[value] = number
+        short = number < 256
+        self._memo[value] = b"h" + bytes([number]) if short else b"j" + struct.pack("<I", number)
+        return b"q" + bytes([number]) if short else b"r" + struct.pack("<I", number)
+
+
+def _batches(count_K: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Tensors [first, last) and their rows [low, high), some ``_BATCH_ROWS`` or the rows of one tensor at a time."""
+    first = low = high = 0
+    for number, count in enumerate(count_K):
+        if high > low and high - low + count > _BATCH_ROWS:
+            yield first, number, low, high
+            first, low = number, high
+        high += count
+    if first < len(count_K):
+        yield first, len(count_K), low, high
+
+
+def _by_axes(index: Index, axes_K: torch.Tensor, rows: slice) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of tensors of 0, 1, 2, .. axes."""
+    axes_N = axes_K[index.tensor_N[rows]]
+    for axes in torch.unique(axes_N).tolist():
+        yield axes, torch.nonzero(axes_N == axes)[:, 0] + rows.start
+
+
+def _integers(values_N: torch.Tensor) -> torch.Tensor:
+    """The opcode of each count with its bytes, one row for each: BININT, or LONG1 of 8 bytes if one needs it."""
+    wide = bool((values_N >= _LIMIT32).any())
+    head = b"\x8a\x08" if wide else b"J"
+    return _little(head, values_N, 8 if wide else 4)
+
+
+def _fetch(numbers_N: torch.Tensor) -> torch.Tensor:
+    """LONG_BINGET of each number of the memo."""
+    return _little(b"j", numbers_N, 4)
+
+
+def _little(head: bytes, values_N: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """``head`` and the low bytes of each value, the lowest first: uint8 of N rows."""
+    rows = torch.empty(len(values_N), len(head) + nbytes, dtype=torch.uint8, device="cpu")
+    rows[:, : len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    parts = values_N.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(-1, 8)
+    rows[:, len(head) :] = (parts if sys.byteorder == "little" else parts.flip(1))[:, :nbytes]
+    return rows
+
+
+def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]:
+    """The bytes of ``count`` rows end to end, and the bytes of one. See [Note: rows]."""
+    width = sum(len(part) if isinstance(part, bytes) else part.shape[1] for part in form)
+    rows, at = torch.empty(count, width, dtype=torch.uint8, device="cpu"), 0
+    for part in form:
+        columns = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
+        rows[:, at : at + columns.shape[-1]] = columns
+        at += columns.shape[-1]
+    return bytes(tensor_bytes(rows)), width
+
+
+def _tuple(values: Ints) -> bytes:
+    parts = b"".join(map(integer, values))
+    return (b"(" if len(values) > 3 else b"") + parts + _tuple_end(len(values))
+
+
+def _tuple_end(length: int) -> bytes:
+    return (b")", b"\x85", b"\x86", b"\x87")[length] if length < 4 else b"t"
+
+
+def integer(value: int) -> bytes:
+    """The opcode of a count."""
+    if value < 1 << 8:
+        return b"K" + value.to_bytes(1, "little")
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    nbytes = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([nbytes]) + value.to_bytes(nbytes, "little")

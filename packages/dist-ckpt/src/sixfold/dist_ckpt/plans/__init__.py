@@ -1,0 +1,1 @@
+"""Tables of all ranks, plans of what moves where, and all that can be wrong with them. Pure."""

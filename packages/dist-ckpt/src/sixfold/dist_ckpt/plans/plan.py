@@ -1,0 +1,247 @@
+"""Plans: which boxes a rank writes, and which parts of which frames it reads.
+
+    records --> plan_save (this file) --> transfer.write
+    records + manifest --> plan_load (this file) --> reader.py
+
+Pure: no files, no ranks, no tensor data. Each step prints as one line.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, intersect, whole
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
+
+
+class ShardReport(NamedTuple):
+    """What other ranks must know of a shard; small, because it travels."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    main: bool
+
+
+class ObjectReport(NamedTuple):
+    """The same of a ShardedObject."""
+
+    key: str
+    stored_key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    main: bool
+
+
+class Write(NamedTuple):
+    """One box to write: a piece of record number ``record`` of this rank."""
+
+    record: int
+    key: str
+    dtype: torch.dtype
+    piece: Piece
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.box.volume * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"write {describe(self.key, self.piece.box, self.shape)}"
+
+
+class Read(NamedTuple):
+    """One part to read: what a piece of record number ``record`` and a stored chunk share."""
+
+    record: int
+    key: str
+    piece: Piece
+    chunk: StoredChunk
+    part: Box
+    stored_dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"read {describe(self.key, self.part, self.shape)} from {self.chunk.frame}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadPlan:
+    """Reads in the order of files and offsets; pieces to zero first; what cannot be read at all.
+
+    ``unexpected`` are indices of records whose key is not stored, ``mismatches`` one line each.
+    """
+
+    reads: tuple[Read, ...]
+    zeroed: tuple[tuple[int, Piece], ...]
+    unexpected: tuple[int, ...]
+    mismatches: tuple[str, ...]
+
+    def frames(self) -> set[ByteRange]:
+        """Every frame that is touched."""
+        return {read.chunk.frame for read in self.reads}
+
+
+def report(record: ShardedTensor) -> ShardReport:
+    """What travels of a shard."""
+    boxes = tuple(piece.box for piece in record.pieces())
+    return ShardReport(record.key, record.dtype, record.global_shape, boxes, is_main_replica(record.replica_id))
+
+
+def plan_save(records: Sequence[ShardedTensor], pieces: Sequence[Sequence[Piece]]) -> tuple[Write, ...]:
+    """The pieces of this rank's main replicas, in the order of the records, whose pieces are given."""
+    return tuple(
+        Write(index, record.key, record.dtype, piece, record.global_shape)
+        for index, (record, own) in enumerate(zip(records, pieces, strict=True))
+        if is_main_replica(record.replica_id)
+        for piece in own
+    )
+
+
+def plan_load(
+    records: Sequence[ShardedTensor],
+    manifest: Manifest,
+    *,
+    dtype_policy: str,
+    pieces: Sequence[Sequence[Piece]] | None = None,
+) -> LoadPlan:
+    """Intersect what is asked for with what is stored; ``pieces`` of the records, if they are known already.
+
+    Raises:
+        CorruptError: the stored chunks leave a hole in a wanted part (peers return what was in memory), or overlap.
+    Cost: near linear in pieces and the chunks that they share elements with.
+    """
+    reads: list[Read] = []
+    zeroed: list[tuple[int, Piece]] = []
+    unexpected: list[int] = []
+    mismatches: list[str] = []
+    searches: dict[int, _Search] = {}
+    for index, record in enumerate(records):
+        stored = manifest.tensors.get(record.key)
+        if stored is None:
+            unexpected.append(index)
+            continue
+        problem = _mismatch(record, stored.shape, stored.dtype, dtype_policy)
+        if problem:
+            mismatches.append(problem)
+            continue
+        for piece in record.pieces() if pieces is None else pieces[index]:
+            wanted: Box | None = piece.box
+            if not piece.box.within(stored.shape):
+                wanted = intersect(piece.box, whole(stored.shape))
+                zeroed.append((index, piece))
+            if wanted is None:
+                continue
+            found, begin = 0, len(reads)
+            for chunk in _near(wanted, stored, searches):
+                part = wanted if wanted == chunk.box else intersect(wanted, chunk.box)
+                if part is not None:
+                    found += part.volume
+                    reads.append(Read(index, record.key, piece, chunk, part, stored.dtype, stored.shape))
+            if found < wanted.volume:
+                where = describe(record.key, wanted, stored.shape)
+                raise CorruptError(
+                    f"{where}: {wanted.volume - found} of its elements are in no chunk of the checkpoint"
+                )
+            several = len(reads) > begin + 1
+            if several and sum(cover_weight(read.part) for read in reads[begin:]) != cover_weight(wanted):
+                where = describe(record.key, wanted, stored.shape)
+                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
+    reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
+    return LoadPlan(
+        reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
+    )
+
+
+class _Search(NamedTuple):
+    """The chunks of one tensor by their starts on the axis that tells them apart best."""
+
+    axis: int
+    starts: list[int]
+    longest: int
+    chunks: list[StoredChunk]
+
+
+def _near(wanted: Box, stored: StoredTensor, searches: dict[int, _Search]) -> Sequence[StoredChunk]:
+    """The chunks that may share an element with ``wanted``."""
+    if len(stored.chunks) < 16 or not stored.shape:
+        return stored.chunks
+    search = searches.get(id(stored))
+    if search is None:
+        boxes = [chunk.box for chunk in stored.chunks]
+        axis = max(range(len(stored.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+        ordered = sorted(stored.chunks, key=lambda chunk: chunk.box.offset[axis])
+        longest = max(box.size[axis] for box in boxes)
+        search = searches[id(stored)] = _Search(axis, [c.box.offset[axis] for c in ordered], longest, ordered)
+    start = wanted.offset[search.axis]
+    low = bisect_right(search.starts, start - search.longest)
+    return search.chunks[low : bisect_left(search.starts, start + wanted.size[search.axis])]
+
+
+def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:
+    asked = record.global_shape
+    if asked != shape and not (record.allow_shape_mismatch and len(asked) == len(shape)):
+        hint = "ask for the stored shape, or set allow_shape_mismatch where only padding differs"
+        return f"{record.key}: asked for global shape {asked}, stored is {shape}; {hint}"
+    if record.dtype != dtype and dtype_policy == "strict":
+        return f"{record.key}: asked for {record.dtype}, stored is {dtype}; dtype_policy is 'strict'"
+    if record.dtype.is_complex != dtype.is_complex:
+        return f"{record.key}: asked for {record.dtype}, stored is {dtype}; complex and real do not convert"
+    return None
+
+
+def assign(touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
+    """Share the blocks that ranks touch: each to one rank that reads it anyway, evenly.
+
+    Args:
+        touched: spans of blocks by rank, sorted.
+    Returns:
+        Spans by rank, disjoint, in the order of files and blocks; together all that is touched.
+    """
+    events: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, spans in enumerate(touched):
+        for span in spans:
+            events[span.file] += [(span.first, 1, rank), (span.stop, 0, rank)]
+    shares: list[list[Span]] = [[] for _ in touched]
+    load = [0] * len(touched)
+    for file in sorted(events):
+        active: dict[int, None] = {}
+        at = 0
+        for place, begins, rank in sorted(events[file]):
+            if active and place > at:
+                _deal(Span(file, at, place), list(active), load, shares)
+            at = place
+            if begins:
+                active[rank] = None
+            else:
+                del active[rank]
+    return shares
+
+
+def _deal(span: Span, ranks: list[int], load: list[int], shares: list[list[Span]]) -> None:
+    """Cut a span that all of ``ranks`` read into runs, each for the one of them with the least so far."""
+    step = max(4, (span.stop - span.first) // (4 * len(ranks))) if len(ranks) > 1 else span.stop - span.first
+    for turn, first in enumerate(range(span.first, span.stop, step)):
+        candidates = [ranks[(turn + i) % len(ranks)] for i in range(min(16, len(ranks)))]
+        rank = min(candidates, key=load.__getitem__)
+        part = Span(span.file, first, min(first + step, span.stop))
+        load[rank] += part.stop - part.first
+        own = shares[rank]
+        if own and own[-1].file == part.file and own[-1].stop == part.first:
+            part = Span(part.file, own.pop().first, part.stop)
+        own.append(part)
+
+
+def total_bytes(writes: Sequence[Write]) -> int:
+    """Bytes on disk with an upper bound of what frames add."""
+    return sum(write.nbytes + 1024 + (4096 if write.nbytes >= 1 << 18 else 64) for write in writes)

@@ -1,0 +1,220 @@
+"""Shard tables: what ranks must know of each other's shards, as integers in one array.
+
+    records --> tabulate (this file) --> bytes that travel --> merge --> validation.py, metadata
+
+A job of 1,024 ranks with 10,000 tensors has ten million shards: as objects they would take gigabytes and minutes. A
+table has one row of int64 for each box, and names, dtypes and shapes apart; ranks that hold parts of
+the same tensors have the same names, which are then read once. Pure: no files, no ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.geometry.box import Box, Ints
+from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
+
+
+class Kind(NamedTuple):
+    """What all shards of a tensor share."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Ints
+
+
+class Row(NamedTuple):
+    """One row read back: a box of ``kinds[kind]``; an empty shard has a box without elements."""
+
+    rank: int
+    kind: int
+    main: bool
+    box: Box
+
+
+class Encoded(NamedTuple):
+    """A table as it travels; ``names`` are equal bytes on ranks with equal kinds."""
+
+    names: bytes
+    dims: int
+    rows: bytes
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal tables."""
+        return sha256(b"%d %d " % (len(self.names), self.dims) + self.names + self.rows).hexdigest()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Boxes of one rank or, merged, of all.
+
+    ``rows_NW`` is int64 of N rows and ``2 + 2 * dims`` columns: number of the kind, 1 for a main replica,
+    offset, size. Tensors of fewer dimensions than ``dims`` have further axes of offset 0 and size 1, which change
+    no volume. ``ranks_N`` is the rank of each row.
+    """
+
+    kinds: tuple[Kind, ...]
+    dims: int
+    rows_NW: torch.Tensor
+    ranks_N: torch.Tensor
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(kind.key for kind in self.kinds)
+
+    @property
+    def offsets_ND(self) -> torch.Tensor:
+        """Where the boxes start."""
+        return self.rows_NW[:, 2 : 2 + self.dims]
+
+    @property
+    def sizes_ND(self) -> torch.Tensor:
+        """How long the boxes are."""
+        return self.rows_NW[:, 2 + self.dims :]
+
+    @cached_property
+    def shapes_KD(self) -> torch.Tensor:
+        """Global shapes of the kinds, further axes 1."""
+        shapes = [(*kind.shape, *(1,) * (self.dims - len(kind.shape))) for kind in self.kinds]
+        return torch.tensor(shapes, dtype=torch.int64, device="cpu").view(len(shapes), self.dims)
+
+    def row(self, index: int) -> Row:
+        """One row as values."""
+        kind, main, *numbers = self.rows_NW[index].tolist()
+        axes = len(self.kinds[kind].shape)
+        box = Box(tuple(numbers[:axes]), tuple(numbers[self.dims : self.dims + axes]))
+        return Row(int(self.ranks_N[index]), kind, bool(main), box)
+
+    def main_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of main replicas that have elements, by kind and then by place in the tensor, and their order.
+
+        The second is each row's number among all rows of main replicas with elements, as they stand in the table.
+        """
+        has = (self.rows_NW[:, 1] != 0) & (self.sizes_ND != 0).all(1)
+        row_M = torch.nonzero(has)[:, 0]
+        order_M = torch.arange(len(row_M), device="cpu")
+        for axis in (*range(1 + self.dims, 1, -1), 0):  # the last axis first, the kind last; each sort is stable
+            values_M = self.rows_NW[row_M[order_M], axis]
+            if bool((values_M[1:] < values_M[:-1]).any()):
+                order_M = order_M[torch.argsort(values_M, stable=True)]
+        return row_M[order_M], order_M
+
+    def encode(self) -> Encoded:
+        """The bytes that travel."""
+        keys, dtypes, shapes = zip(*self.kinds, strict=True) if self.kinds else ((), (), ())
+        return Encoded(pickle.dumps((keys, dtypes, shapes), 4), self.dims, bytes(tensor_bytes(self.rows_NW)))
+
+
+def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]]:
+    """The table of one rank's records, and the pieces that it is made of. An empty shard has a row too."""
+    dims = max((len(record.global_shape) for record in records), default=0)
+    kinds: dict[Kind, int] = {}
+    flat = array("q")
+    pieces = []
+    for record in records:
+        shape = record.global_shape
+        kind = kinds.setdefault(Kind(record.key, record.dtype, shape), len(kinds))
+        own = [*record.pieces()]
+        # An empty range of a scalar: its box has volume 1, being of no dimensions.
+        main, more = int(is_main_replica(record.replica_id) and bool(own or shape)), dims - len(shape)
+        pieces.append(own)
+        for offset, size in (piece.box for piece in own) if own else ((record.global_offset, (0,) * len(shape)),):
+            if more:
+                flat.extend((kind, main, *offset, *(0,) * more, *size, *(1,) * more))
+            else:
+                flat.extend((kind, main, *offset, *size))
+    width = 2 + 2 * dims
+    rows = (
+        torch.frombuffer(flat, dtype=torch.int64).view(-1, width)
+        if flat
+        else torch.empty(0, width, dtype=torch.int64, device="cpu")
+    )
+    return Table(tuple(kinds), dims, rows, torch.zeros(len(rows), dtype=torch.int64, device="cpu")), pieces
+
+
+def merge(tables: Sequence[Encoded]) -> Table:
+    """The tables of all ranks, in rank order, as one."""
+    dims = max((table.dims for table in tables), default=0)
+    counts = [len(table.rows) // (8 * (2 + 2 * table.dims)) for table in tables]
+    rows_NW = torch.empty(sum(counts), 2 + 2 * dims, dtype=torch.int64, device="cpu")
+    ranks_N = torch.empty(sum(counts), dtype=torch.int64, device="cpu")
+    kinds: dict[Kind, int] = {}
+    known: dict[bytes, torch.Tensor] = {}
+    at = 0
+    for rank, (table, count) in enumerate(zip(tables, counts, strict=True)):
+        if table.names not in known:
+            own = [Kind(*kind) for kind in zip(*pickle.loads(table.names), strict=True)]  # from a rank of this job
+            known[table.names] = torch.tensor(
+                [kinds.setdefault(kind, len(kinds)) for kind in own], dtype=torch.int64, device="cpu"
+            )
+        if count:
+            part, more = rows_NW[at : at + count], dims - table.dims
+            rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
+            part[:, : 2 + table.dims] = rows[:, : 2 + table.dims]
+            part[:, 2 + dims : 2 + dims + table.dims] = rows[:, 2 + table.dims :]
+            if more:
+                part[:, 2 + table.dims : 2 + dims] = 0
+                part[:, 2 + dims + table.dims :] = 1
+            part[:, 0] = known[table.names][rows[:, 0]]
+            ranks_N[at : at + count] = rank
+            at += count
+    return Table(tuple(kinds), dims, rows_NW, ranks_N)
+
+
+def covered_once(table: Table) -> torch.Tensor:
+    """Which kinds' main replicas cover each element exactly once: (K,) bool.
+
+    [Note: cover by hashes] Let h_d be a hash of places on axis d, and the weight of the interval [a, b) be
+    h_d(b) - h_d(a), that of a box the product over its axes, modulo 2**64. Weights of boxes that tile a
+    tensor add up to the weight of the tensor: sums telescope, exactly. Any hole or overlap leaves a sum of random
+    numbers, which is the weight of the whole by an accident of about 2**-60. No sorting and no pairs of boxes.
+    """
+    total_K = torch.zeros(len(table.kinds), dtype=torch.int64, device="cpu")
+    main = table.rows_NW[:, 1] != 0
+    rows = table.rows_NW if bool(main.all()) else table.rows_NW[main]
+    dims = table.dims
+    for part in torch.split(rows, 1 << 18):  # in the cache
+        total_K.index_add_(0, part[:, 0], _weights(part[:, 2 : 2 + dims], part[:, 2 + dims :]))
+    shapes = table.shapes_KD
+    return total_K == _weights(torch.zeros_like(shapes), shapes)
+
+
+def _weights(offsets_ND: torch.Tensor, sizes_ND: torch.Tensor) -> torch.Tensor:
+    weights_N = torch.ones(len(offsets_ND), dtype=torch.int64, device="cpu")
+    for axis in range(offsets_ND.shape[1]):
+        offset_N = offsets_ND[:, axis].contiguous()
+        weights_N *= _mixed(offset_N + sizes_ND[:, axis], axis) - _mixed(offset_N, axis)
+    return weights_N
+
+
+def _mixed(places_N: torch.Tensor, axis: int) -> torch.Tensor:
+    """splitmix64 of places, another one for each axis; int64 wraps around."""
+    mixed = places_N + (axis + 1) * 0x1E3779B97F4A7C15
+    mixed = (mixed ^ _shifted(mixed, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    mixed = (mixed ^ _shifted(mixed, 27)) * (0x94D049BB133111EB - (1 << 64))
+    return mixed ^ _shifted(mixed, 31)
+
+
+def _shifted(values_N: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift to the right."""
+    return (values_N >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def inside(table: Table) -> torch.Tensor:
+    """Which kinds have no box that leaves the tensor: (K,) bool."""
+    ends_ND = table.offsets_ND + table.sizes_ND
+    bad_N = ((table.offsets_ND < 0) | (table.sizes_ND < 0) | (ends_ND > table.shapes_KD[table.rows_NW[:, 0]])).any(1)
+    fine_K = torch.ones(len(table.kinds), dtype=torch.bool, device="cpu")
+    fine_K[table.rows_NW[bad_N, 0]] = False
+    return fine_K

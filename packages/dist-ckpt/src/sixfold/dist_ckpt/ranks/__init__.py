@@ -1,0 +1,1 @@
+"""What ranks tell each other, each wait with a deadline."""

@@ -1,0 +1,400 @@
+"""Relay: tensors that several ranks want are read by one of them and sent on while the next is read.
+
+    records of all ranks --> balance.py --> relay_through (this file): what this rank reads, sends, receives
+    Reader.run(on_complete) --> Relay (this file) --> the other ranks' tensors
+
+[Note: what is promised is sent] A rank that fails while it reads still sends what its peers wait for, whatever
+the bytes are: the load that follows is an error on every rank, and no rank waits for its deadline.
+
+[Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
+contiguous copy. So what is sent is cut into pieces, and a rank has ``_HELD_BYTES`` for others' pieces and for copies
+in each of its lanes: sent, received, broadcast. A lane posts its pieces in the order of their numbers, as far as
+there is room. No piece waits for ever: all before the first one that is not over are over, so that each rank of it
+has room for it and posts it. The memory is a ring and not the allocator's: pieces that come and go cost glibc thrice
+their size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sixfold.dist_ckpt.errors import LostPeerError, ShardingError
+from sixfold.dist_ckpt.geometry.box import Box, range_boxes
+from sixfold.dist_ckpt.plans.balance import Shared, share_out
+from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.state.dense import is_plain
+from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId
+
+EXCHANGE_ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
+_FIRST_TAG = 0x5D000000  # keeps parts apart from each other and from a trainer's own messages
+_CUT_FROM_BYTES = 1 << 20  # smaller shards stay whole
+_PIECE_BYTES = 8 << 20
+_HELD_BYTES = 32 << 20  # at least a piece
+_ALIGNMENT = 128  # of copies: NCCL is fastest there
+Place = tuple[str, int]
+
+
+class Identity(NamedTuple):
+    """Shards with equal identities hold the same values in the same order."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    elements: int
+
+
+def identity(record: ShardedTensor) -> Identity:
+    """What tells a shard from others, wherever it is held."""
+    boxes = tuple(piece.box for piece in record.pieces())
+    return Identity(record.key, record.dtype, record.global_shape, boxes, sum(box.volume for box in boxes))
+
+
+def cut_unit(record: ShardedTensor) -> int:
+    """Elements between two places where a shard may be cut: a row where rows are small, all where it may not be."""
+    elements = identity(record).elements
+    if record.data is None or not record.data.is_contiguous() or elements * record.dtype.itemsize < _CUT_FROM_BYTES:
+        return max(1, elements)
+    row = prod(record.local_shape[1:])
+    return row if row * 1000 <= elements else 1
+
+
+def part_of(record: ShardedTensor, start: int, stop: int) -> ShardedTensor:
+    """Elements [start, stop) of a shard's data as a shard of its own, sharing memory."""
+    if (start, stop) == (0, identity(record).elements):
+        return record
+    base = 0 if record.flattened_range is None else record.flattened_range.start
+    data = None if record.data is None else record.data.detach().view(-1)[start:stop]
+    return replace(record, data=data, flattened_range=slice(base + start, base + stop))
+
+
+class _Wish(NamedTuple):
+    """What other ranks must know of a record to be loaded."""
+
+    shard: ShardId
+    identity: Identity
+    relaxed: bool
+    device: str
+    unit: int
+    place: Place  # where in the checkpoint its last bytes lie: the order of reading
+
+
+class Passage(NamedTuple):
+    """Elements [start, stop) of a shard, read by ``sender`` and wanted by ``receivers``.
+
+    ``records`` are their indices at the sender and at each receiver.
+    """
+
+    number: int
+    sender: int
+    receivers: tuple[int, ...]
+    records: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: torch.dtype
+    device: str
+    shard: ShardId
+
+
+class _Piece(NamedTuple):
+    """Elements [start, stop) of a shard, sent at once. Numbers are the same on all ranks."""
+
+    number: int
+    passage: Passage
+    start: int
+    stop: int
+
+
+class _Ring:
+    """``_HELD_BYTES`` on a device, lent in parts that come back in the order in which they were taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8, device=device)
+        self._lent: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """Uninitialised bytes; None while there is no room."""
+        oldest, newest = (self._lent[0], self._lent[-1]) if self._lent else ((0, 0), (0, 0))
+        at = -(-newest[1] // _ALIGNMENT) * _ALIGNMENT
+        wrapped = newest[0] < oldest[0]
+        if at + nbytes > (oldest[0] if wrapped else _HELD_BYTES):
+            if wrapped or nbytes > oldest[0]:
+                return None
+            at = 0
+        self._lent.append((at, at + nbytes))
+        return self._memory[at : at + nbytes]
+
+    def give_back(self) -> None:
+        """The part that was taken first of those lent."""
+        self._lent.popleft()
+
+
+class _UnderWay(NamedTuple):
+    """A piece that is posted; ``target`` is the strided tensor that ``data`` is copied to in the end."""
+
+    piece: _Piece
+    data: torch.Tensor
+    ring: _Ring | None  # whose memory ``data`` is; None: the tensor's own
+    target: torch.Tensor | None
+    works: list[tuple[dist.Work, int]]  # each with the peer that it waits for
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one rank posts in order. See [Note: few pieces are held]."""
+
+    left: deque[_Piece]
+    polled: bool  # wait() on an accelerator's work does not block the host; a message of gloo cannot be polled
+    under_way: deque[_UnderWay] = field(default_factory=deque)
+    rings: dict[torch.device, _Ring] = field(default_factory=dict)
+
+
+def on_accelerator(passage: Passage) -> bool:
+    """Tensors there have one stream per group: an order that all ranks know, and no tags."""
+    return passage.device != "cpu"
+
+
+def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
+    """Who reads what and whom it is sent to, in the order of the checkpoint. Pure."""
+    wanted: dict[tuple[Any, ...], dict[int, int]] = {}
+    alone: list[tuple[int, int, _Wish]] = []
+    wishes: dict[tuple[Any, ...], _Wish] = {}
+    for rank, found in enumerate(by_rank):
+        for index, wish in enumerate(found):
+            key = (wish.identity, wish.relaxed, wish.device)
+            if rank in wanted.setdefault(key, {}):
+                alone.append((rank, index, wish))  # a second copy on one rank
+            else:
+                wanted[key][rank] = index
+                wishes[key] = wish if key not in wishes or wish.unit > wishes[key].unit else wishes[key]
+    keys = sorted(wanted, key=lambda key: (wishes[key].place, wishes[key].identity.key))
+    shards = [
+        Shared(w.identity.elements, w.identity.dtype.itemsize, tuple(sorted(wanted[key])), w.unit)
+        for key in keys
+        for w in [wishes[key]]
+    ]
+    passages: list[Passage] = []
+    for key, parts in zip(keys, share_out(shards, len(by_rank)), strict=True):
+        for part in parts:
+            others = tuple(rank for rank in sorted(wanted[key]) if rank != part.rank)
+            records = tuple(wanted[key][rank] for rank in (part.rank, *others))
+            kind = wishes[key]
+            what = part.start, part.stop, kind.identity.dtype, kind.device, kind.shard
+            passages.append(Passage(len(passages), part.rank, others, records, *what))
+    for rank, index, wish in alone:
+        what = 0, wish.identity.elements, wish.identity.dtype, wish.device, wish.shard
+        passages.append(Passage(len(passages), rank, (), (index,), *what))
+    return passages
+
+
+def relay_through(
+    make: Callable[[], tuple[list[ShardedTensor], dict[int, Place]]],
+    within: Exchange,
+    memory: dict[str, Any] | None,
+    *,
+    whole_shards: bool = False,
+    by_broadcast: Callable[[Passage], bool] = on_accelerator,
+) -> Relay:
+    """Agree with the ranks of ``within`` on who reads what. Collective.
+
+    Args:
+        make: gives this rank's records, their data allocated, and where each lies in the checkpoint; may raise:
+            then the error is raised on all ranks of ``within``.
+        memory: keeps the plan for the next load of the same records; None: nothing is kept.
+        whole_shards: cut none.
+        by_broadcast: what all ranks take part in; the rest goes point to point. The same on all ranks.
+    Raises:
+        ShardingError: ``memory`` holds the plan of other records.
+    """
+
+    def tell() -> tuple[list[ShardedTensor], list[_Wish]]:
+        records, places = make()
+        return records, [_wish(record, places.get(i, ("", 0)), whole_shards) for i, record in enumerate(records)]
+
+    if memory:
+        records, wishes = tell()
+        if _without_places(wishes) != memory["wishes"]:
+            raise ShardingError(
+                "the records are others than at the first load, and do_cache_distribution is set; make a new strategy"
+            )
+        return Relay(records, memory["passages"], within, by_broadcast)
+    records, passages = within.together(tell, plan_passages)
+    if memory is not None:
+        wishes = [_wish(record, ("", 0), whole_shards) for record in records]
+        memory.update(wishes=_without_places(wishes), passages=passages)
+    return Relay(records, passages, within, by_broadcast)
+
+
+def _without_places(wishes: list[_Wish]) -> list[_Wish]:
+    return [wish._replace(place=("", 0)) for wish in wishes]
+
+
+def _wish(record: ShardedTensor, place: Place, whole_shards: bool) -> _Wish:
+    assert record.data is not None, f"{record} has no data"
+    same = identity(record)
+    unit = max(1, same.elements) if whole_shards else cut_unit(record)
+    return _Wish(record.shard_id, same, record.allow_shape_mismatch, record.data.device.type, unit, place)
+
+
+class Relay:
+    """One rank's share of a parallel load.
+
+    Attributes:
+        mine: what this rank reads, in the order of the checkpoint: records, or parts of them.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ShardedTensor],
+        passages: Sequence[Passage],
+        within: Exchange,
+        by_broadcast: Callable[[Passage], bool] = on_accelerator,
+    ) -> None:
+        self._within, rank = within, within.rank
+        self._records = records
+        self._read = [passage for passage in passages if passage.sender == rank]
+        self.mine = [part_of(records[p.records[0]], p.start, p.stop) for p in self._read]
+        self._ready: set[int] = set()
+        self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
+        pieces = list(_pieces(passages))
+        direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
+        self._lanes = (
+            _Lane(deque(piece for piece in direct if rank in piece.passage.receivers), polled=False),
+            _Lane(deque(piece for piece in direct if rank == piece.passage.sender), polled=False),
+            _Lane(deque(piece for piece in pieces if piece.passage.number in self._broadcasts), polled=True),
+        )
+
+    def start(self) -> None:
+        """Post what this rank will receive; nothing may fail between this and ``finish``."""
+        self._advance()
+
+    def on_complete(self, index: int) -> None:
+        """Number ``index`` of ``mine`` is in place: send it on."""
+        self._ready.add(self._read[index].number)
+        self._advance()
+
+    def finish(self) -> None:
+        """Send what is left and wait for all. See [Note: what is promised is sent].
+
+        Raises:
+            LostPeerError: a rank died or is late.
+        """
+        self._ready.update(passage.number for passage in self._read)
+        self._advance()
+        while busy := [lane for lane in self._lanes if lane.under_way]:
+            self._settle(min(busy, key=lambda lane: lane.under_way[0].piece.number))
+            self._advance()
+        for lane in self._lanes:
+            assert not lane.left, f"no room for {lane.left[0]} where nothing is under way"
+            lane.rings.clear()
+
+    def _advance(self) -> None:
+        """Settle what is over and post what there is room for; waits for nothing."""
+        for lane in self._lanes:
+            while lane.under_way and all(work.is_completed() for work, _ in lane.under_way[0].works):
+                self._settle(lane)
+            while lane.left and (posted := self._post(lane.left[0], lane.rings)):
+                lane.left.popleft()
+                lane.under_way.append(posted)
+
+    def _post(self, piece: _Piece, rings: dict[torch.device, _Ring]) -> _UnderWay | None:
+        """Send a piece or prepare to receive it; None if its values are not there yet or there is no room."""
+        passage, sends = piece.passage, piece.passage.sender == self._within.rank
+        if sends and passage.number not in self._ready:
+            return None
+        tensor = self._tensor(passage)
+        if tensor is not None and is_plain(tensor):
+            data = tensor.view(-1)[piece.start : piece.stop]
+            return _UnderWay(piece, data, None, None, self._works(passage, data, piece.number))
+        device = torch.device(passage.device) if tensor is None else tensor.device
+        if device not in rings:
+            rings[device] = _Ring(device)
+        ring = rings[device]
+        memory = ring.take((piece.stop - piece.start) * passage.dtype.itemsize)
+        if memory is None:
+            return None
+        data = memory.view(passage.dtype)
+        if sends:
+            assert tensor is not None, f"{passage} is sent by a rank that does not want it"
+            for region, place in _regions(tensor, piece.start, piece.stop):
+                data[place].view(region.shape).copy_(region)
+        target = None if sends else tensor
+        return _UnderWay(piece, data, ring, target, self._works(passage, data, piece.number))
+
+    def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work, int]]:
+        raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
+        sender = passage.sender  # back ends know few dtypes, but all know bytes
+        posted: list[tuple[dist.Work | None, int]]
+        if passage.number in self._broadcasts:
+            posted = [(dist.broadcast(raw, group=self._within.group, group_src=sender, async_op=True), sender)]
+        elif sender == self._within.rank:
+            posted = [(dist.isend(raw, group=channel, group_dst=p, tag=tag), p) for p in passage.receivers]
+        else:
+            posted = [(dist.irecv(raw, group=channel, group_src=sender, tag=tag), sender)]
+        works = [(work, peer) for work, peer in posted if work is not None]
+        assert len(works) == len(posted), f"rank {self._within.rank} is not in the group"
+        return works
+
+    def _settle(self, lane: _Lane) -> None:
+        """Wait for the first piece under way, and put it in place."""
+        piece, data, ring, target, works = lane.under_way[0]
+        for work, peer in works:
+            self._wait(work, peer, lane.polled)
+        if target is not None:
+            for region, place in _regions(target, piece.start, piece.stop):
+                region.copy_(data[place].view(region.shape))
+        lane.under_way.popleft()
+        if ring is not None:
+            ring.give_back()
+
+    def _tensor(self, passage: Passage) -> torch.Tensor | None:
+        """This rank's tensor of a passage; None if it wants none."""
+        ranks, rank = (passage.sender, *passage.receivers), self._within.rank
+        if rank not in ranks:
+            return None
+        data = self._records[passage.records[ranks.index(rank)]].data
+        assert data is not None, "records of a relay have data"
+        return data.detach()
+
+    def _wait(self, work: dist.Work, peer: int, polled: bool) -> None:
+        timeout_s = self._within.timeout_s
+        try:
+            deadline = time.monotonic() + timeout_s
+            while polled and not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the deadline has passed")
+                time.sleep(0.0005)
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise LostPeerError(
+                f"rank {peer} of {self._within.ranks} is dead or later than timeout_s={timeout_s:g} with the tensors "
+                f"that it reads for others (rank {self._within.rank} waited: {reason}). Restart the job"
+            ) from error
+
+
+def _pieces(passages: Sequence[Passage]) -> Iterator[_Piece]:
+    number = 0
+    for passage in passages:
+        step = max(1, _PIECE_BYTES // passage.dtype.itemsize)
+        for start in range(passage.start, passage.stop if passage.receivers else passage.start, step):
+            yield _Piece(number, passage, start, min(start + step, passage.stop))
+            number += 1
+
+
+def _regions(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Elements [start, stop) of a tensor in row-major order as blocks of it, each with its place in that range."""
+    at = 0
+    for box in range_boxes(tensor.shape, start, stop):
+        index = tuple(slice(low, low + length) for low, length in zip(box.offset, box.size, strict=True))
+        yield tensor[index], slice(at, at + box.volume)
+        at += box.volume

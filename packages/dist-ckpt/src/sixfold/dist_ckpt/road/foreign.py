@@ -1,0 +1,312 @@
+"""Strategies that the built-in engine does not know: their own code runs, between our checks and our commit.
+
+    save: records --> checked over all ranks --> strategy.save into a staging folder --> commit (this file)
+    load: folder --> strategy's listing --> checked over all ranks --> strategy.load (this file) --> result
+
+What a strategy of a user writes has no ``integrity.json``, unless it wraps the torch_dist strategy; then
+that file is completed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
+from sixfold.dist_ckpt.files import integrity, metadata
+from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.ranks.exchange import Exchange, told_to_all
+from sixfold.dist_ckpt.road import loading, saving
+from sixfold.dist_ckpt.road.loading import LoadRequest
+from sixfold.dist_ckpt.road.reader import check_policy
+from sixfold.dist_ckpt.road.saving import SaveRequest
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveEngine,
+    SaveShardedStrategy,
+    owns_file,
+)
+
+CONFIG_NAME = "metadata.json"
+Config = tuple[tuple[str, int], tuple[str, int]]
+
+
+def read_config(checkpoint_dir: str | Path) -> Config | None:
+    """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
+    try:
+        return metadata.read_config(storage.read_small(Path(checkpoint_dir) / CONFIG_NAME))
+    except (OSError, ValueError, CheckpointError):  # what is wrong with it, the engine says
+        return None
+
+
+def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: SaveCommonStrategy) -> None:
+    """As ``serialization.save``, with strategies that write by themselves."""
+    if request.check_finite:
+        raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
+    exchange = Exchange(request.group, request.timeout_s)
+    with told_to_all(request.group, request.timeout_s):
+        target = paths.resolved(Path(request.path))
+    (expanded, parts), _ = exchange.together(lambda: (_split(request.state), None), lambda _: None)
+    agreed = saving.agree_on(replace(request, state=expanded, path=target), SaveEngine())
+    staging = Path(agreed.ticket.staging)
+
+    def write() -> tuple[None, None]:
+        mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
+        if exchange.rank:
+            storage.check_shared(staging)
+        with storage.full_disk_told(staging, agreed.content.nbytes), storage.overtaken_told(staging, target):
+            strategy.save(mine, staging)
+            if objects:
+                common_strategy.save_sharded_objects(objects, staging)
+        return None, None
+
+    def commit(_: list[None]) -> None:
+        with storage.overtaken_told(staging, target):
+            write_last()
+
+    def write_last() -> None:
+        strategy.check_written(staging)
+        common_strategy.save_common(agreed.content.common, staging)
+        config = {
+            "sharded_backend": strategy.backend,
+            "sharded_backend_version": strategy.version,
+            "common_backend": common_strategy.backend,
+            "common_backend_version": common_strategy.version,
+        }
+        storage.write_file(staging, CONFIG_NAME, json.dumps(config).encode())
+        _complete_integrity(staging)
+        _sync(staging)
+        storage.check_target(target, request.if_exists, owns_file)
+        storage.commit(staging, target, agreed.ticket.save_id)
+
+    try:
+        exchange.together(write, commit)
+    except BaseException:
+        agreed.abandon()
+        raise
+
+
+def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], tree.Split]:
+    """A state dict without factories, and its parts."""
+    expanded, _ = factory.expand(tree.checked(state))
+    return expanded, tree.split(expanded)
+
+
+def _shares(records: list[tuple[tree.Path, ShardedBase]], with_objects: bool) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What the sharded strategy gets and what the common strategy gets, as nested dicts."""
+    objects = {path: record for path, record in records if isinstance(record, ShardedObject) and not with_objects}
+    rest = {path: record for path, record in records if path not in objects}
+    return tree.nest(rest), tree.nest(dict(objects))
+
+
+def _complete_integrity(staging: Path) -> None:
+    """Add the files that were written after ``integrity.json``, if a wrapped strategy wrote one."""
+    path = staging / integrity.FILE_NAME
+    if not path.exists():
+        return
+    known = integrity.decode(path, path.read_bytes())
+    later = sorted(entry for entry in staging.iterdir() if entry.name not in known.files and entry != path)
+    files = dict(known.files) | {entry.name: integrity.digest_of(entry.read_bytes()) for entry in later}
+    path.unlink()
+    storage.write_file(staging, integrity.FILE_NAME, integrity.Integrity(save_id=known.save_id, files=files).encode())
+
+
+def _sync(staging: Path) -> None:
+    """Put on disk what a strategy wrote; its own code need not know how."""
+    for folder, _, names in os.walk(staging):
+        for name in names:
+            handle = os.open(Path(folder) / name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        storage.sync_folder(Path(folder))
+
+
+def _union(keys_by_rank: list[set[str]]) -> list[str]:
+    return sorted({key for keys in keys_by_rank for key in keys})
+
+
+class _Wanted(NamedTuple):
+    """What this rank asks for."""
+
+    expanded: Any
+    merges: list[factory.Merge]
+    parts: tree.Split
+    stored: dict[str, ShardedTensor | ShardedObject]
+    common: dict[Any, Any]
+
+
+class _Asked(NamedTuple):
+    """What the first rank must know of it."""
+
+    tensors: list[plan.ShardReport]
+    objects: list[plan.ObjectReport]
+    stored: frozenset[str]
+    mismatches: list[str]
+
+
+def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
+    """As ``serialization.load``, with strategies that read by themselves."""
+    check_policy(request.dtype_policy)
+    strict = validation.parse_strict(request.strict)
+    with told_to_all(request.group, request.timeout_s):
+        folder = paths.resolved(Path(request.path))
+    exchange = Exchange(request.group, request.timeout_s)
+
+    def decide(asked: list[_Asked]) -> tuple[set[str], set[str]]:
+        stored = asked[0].stored
+        if any(part.stored != stored for part in asked):
+            raise CorruptError(f"the ranks see different checkpoints under {folder}; they share one file system")
+        keys = {shard.key for part in asked for shard in part.tensors}
+        keys |= {cell.stored_key for part in asked for cell in part.objects}
+        missing, unexpected = set(stored - keys), set(keys - stored)
+        validation.check_keys(strict, missing, unexpected)
+        validation.raise_problems([line for part in asked for line in part.mismatches], "asked for", MismatchError)
+        if request.validate_access_integrity:
+            problems = validation.tensor_problems([part.tensors for part in asked], "asked for")
+            problems += validation.object_problems([part.objects for part in asked], "asked for")
+            validation.raise_problems(problems, "asked for", ShardingError)
+        return missing, unexpected
+
+    wanted, (missing, unexpected) = exchange.together(
+        lambda: _want(request.state, folder, strategy, common_strategy, request.dtype_policy), decide
+    )
+    values, casts = exchange.together(
+        lambda: _values(wanted, unexpected, folder, strategy, common_strategy, request.dtype_policy), _union
+    )
+    if casts and request.dtype_policy == "cast":
+        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=3)
+    result = tree.assemble(wanted.common, wanted.expanded, values)
+    places = [path for path, _ in (*wanted.parts.records, *wanted.parts.local)]
+    factory.merge(result, wanted.merges, [path for path in places if path not in values])
+    result = {} if result is tree.GONE else result
+    missing = missing if strict.minds_missing else set()
+    if strict.logs:
+        loading.warn_of_keys(missing, unexpected)
+    return (result, missing, unexpected) if strict.returns else result
+
+
+def _want(
+    state: Mapping[Any, Any],
+    folder: Path,
+    strategy: LoadShardedStrategy,
+    common_strategy: LoadCommonStrategy,
+    dtype_policy: str,
+) -> tuple[_Wanted, _Asked]:
+    if not folder.is_dir():
+        raise MismatchError(f"Checkpoint directory {folder} does not exist")
+    config = read_config(folder)
+    if config is not None:
+        for kind, (backend, version) in zip((strategy, common_strategy), config, strict=True):
+            kind.check_backend_compatibility(backend)
+            kind.check_version_compatibility(version)
+    expanded, merges = factory.expand(tree.checked(state))
+    parts = tree.split(expanded)
+    stored = listing(folder, strategy, common_strategy)
+    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
+    objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
+    mismatches = [line for record in tensors if (line := _mismatch(record, stored.get(record.key), dtype_policy))]
+    wanted = _Wanted(expanded, merges, parts, stored, common_strategy.load_common(folder))
+    reports = [plan.report(record) for record in tensors]
+    return wanted, _Asked(reports, [saving.object_report(record) for record in objects], frozenset(stored), mismatches)
+
+
+def listing(
+    folder: Path, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Everything stored, by key."""
+    stored = dict(strategy.load_sharded_metadata(folder))
+    if not strategy.can_handle_sharded_objects:
+        stored.update(common_strategy.load_sharded_metadata(folder))
+    return stored
+
+
+def _mismatch(record: ShardedTensor, stored: ShardedTensor | ShardedObject | None, dtype_policy: str) -> str | None:
+    if not isinstance(stored, ShardedTensor):
+        return None
+    if record.global_shape != stored.global_shape and not record.allow_shape_mismatch:
+        return f"{record.key}: asked for global shape {record.global_shape}, stored is {stored.global_shape}"
+    if record.dtype != stored.dtype and dtype_policy == "strict":
+        return f"{record.key}: asked for {record.dtype}, stored is {stored.dtype}; dtype_policy is 'strict'"
+    return None
+
+
+def _values(
+    wanted: _Wanted,
+    unexpected: set[str],
+    folder: Path,
+    strategy: LoadShardedStrategy,
+    common_strategy: LoadCommonStrategy,
+    dtype_policy: str,
+) -> tuple[dict[tree.Path, Any], set[str]]:
+    """What was loaded, by place, and the keys whose dtype was converted."""
+    present: list[tuple[tree.Path, ShardedBase]] = []
+    for path, record in wanted.parts.records:
+        if isinstance(record, ShardedObject) and record.unique_key not in unexpected:
+            present.append((path, record.without_data()))
+        elif isinstance(record, ShardedTensor) and record.key not in unexpected:
+            present.append((path, _as_stored(record, wanted.stored[record.key].dtype)))  # type: ignore[union-attr]
+    mine, objects = _shares(present, strategy.can_handle_sharded_objects)
+    loaded = strategy.load(mine, folder)
+    loaded_objects = common_strategy.load_sharded_objects(objects, folder) if objects else {}
+    values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in wanted.parts.local}
+    asked, converted = dict(wanted.parts.records), set[str]()
+    for path, record in present:
+        found = tree.get(loaded, path)
+        found = tree.get(loaded_objects, path) if found is tree.GONE else found
+        if found is tree.GONE:
+            raise CheckpointError(f"{record}: {strategy} returned no value for it")
+        original = asked[path]
+        if isinstance(original, ShardedTensor):
+            values[path] = _settle(original, found, dtype_policy)
+            if found.dtype != original.dtype:
+                converted.add(original.key)
+        else:
+            values[path] = found
+    return values, converted
+
+
+def _as_stored(record: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    """The record that the strategy gets: the caller's own, or one of the stored dtype with a tensor of its own."""
+    copy = record.without_data()
+    copy.dtype = dtype
+    if record.data is not None and record.dtype == dtype:
+        copy.data = record.data.detach()
+    else:
+        copy.init_data("cpu")
+    return copy
+
+
+def _settle(record: ShardedTensor, found: Any, dtype_policy: str) -> torch.Tensor:
+    """Put what a strategy returned into the caller's tensor."""
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointError(f"{record}: the strategy returned a {type(found).__name__}, not a tensor")
+    if record.data is None:
+        record = record.without_data()
+        record.init_data(found.device)
+    assert record.data is not None, f"{record} has no data after init_data"
+    target = record.data.detach()
+    if found.data_ptr() == target.data_ptr() and found.dtype == target.dtype:
+        return target
+    if found.dtype != target.dtype and dtype_policy == "exact":
+        back = found.to(target.dtype).to(found.dtype)
+        if not torch.equal(torch.nan_to_num(back), torch.nan_to_num(found)):
+            raise MismatchError(
+                f"{record.key}: asked for {record.dtype}, and stored {found.dtype} values do not survive"
+            )
+    target.copy_(found.view(target.shape))
+    return target

@@ -1,0 +1,380 @@
+"""Loading: the story of ``load`` and of the functions that only look.
+
+state dicts + folder --> request --> agree --> verify and read --> assemble (this file) --> result
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
+from sixfold.dist_ckpt.files import metadata, weights_only
+from sixfold.dist_ckpt.files.integrity import Block, Span
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredTensor
+from sixfold.dist_ckpt.pause import collection_paused
+from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
+from sixfold.dist_ckpt.ranks.relay import Relay, relay_through
+from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, check_policy
+from sixfold.dist_ckpt.road.saving import object_report
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.dense import check_writable
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores.folder import Checkpoint, is_complete, open_checkpoint
+from sixfold.dist_ckpt.strategies.base import LoadEngine
+
+_log = logging.getLogger("sixfold.dist_ckpt")
+_DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
+_RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
+
+
+class _Report(NamedTuple):
+    """What a rank tells the first one before anything is read."""
+
+    table: Encoded
+    objects: list[plan.ObjectReport]
+    unexpected: set[str]
+    mismatches: list[str]
+    touched: list[Span]
+    cpus: tuple[str, int]
+    seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
+    stored: frozenset[str]  # those keys; of the first rank only, the others send none
+
+
+class _Decision(NamedTuple):
+    """What the first rank decides: the key sets, which blocks each rank hashes, and with how many threads."""
+
+    missing: set[str]
+    unexpected: set[str]
+    shares: list[list[Span]]
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What this rank wants, and how."""
+
+    checkpoint: Checkpoint
+    expanded: Any
+    merges: list[factory.Merge]
+    parts: tree.Split
+    tensors: list[ShardedTensor]
+    table: Encoded
+    reads: plan.LoadPlan
+    common: dict[Any, Any]
+    relay: Relay | None = None
+    before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
+
+    def shareable(self) -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+        """The tensors that can be loaded, and the place of the last frame that each of them needs."""
+        known = {step.record for step in self.reads.reads} | {index for index, _ in self.reads.zeroed}
+        kept = sorted(known)
+        number = {index: n for n, index in enumerate(kept)}
+        last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in self.reads.reads}
+        return [self.tensors[index] for index in kept], last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
+
+    state: Mapping[Any, Any]
+    path: str | Path
+    validate_access_integrity: bool = True
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
+    group: Group
+    dtype_policy: str = "exact"
+    verify: str = "touched"
+    safe_globals: Sequence[Any] = ()
+    timeout_s: float = 600.0
+
+
+def load(asked: LoadRequest, engine: LoadEngine) -> Any:
+    """``serialization.load`` by the built-in engine."""
+    exchange = Exchange(asked.group, asked.timeout_s)
+
+    def requested() -> tuple[_Request, _Report]:
+        check_policy(asked.dtype_policy)
+        validation.parse_strict(asked.strict)
+        return _request(asked, engine, exchange)
+
+    request, decision = exchange.together(
+        requested,
+        lambda reports: _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity),
+    )
+    mode = validation.parse_strict(asked.strict)
+    values, casts = exchange.together(
+        lambda: _read_one_save(request, decision, exchange.rank, asked.dtype_policy, asked.safe_globals), _union
+    )
+    if casts and asked.dtype_policy == "cast":
+        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
+    result = _assemble(request, values)
+    missing = decision.missing if mode.minds_missing else set()
+    if mode.logs and (missing or decision.unexpected):
+        warn_of_keys(missing, decision.unexpected)
+    return (result, missing, decision.unexpected) if mode.returns else result
+
+
+def _union(keys_by_rank: list[set[str]]) -> list[str]:
+    return sorted({key for keys in keys_by_rank for key in keys})
+
+
+def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tuple[_Request, _Report]:
+    looked: list[_Request] = []
+
+    def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+        looked.append(_look(asked, engine.with_common))
+        return looked[0].shareable()
+
+    if engine.parallel:
+        within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
+        relay = relay_through(look, within, engine.memory)
+        wanted = looked[0]
+        reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=asked.dtype_policy)
+        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay, before_read=engine.before_read)
+    else:
+        look()
+        wanted = request = replace(looked[0], before_read=engine.before_read)
+    return request, _report(request, wanted, exchange.rank)
+
+
+def _look(asked: LoadRequest, with_common: bool) -> _Request:
+    """What this rank wants of the checkpoint; records without data get some."""
+    checkpoint = open_checkpoint(asked.path, verify=asked.verify)
+    expanded, merges = factory.expand(tree.checked(asked.state))
+    parts = tree.split(expanded)
+    for number, (place, record) in enumerate(parts.records):
+        if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
+            record = record.without_data()  # a copy: the caller's record stays without data
+            _allocate(record, checkpoint.manifest.tensors[record.key])
+            parts.records[number] = (place, record)
+    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
+    for record in tensors:
+        if record.data is not None and record.key in checkpoint.manifest.tensors:
+            check_writable(record, record.data)
+    with collection_paused():
+        table, pieces = tabulate(tensors)
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
+    common = _common(checkpoint, asked.safe_globals) if with_common else {}
+    return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+
+
+def _allocate(record: ShardedTensor, stored: StoredTensor) -> None:
+    """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
+    nbytes = prod(record.local_shape) * record.dtype.itemsize
+    if nbytes > _DOUBTFUL_BYTES and prod(stored.shape) > sum(chunk.box.volume for chunk in stored.chunks):
+        raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
+    try:
+        record.init_data("cpu")
+    except RuntimeError as error:  # of torch's allocator
+        raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
+
+
+def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
+    """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
+    checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
+    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
+    mismatches, unknown = _object_mismatches(objects, manifest)
+    unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
+    keys = frozenset([*manifest.tensors, *manifest.objects])
+    return _Report(
+        wanted.table,
+        [object_report(record) for record in objects],
+        unexpected,
+        [*wanted.reads.mismatches, *mismatches],
+        _touched(checkpoint, request.reads, objects),
+        (socket.gethostname(), len(os.sched_getaffinity(0))),
+        (manifest.save_id, sha256("\0".join(sorted(keys)).encode("utf-8", "surrogatepass")).hexdigest()),
+        keys if rank == 0 else frozenset(),
+    )
+
+
+def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> tuple[list[str], set[str]]:
+    """Objects whose grid is another than the saved one, and objects that are not stored at all."""
+    absent = [record for record in objects if record.unique_key not in manifest.objects]
+    if not absent:
+        return [], set()
+    grids: dict[str, tuple[int, ...]] = {}
+    for stored_key in manifest.objects:
+        try:
+            record = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:  # bytes of plain DCP, which have no grid
+            continue
+        grids[record.key] = record.global_shape
+    lines, unknown = [], set()
+    for record in absent:
+        if record.key in grids and grids[record.key] != record.global_shape:
+            lines.append(
+                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grids[record.key]}; "
+                "objects cannot be cut anew"
+            )
+        else:
+            unknown.add(record.unique_key)
+    return lines, unknown
+
+
+def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[ShardedObject]) -> list[Span]:
+    integrity = checkpoint.integrity
+    if integrity is None or checkpoint.verify == "off":
+        return []
+    if checkpoint.verify == "full":
+        return integrity.all_spans()
+    stored = checkpoint.manifest.objects
+    frames = reads.frames() | {stored[record.unique_key] for record in objects if record.unique_key in stored}
+    return integrity.spans_of(frames)
+
+
+def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool) -> _Decision:
+    if len({report.seen for report in reports}) > 1:
+        raise CorruptError(
+            "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
+            "while they opened it. Load it again"
+        )
+    table = merge([report.table for report in reports])
+    asked = table.keys | {cell.stored_key for report in reports for cell in report.objects}
+    unexpected: set[str] = set().union(*(report.unexpected for report in reports))
+    missing = set(reports[0].stored - asked)
+    validation.check_keys(strict, missing, unexpected)
+    mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
+    validation.raise_problems(mismatches, "asked for", MismatchError)
+    if validate_access_integrity:
+        problems = validation.table_problems(table, "asked for")
+        problems += validation.object_problems([report.objects for report in reports], "asked for")
+        validation.raise_problems(problems, "asked for", ShardingError)
+    return _Decision(
+        missing, unexpected, plan.assign([report.touched for report in reports]), _threads([r.cpus for r in reports])
+    )
+
+
+def _threads(cpus: Sequence[tuple[str, int]]) -> int:
+    """Threads for each rank: the cores of the fullest node shared among its ranks, at most 4."""
+    ranks = Counter(host for host, _ in cpus)
+    return min(4, *(max(1, count // ranks[host]) for host, count in cpus))
+
+
+def _read_one_save(
+    request: _Request, decision: _Decision, rank: int, dtype_policy: str, safe_globals: Sequence[Any]
+) -> tuple[dict[tree.Path, Any], set[str]]:
+    """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
+    try:
+        window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
+        reader = Reader(request.checkpoint, dtype_policy, decision.threads, window_bytes)
+        return _read(request, reader, decision.shares[rank], safe_globals), reader.cast_keys
+    finally:
+        request.checkpoint.check_unchanged()
+
+
+def _read(
+    request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
+) -> dict[tree.Path, Any]:
+    checkpoint, relay = request.checkpoint, request.relay
+    blocks = [block for span in share for block in span.blocks()]
+    if request.before_read is not None:
+        stored, objects = checkpoint.manifest.objects, (record for _, record in request.parts.records)
+        keys = [record.unique_key for record in objects if isinstance(record, ShardedObject)]
+        request.before_read(request.reads.frames() | {stored[key] for key in keys if key in stored}, blocks)
+    if relay is None:
+        reader.run(request.tensors, request.reads, blocks)
+    else:
+        relay.start()
+        try:
+            reader.run(request.tensors, request.reads, blocks, relay.on_complete)
+        finally:
+            relay.finish()
+    values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in request.parts.local}
+    for path, record in request.parts.records:
+        if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
+            assert record.data is not None, f"{record} has no data after init_data"
+            values[path] = record.data.detach()
+        elif isinstance(record, ShardedObject) and record.unique_key in checkpoint.manifest.objects:
+            frame = checkpoint.manifest.objects[record.unique_key]
+            values[path] = reader.read_object(record.unique_key, frame, safe_globals)
+    return values
+
+
+def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]:
+    result = tree.assemble(request.common, request.expanded, values)
+    wanted = [path for path, _ in (*request.parts.records, *request.parts.local)]
+    factory.merge(result, request.merges, [path for path in wanted if path not in values])
+    return {} if result is tree.GONE else result
+
+
+def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
+    """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
+    if unexpected:
+        _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
+    if missing:
+        _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
+
+
+def _common(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
+    config = checkpoint.small_file("metadata.json")
+    if config is not None:
+        metadata.check_common_config(config)
+    data = checkpoint.small_file("common.pt")
+    path = checkpoint.folder / "common.pt"
+    if data is None:
+        if config is not None:
+            raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
+        return {}
+    common = weights_only.load(data, str(path), safe_globals)
+    if not isinstance(common, dict):
+        raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+    """The common data alone: what decides on config and version before any tensor is read.
+
+    Raises: as ``load``. {} for a plain DCP folder.
+    """
+    return typed(lambda: _common(open_checkpoint(checkpoint_dir), safe_globals))
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
+    manifest = open_checkpoint(checkpoint_dir).manifest
+    return {
+        key: ShardedTensor(
+            key, None, stored.dtype, stored.shape, stored.shape, (0,) * len(stored.shape), (1,) * len(stored.shape)
+        )
+        for key, stored in manifest.tensors.items()
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
+    found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
+    for stored_key in open_checkpoint(checkpoint_dir).manifest.objects:
+        try:
+            found[stored_key] = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:
+            continue
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
+    tensors = load_tensors_metadata(checkpoint_dir)
+    loaded = load(LoadRequest(state=tensors, path=checkpoint_dir, group=None), LoadEngine())
+    return {key: loaded[key] for key in tensors}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether the folder opens as a whole checkpoint; no tensor is read. Raises: as ``is_complete``."""
+    return is_complete(checkpoint_dir)

@@ -1,0 +1,374 @@
+"""The reader: a load plan becomes bytes in the caller's tensors, blocks hashed on the way.
+
+    load plan + this rank's blocks --> windows of work --> Reader (this file) --> the caller's tensors
+
+[Note: one pass over a block] The rank that hashes a block reads it with ``preadv`` straight into the tensors that
+want its bytes and hashes what it has just read there. What no tensor of the rank wants, and small tensors, it
+hashes in the page cache, by a mapping. All other ranks of the node copy their part of the block from the
+page cache: each byte is read once, whoever wants it.
+
+[Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its
+own blocks of a window, then copies out of the window before what others have read and hashed. So reading
+and copying overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a
+window are given back after it; what is converted passes in parts of ``PART_BYTES``, some four of them for each thread
+(of which glibc may keep thrice as much: memory of tensors is aligned, and pieces that come and go fragment its heap).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from operator import sub
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError
+from sixfold.dist_ckpt.files import frame as frames
+from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block, Hasher
+from sixfold.dist_ckpt.geometry.box import Box, cuts, describe, first_element, is_contiguous
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.pause import collection_paused
+from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
+from sixfold.dist_ckpt.road.sources import Sources, comparable
+from sixfold.dist_ckpt.state.dense import is_plain
+from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.stores.folder import Checkpoint
+
+DTYPE_POLICIES = ("exact", "cast", "strict")
+WINDOW_BYTES = 1 << 28
+PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the copies between take a few of these
+_MOST_KEYS = 8  # in the text of an error
+_DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
+
+Place = tuple[str, int]  # a file and the number of a window in it
+OnComplete = Callable[[int], None]
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of a file, wanted at ``address`` in memory."""
+
+    start: int
+    stop: int
+    address: int
+
+    def cut(self, start: int, stop: int) -> Run:
+        """The part of the run inside [start, stop)."""
+        low = max(self.start, start)
+        return Run(low, min(self.stop, stop), self.address + low - self.start)
+
+
+class _Window:
+    """Work on one stretch of one file."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, list[Run]] = {}  # own ones, with what this rank wants of them
+        self.runs: list[Run] = []  # in blocks of other ranks
+        self.copies: list[Read] = []  # strided, converted or decoded
+        self.steps: list[Read] = []  # all that this window serves
+
+
+class Reader:
+    """Carries out one rank's load plan.
+
+    Args:
+        checkpoint: opened; its ``verify`` decides what is checked.
+        dtype_policy: one of ``DTYPE_POLICIES``; "strict" differences were refused by the plan.
+        threads: how many read, hash and copy at once.
+        window_bytes: see [Note: windows]; smaller ones tell ``on_complete`` sooner.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype_policy: str, threads: int = 1, window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._policy = dtype_policy
+        self._threads = threads
+        self._window_bytes = window_bytes
+        self._sources = Sources(checkpoint)
+        self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
+        self._handles: dict[str, int] = {}
+        self.cast_keys: set[str] = set()
+
+    def run(
+        self,
+        records: Sequence[ShardedTensor],
+        plan: LoadPlan,
+        blocks: Iterable[Block] = (),
+        on_complete: OnComplete | None = None,
+    ) -> None:
+        """Fill the records' tensors and hash ``blocks``. On an error the tensors' content is undefined.
+
+        Args:
+            blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
+            on_complete: called with the index of each record when its last byte is in place, in an order that
+                depends on the plan alone; from then on the tensor may be sent on.
+        Raises:
+            CorruptError: a block has another digest, a file ends early, a frame is none.
+            MismatchError: a value does not survive the conversion of dtypes.
+        """
+        for index, piece in plan.zeroed:
+            records[index].view(piece).zero_()
+        with collection_paused():
+            windows = self._windows(records, plan, blocks)
+        order = sorted(windows)
+        last = {step.record: place for place in order for step in windows[place].steps}
+        left = [index for index in range(len(records)) if index not in last]
+        pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+        run_all = _Runner(pool)
+        ahead = ThreadPoolExecutor(1)  # asking the kernel to read ahead takes as long as a third of the reading
+        asked: Future[None] | None = None
+        try:
+            for own, before, after in zip([*order, None], [None, *order], [*order, None, None][1:], strict=True):
+                if asked is not None:
+                    asked.result()
+                self._open({place[0] for place in (before, own, after) if place is not None})
+                asked = None if after is None else ahead.submit(self._prefetch, after, windows[after])
+                if own is not None:
+                    run_all([partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
+                if before is not None:
+                    run_all(self._jobs(records, before[0], windows[before]))
+                    self._checkpoint.forget(before[0], 0, (before[1] + 1) * self._window_bytes)
+                    left += sorted({s.record for s in windows[before].steps if last[s.record] == before})
+                if on_complete is not None:
+                    for index in left:
+                        on_complete(index)
+                left = []
+        finally:
+            ahead.shutdown(cancel_futures=True)
+            if pool:
+                pool.shutdown(cancel_futures=True)
+            self._open(set())
+
+    def read_object(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> Any:
+        """The object of a frame; ours and megatron's are lists of one."""
+        view = self._checkpoint.frame(frame)
+        name = f"{self._checkpoint.folder / frame.file}: {stored_key}"
+        if self._checkpoint.verify != "off":  # of ours too: damage is told as such, not as what it makes of the object
+            try:
+                frames.check_records(view)
+            except CorruptError as error:
+                raise CorruptError(f"{name}: {error}") from error
+        value = weights_only.load(bytes(view), name, safe_globals)
+        in_list = self._checkpoint.manifest.decoder is None  # a zarr object is a file of its own, without a list
+        return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value
+
+    def _windows(
+        self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block]
+    ) -> dict[Place, _Window]:
+        windows: dict[Place, _Window] = defaultdict(_Window)
+        for block in blocks:
+            windows[block.file, block.number * self._block_bytes // self._window_bytes].blocks[block.number] = []
+        for step in plan.reads:
+            with self._told(step):
+                start = self._sources.start(step)
+            run = None if start is None else self._run(step, records[step.record], start)
+            if run is not None:
+                self._share(windows, step, run)
+            else:
+                frame = step.chunk.frame
+                window = windows[frame.file, (frame.offset + frame.length - 1) // self._window_bytes]
+                window.copies.append(step)
+                window.steps.append(step)
+        return windows
+
+    def _run(self, step: Read, record: ShardedTensor, start: int) -> Run | None:
+        """The read as one run of bytes in file and memory; None if it is none."""
+        data, chunk, part, piece = record.data, step.chunk.box, step.part, step.piece
+        if data is None or not (data.is_cpu and data.dtype == step.stored_dtype and is_plain(data)):
+            return None
+        itemsize, at = step.stored_dtype.itemsize, 0 if piece.flat is None else piece.flat[0]
+        if part != chunk:
+            inside = Box(tuple(map(sub, part.offset, chunk.offset)), part.size)
+            if not is_contiguous(inside, chunk.size):
+                return None
+            start += first_element(inside, chunk.size) * itemsize
+        if part != piece.box:
+            inside = Box(tuple(map(sub, part.offset, piece.box.offset)), part.size)
+            if not is_contiguous(inside, piece.box.size):
+                return None
+            at += first_element(inside, piece.box.size)
+        assert at + part.volume <= data.numel(), f"{step} leaves its tensor"
+        return Run(start, start + part.volume * itemsize, data.data_ptr() + at * itemsize)
+
+    def _share(self, windows: dict[Place, _Window], step: Read, run: Run) -> None:
+        """Give a run's bytes to this rank's blocks, and the rest to the window that holds them."""
+        file, size = step.chunk.frame.file, self._block_bytes
+        number = run.start // size
+        if run.stop <= (number + 1) * size:  # most runs of small tensors
+            window = windows[file, number * size // self._window_bytes]
+            window.steps.append(step)
+            wanted = window.blocks.get(number)
+            if wanted is not None and not (wanted and wanted[-1].stop > run.start):
+                wanted.append(run)
+            else:
+                window.runs.append(run)
+            return
+        while run.start < run.stop:
+            window = windows[file, number * size // self._window_bytes]
+            part = run.cut(run.start, (number + 1) * size)
+            wanted = window.blocks.get(number)
+            # Two targets may want the same bytes; the second one copies them.
+            if wanted is not None and not (wanted and wanted[-1].stop > part.start):
+                wanted.append(part)
+            else:
+                window.runs.append(part)
+            if not window.steps or window.steps[-1] is not step:
+                window.steps.append(step)
+            run, number = run.cut(part.stop, run.stop), number + 1
+
+    def _jobs(self, records: Sequence[ShardedTensor], file: str, window: _Window) -> list[Callable[[], None]]:
+        """What is copied out of blocks that other ranks have hashed, and what is no run of bytes."""
+        jobs: list[Callable[[], None]] = [partial(self._copy, records, step) for step in window.copies]
+        batch: list[Run] = []
+        for run in window.runs:
+            batch.append(run)
+            if run.stop - run.start >= _DIRECT_BYTES or len(batch) == 1024:
+                jobs.append(partial(self._fetch, file, batch))
+                batch = []
+        return [*jobs, partial(self._fetch, file, batch)] if batch else jobs
+
+    def _block(self, file: str, number: int, wanted: list[Run]) -> None:
+        """Read and hash one block. See [Note: one pass over a block]."""
+        integrity = self._checkpoint.integrity
+        assert integrity is not None, f"block {number} of {file} without digests"
+        at = number * integrity.block_bytes
+        stop = min(at + integrity.block_bytes, integrity.files[file].size)
+        hasher, small = integrity.hasher(), list[Run]()
+        for run in wanted:
+            if run.stop - run.start < _DIRECT_BYTES:
+                small.append(run)
+                continue
+            self._pass(file, at, run.start, small, hasher)
+            small = []
+            self._read(file, run)
+            hasher.update_at(run.address, run.stop - run.start)
+            at = run.stop
+        self._pass(file, at, stop, small, hasher)
+        try:
+            integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
+        except CorruptError as error:
+            raise CorruptError(f"{error}{self._damaged(file, number * integrity.block_bytes, stop)}") from error
+
+    def _damaged(self, file: str, start: int, stop: int) -> str:
+        """Which keys a damaged block holds damaged, as far as their own checksums tell."""
+        keys = self._checkpoint.damaged_keys(file, start, stop)
+        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+        return f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
+
+    def _pass(self, file: str, start: int, stop: int, wanted: list[Run], hasher: Hasher) -> None:
+        """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""
+        if start < stop:
+            mapped = self._checkpoint.map(file)
+            source = mapped.at(start, stop)
+            hasher.update_at(source, stop - start)
+            for run in wanted:
+                ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
+
+    def _prefetch(self, place: Place, window: _Window) -> None:
+        """Have the kernel read this rank's blocks of a window while it works on the one before."""
+        for number in window.blocks:
+            at, length = number * self._block_bytes, self._block_bytes
+            os.posix_fadvise(self._handles[place[0]], at, length, os.POSIX_FADV_WILLNEED)
+
+    def _open(self, files: set[str]) -> None:
+        """Have these files open and no others: a checkpoint may have more of them than a process may open."""
+        for file in self._handles.keys() - files:
+            os.close(self._handles.pop(file))
+        for file in files - self._handles.keys():
+            self._handles[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _fetch(self, file: str, runs: list[Run]) -> None:
+        """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
+        for run in runs:
+            if self._hashed_elsewhere or run.stop - run.start < _DIRECT_BYTES:
+                mapped = self._checkpoint.map(file)
+                ctypes.memmove(run.address, mapped.at(run.start, run.stop), run.stop - run.start)
+            else:
+                self._read(file, run)
+
+    def _read(self, file: str, run: Run) -> None:
+        handle, at = self._handles[file], run.start
+        target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
+        while at < run.stop:
+            count = os.preadv(handle, [target[at - run.start :]], at)
+            if count == 0:
+                raise CorruptError(f"{self._checkpoint.folder / file} ends at byte {at}, while it is read")
+            at += count
+
+    def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
+        with self._told(step):
+            frame = step.chunk.frame
+            self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
+            source = _region(self._sources.chunk(step), step.part, step.chunk.box)
+            target = _region(records[step.record].view(step.piece), step.part, step.piece.box)
+            if target.dtype == source.dtype and target.is_cpu:
+                target.copy_(source)
+                return
+            for cut in cuts(source.shape, PART_BYTES // max(source.element_size(), target.element_size())):
+                if target.dtype != source.dtype and self._policy == "exact":
+                    _check_exact(step, source[cut], target.dtype)
+                target[cut].copy_(source[cut])
+            if target.dtype != source.dtype:
+                self.cast_keys.add(step.key)
+
+    @property
+    def _block_bytes(self) -> int:
+        integrity = self._checkpoint.integrity
+        return BLOCK_BYTES if integrity is None else integrity.block_bytes
+
+    @contextmanager
+    def _told(self, step: Read) -> Iterator[None]:
+        """Damage inside is told with file and key."""
+        try:
+            yield
+        except CorruptError as error:
+            text = describe(step.key, step.part, step.shape)
+            raise CorruptError(f"{self._checkpoint.folder / step.chunk.frame.file}: {text}: {error}") from error
+
+
+class _Runner:
+    """Runs jobs in a pool or, without one, in turn; the first job's error is raised."""
+
+    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
+        self._pool = pool
+
+    def __call__(self, jobs: Sequence[Callable[[], None]]) -> None:
+        if self._pool is None or len(jobs) < 2:
+            for job in jobs:
+                job()
+            return
+        for future in [self._pool.submit(job) for job in jobs]:
+            future.result()
+
+
+def _region(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
+    """The elements of ``part`` in a tensor that fills ``box``; both are global."""
+    if part == box:
+        return tensor
+    axes = zip(part.offset, part.size, box.offset, strict=True)
+    return tensor[tuple(slice(at - start, at - start + length) for at, length, start in axes)]
+
+
+def _check_exact(step: Read, source: torch.Tensor, dtype: torch.dtype) -> None:
+    back = comparable(source.to(dtype).to(source.dtype))
+    values = comparable(source)
+    lost = (back != values) & ~((back != back) & (values != values))  # NaN survives as NaN
+    if bool(lost.any()):
+        first = source[tuple(torch.nonzero(lost)[0].tolist())].item()
+        raise MismatchError(
+            f"{step.key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
+            "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
+        )
+
+
+def check_policy(dtype_policy: str) -> None:
+    """Refuse a policy that does not exist."""
+    if dtype_policy not in DTYPE_POLICIES:
+        raise CheckpointError(f"dtype_policy is {dtype_policy!r}; it is one of {DTYPE_POLICIES}")

@@ -1,0 +1,423 @@
+"""Saving: the story of ``save``, from a state dict on every rank to one committed folder.
+
+state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
+
+``agree_on`` is the collective half; ``write`` and ``commit`` know no group, so that a background save
+(background.py) runs them in another process.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.files import metadata, weights_only
+from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.pause import collection_paused
+from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.ranks import agreement
+from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
+from sixfold.dist_ckpt.road import transfer
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.dense import check_readable
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
+
+
+class _Report(NamedTuple):
+    """What a rank tells the first one before anything is written.
+
+    ``table`` is None if it is that of the save that ``token`` names.
+    """
+
+    table: Encoded | None
+    token: str
+    objects: list[plan.ObjectReport]
+    nbytes: int
+    common_digest: int
+    target: str = ""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a strategy keeps of its last save in a group; ``token`` is the same on all ranks.
+
+    ``digest`` is of this rank's table. The rest is of the last save that was committed: this rank's ``places``, and on
+    the first rank what all ranks wrote, the keys, and the last ``.metadata``.
+
+    [Note: plan cache] A rank whose table has not changed sends the token instead. If all do, and mean the same save,
+    nothing is gathered or checked again: each knows that the sum of the tables is what it was. If only some do,
+    all are asked once more, for their tables.
+    """
+
+    token: str
+    digest: str
+    keys: frozenset[str] = frozenset()
+    places: bytes | None = None
+    written: list[transfer.Written] = field(default_factory=list)
+    index: tuple[str, list[list[tuple[str, ByteRange]]], bytes] | None = None  # save id, objects, .metadata
+
+
+class Ticket(NamedTuple):
+    """What the first rank decides: where to write."""
+
+    save_id: str
+    staging: str
+    target: str
+    if_exists: str
+    common_differs: bool
+    token: str = ""
+    known: bool = False  # the tables are those of the save that left this token
+    again: bool = False  # nothing is decided: the first rank asks for all tables
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What this rank has to save."""
+
+    records: list[ShardedTensor]
+    writes: tuple[plan.Write, ...]
+    objects: list[tuple[str, bytes]]
+    common: dict[Any, Any]
+    common_bytes: bytes
+    nbytes: int
+    table: Encoded
+    threads: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What a call of ``save`` or ``async_save`` asks for, strategies apart. ``serialization.save`` explains each."""
+
+    state: Mapping[Any, Any]
+    path: str | Path
+    preprocess: Callable[[dict[Any, Any]], Any] | None = None
+    content_metadata: dict[str, Any] | None = None
+    group: Group
+    if_exists: str = "replace"
+    check_finite: bool = False
+    timeout_s: float
+
+
+def save(request: SaveRequest, engine: SaveEngine) -> None:
+    """``serialization.save`` by the built-in engine."""
+    agreed = agree_on(request, engine)
+    exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
+    try:
+        places, _ = exchange.together(
+            lambda: _sparing(_write_shared(content, ticket, exchange.rank, request.check_finite), ticket, kept),
+            lambda written: commit(written, content, ticket, kept),
+        )
+    except BaseException:
+        agreed.abandon()
+        raise
+    if kept is not None:
+        kept.places = places
+
+
+def _sparing(written: transfer.Written, ticket: Ticket, kept: _Kept | None) -> tuple[bytes | None, transfer.Written]:
+    """The places of what was written, and the message to the first rank without what it has already."""
+    places = written.places
+    if kept is not None and ticket.known and kept.places is not None:
+        written.table = None
+        if places == kept.places:
+            written.places = None
+    return places, written
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A save that all ranks agree on; its empty staging folder exists, nothing is written."""
+
+    exchange: Exchange
+    content: Content
+    ticket: Ticket
+    kept: _Kept | None = None
+
+    def abandon(self) -> None:
+        """Remove the staging folder."""
+        if self.exchange.rank == 0:
+            storage.discard(Path(self.ticket.staging))
+
+
+def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
+    """The collective half of a save: what each rank has, whether it fits together, where it goes.
+
+    Errors: as ``serialization.save``.
+    """
+    exchange = Exchange(request.group, request.timeout_s)
+    place = f"{exchange.rank} of {exchange.ranks}"
+    kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
+    with told_to_all(request.group, request.timeout_s):
+        target = paths.resolved(Path(paths.located(request.path)))
+    host = _Host(target, request.if_exists, kept)
+
+    def described() -> tuple[tuple[Content, _Report], _Report]:
+        check_if_exists(request.if_exists)
+        (content, report), _ = describe(request, exchange, engine, kept)
+        aimed = report._replace(target=str(target))
+        return (content, aimed), aimed
+
+    try:
+        (content, report), ticket = exchange.together(described, host.agree)
+        if ticket.again:
+            whole = report._replace(table=content.table, token="")
+            _, ticket = exchange.together(lambda: (None, whole), host.agree)
+        if ticket.common_differs:
+            agreement.check(exchange, agreement.digests(content.common, request.preprocess))
+    except BaseException:
+        host.discard()
+        raise
+    if engine.memory is not None and not ticket.known:
+        kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
+    return Agreed(exchange, content, ticket, kept)
+
+
+def check_if_exists(if_exists: str) -> None:
+    """CheckpointError for what is neither of the two words."""
+    if if_exists not in ("replace", "error"):
+        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
+
+
+class _Host:
+    """What the first rank does while a save is agreed on."""
+
+    def __init__(self, target: Path, if_exists: str, kept: _Kept | None) -> None:
+        self._target, self._if_exists, self._kept = target, if_exists, kept
+        self._staging: Path | None = None
+        self.keys: frozenset[str] = frozenset()
+
+    def agree(self, reports: list[_Report]) -> Ticket:
+        """Check that the records of all ranks fit together, and make the staging folder. See [Note: plan cache]."""
+        targets = sorted({report.target for report in reports})
+        if len(targets) > 1:
+            raise ShardingError(
+                f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
+            )
+        tables = [report.table for report in reports if report.table is not None]
+        tokens = {report.token for report in reports}
+        known = not tables and self._kept is not None and tokens == {self._kept.token}
+        if not known and len(tables) < len(reports):
+            return Ticket("", "", "", "", False, again=True)
+        self.keys = check_together(tables, reports, self._kept if known else None)
+        storage.check_target(self._target, self._if_exists, owns_file)
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        storage.check_space(self._target.parent, sum(report.nbytes for report in reports))
+        save_id = secrets.token_hex(8)
+        self._staging = storage.stage(self._target, save_id)
+        differs = len({report.common_digest for report in reports}) > 1
+        token = tokens.pop() if known else save_id
+        return Ticket(save_id, str(self._staging), str(self._target), self._if_exists, differs, token, known)
+
+    def discard(self) -> None:
+        """Remove what was made."""
+        if self._staging is not None:
+            storage.discard(self._staging)
+
+
+def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | None) -> frozenset[str]:
+    """The keys of all tensors.
+
+    Raises:
+        ShardingError: the records of all ranks do not describe each tensor and each grid once and whole.
+    """
+    objects = [report.objects for report in reports]
+    problems, keys = [], frozenset[str]()
+    if kept is not None:
+        keys = kept.keys
+    else:
+        table = merge(tables)
+        problems, keys = validation.table_problems(table, "saved"), table.keys
+    problems += validation.object_problems(objects, "saved")
+    problems += validation.name_clashes(keys, (cell.stored_key for cells in objects for cell in cells))
+    validation.raise_problems(problems, "saved", ShardingError)
+    return keys
+
+
+def describe(
+    request: SaveRequest, exchange: Exchange, engine: SaveEngine, kept: _Kept | None
+) -> tuple[tuple[Content, _Report], _Report]:
+    """What this rank saves, and its report to the first rank; twice in the form of ``Exchange.together``."""
+    sorted_out: list[tree.Split] = []
+
+    def own_records() -> list[ShardedBase]:
+        expanded, _ = factory.expand(tree.checked(request.state))
+        sorted_out.append(tree.split(expanded))
+        return [record for _, record in sorted_out[0].records]
+
+    records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
+    parts, rank = sorted_out[0], exchange.rank
+    tensors = [record for record in records if isinstance(record, ShardedTensor)]
+    objects = [record for record in records if isinstance(record, ShardedObject)]
+    with collection_paused():
+        table, pieces = tabulate(tensors)
+        writes = plan.plan_save(tensors, pieces)
+    for record, own in zip(tensors, pieces, strict=True):
+        if own and is_main_replica(record.replica_id):
+            if record.data is None:
+                raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
+            check_readable(record, record.data)
+    common = dict(parts.common)
+    if request.content_metadata is not None:
+        common["content_metadata"] = request.content_metadata
+    stored = [
+        (record.unique_key, weights_only.dump([record.data], f"the object {record}"))
+        for record in objects
+        if is_main_replica(record.replica_id)
+    ]
+    common_bytes = b"" if rank else weights_only.dump(common, "common data")
+    nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
+    encoded = table.encode()
+    known = kept is not None and kept.digest == encoded.digest
+    report = _Report(
+        None if known else encoded,
+        kept.token if kept is not None and known else "",
+        [object_report(record) for record in objects],
+        nbytes,
+        agreement.summary(agreement.digests(common, request.preprocess)),
+    )
+    content = Content(tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count)
+    return (content, report), report
+
+
+def object_report(record: ShardedObject) -> plan.ObjectReport:
+    """What travels of an object."""
+    main = is_main_replica(record.replica_id)
+    return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
+
+
+def write(
+    content: Content, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
+) -> transfer.Written:
+    """Write this rank's share into the staging folder. No group: any process that sees the data may do it.
+
+    ``moved``: told of each part that is written, by its bytes.
+    """
+    staging = Path(ticket.staging)
+    with storage.full_disk_told(staging, content.nbytes), storage.overtaken_told(staging, Path(ticket.target)):
+        written = transfer.write(
+            staging,
+            rank,
+            content.records,
+            content.writes,
+            content.objects,
+            check_finite=check_finite,
+            threads=content.threads,
+            moved=moved,
+        )
+    written.table = content.table
+    return written
+
+
+def _write_shared(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
+    """``write``, where it is not known yet whether this rank sees what the first one has made."""
+    if rank:
+        storage.check_shared(Path(ticket.staging))
+    return write(content, ticket, rank, check_finite)
+
+
+def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:
+    """Write the small files, metadata.json last, and move the folder into place: what the first rank does.
+
+    Args:
+        written: what each rank wrote, in rank order; content: the first rank's.
+        kept: of the last save, if that is known to all ranks; it is brought up to date.
+    """
+    staging, target = Path(ticket.staging), Path(ticket.target)
+    small = {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
+    with storage.overtaken_told(staging, target):
+        with storage.full_disk_told(staging, content.nbytes):
+            _write_index(staging, written, ticket.save_id, small, kept)
+        # Again: data took a while to write, and nothing foreign may go.
+        storage.check_target(target, ticket.if_exists, owns_file)
+        storage.commit(staging, target, ticket.save_id)
+
+
+def _write_index(
+    staging: Path, written: list[transfer.Written], save_id: str, small: dict[str, bytes], kept: _Kept | None = None
+) -> None:
+    """Write ``.metadata``, the ``small`` files in their order, and ``integrity.json`` over all of them."""
+    files = {name: digest for part in written for name, digest in part.files.items()}
+    for name, digest in files.items():
+        if (staging / name).stat().st_size != digest.size:
+            raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
+    for name, data in ({".metadata": index_of(written, save_id, kept)} | small).items():
+        files[name] = storage.write_file(staging, name, data)
+    storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
+
+
+def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
+    """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
+    if kept is None:
+        with collection_paused():
+            return metadata.encode(_index(written, save_id))
+    objects, last_index = [part.objects for part in written], kept.index
+    unmoved = all(part.table is None and part.places is None for part in written)
+    if unmoved and last_index is not None and objects == last_index[1]:
+        before, _, data = last_index
+        if data.count(before.encode()) == 1:
+            return data.replace(before.encode(), save_id.encode())
+    for part, last in zip(written, kept.written or written, strict=True):
+        part.table = last.table if part.table is None else part.table
+        part.places = last.places if part.places is None else part.places
+    with collection_paused():
+        data = metadata.encode(_index(written, save_id))
+    kept.written, kept.index = written, (save_id, objects, data)
+    return data
+
+
+def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:
+    """Write the records of all ranks into an existing folder: all but common data, ``metadata.json`` and the commit.
+
+    For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
+    """
+
+    def check(reports: list[_Report]) -> Ticket:
+        check_together([report.table for report in reports if report.table is not None], reports, None)
+        return Ticket(save_id, str(folder), str(folder), "replace", False)
+
+    request = SaveRequest(state=state, path=folder, group=exchange.group, timeout_s=exchange.timeout_s)
+    (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
+    exchange.together(
+        lambda: (None, _write_shared(content, ticket, exchange.rank, False)),
+        lambda written: _write_index(folder, written, ticket.save_id, {}),
+    )
+
+
+def _index(written: list[transfer.Written], save_id: str) -> Index:
+    """What all ranks wrote, the chunks of a tensor in the order of their places. See ``transfer.Written``."""
+    tables = [part.table for part in written]
+    table = merge([part for part in tables if part is not None])
+    assert len(tables) == len(written) and None not in tables, "a rank has kept its table to itself"
+    places = bytearray(b"".join(part.places or b"" for part in written))
+    places_M2 = (
+        torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
+    row_M, order_M = table.main_rows()
+    places_M2, rows_MW = places_M2.view(-1, 2)[order_M], table.rows_NW[row_M]
+    names = [next(iter(part.files), "") for part in written]
+    files = {name: number for number, name in enumerate(filter(None, names))}
+    file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
+    return Index(
+        tensors=table.kinds,
+        tensor_N=rows_MW[:, 0],
+        offsets_ND=rows_MW[:, 2 : 2 + table.dims],
+        sizes_ND=rows_MW[:, 2 + table.dims :],
+        files=list(files),
+        file_N=file_R[table.ranks_N[row_M]],
+        start_N=places_M2[:, 0],
+        length_N=places_M2[:, 1],
+        objects=dict(entry for part in written for entry in part.objects),
+        save_id=save_id,
+    )

@@ -1,0 +1,131 @@
+"""Sources: where the values of a stored chunk lie, or the chunk itself where its frame is of another form.
+
+    load plan --> Sources (this file) --> reader.py
+
+A frame of this package is recognised by comparing it with the template of its dtype and shape; a frame of
+torch or megatron by its zip directory, once, and its CRC-32, which they write and never look at, is checked
+on the way. What is not plain values in row-major order goes through torch's weights-only reader, when it is copied:
+of what was decoded the last ``KEPT_BYTES`` are kept, for the next reads of the same chunk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.files import frame as frames
+from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.plans.plan import Read
+from sixfold.dist_ckpt.stores.folder import Checkpoint
+
+KEPT_BYTES = 1 << 26
+
+
+class Sources:
+    """The frames of a checkpoint, each looked into once."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._starts: dict[ByteRange, int | None] = {}
+        self._decoded = _Decoded()
+
+    def start(self, step: Read) -> int | None:
+        """Byte of the file at which the chunk's values begin in row-major order; None if they are not plain."""
+        frame = step.chunk.frame
+        if frame not in self._starts:
+            self._starts[frame] = self._values_of(step)
+        start = self._starts[frame]
+        return None if start is None else start + step.chunk.first * step.stored_dtype.itemsize
+
+    def chunk(self, step: Read) -> torch.Tensor:
+        """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
+        start, box = self.start(step), step.chunk.box
+        if start is not None:
+            data = self._checkpoint.map(step.chunk.frame.file).data
+            return torch.frombuffer(data, dtype=step.stored_dtype, count=box.volume, offset=start).view(box.size)
+        tensor = self._decoded.get((step.chunk.frame, box))
+        if tensor is None:
+            tensor = self._decode(step)
+            self._decoded.put((step.chunk.frame, box), tensor)
+        return tensor
+
+    def _values_of(self, step: Read) -> int | None:
+        chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
+        decoder = self._checkpoint.manifest.decoder
+        if decoder is not None:
+            return 0 if decoder.is_plain(chunk) else None
+        shape = chunk.frame_shape
+        template = frames.template(dtype, shape, frame.offset)
+        if frame.length == template.nbytes:
+            data, first = self._checkpoint.map(frame.file).data, frame.offset + len(template.head[0])
+            if (
+                data[frame.offset : first] == template.head[0]
+                and data[first + 4 : frame.offset + template.head_bytes] == template.head[1]
+                and self._checkpoint.integrity is not None
+            ):
+                return frame.offset + template.head_bytes
+        layout = self._checked_layout(frame)
+        plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
+        if plain and layout.pickle == frames.data_pickle(dtype, shape):
+            return frame.offset + layout.data_start
+        return None
+
+    def _checked_layout(self, frame: ByteRange) -> frames.Layout:
+        view = self._checkpoint.frame(frame)
+        layout = frames.parse(view)
+        if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
+            frames.check_records(view)
+        return layout
+
+    def _decode(self, step: Read) -> torch.Tensor:
+        """The chunk of a frame that is not plain."""
+        chunk, frame, decoder = step.chunk, step.chunk.frame, self._checkpoint.manifest.decoder
+        if decoder is not None:
+            return decoder.decode(self._checkpoint.folder, chunk)
+        value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
+        if not isinstance(value, torch.Tensor):
+            raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
+        if tuple(value.shape) != chunk.frame_shape or value.dtype != step.stored_dtype:
+            raise CorruptError(
+                f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {step.stored_dtype} "
+                f"{chunk.frame_shape}"
+            )
+        if chunk.run is None:
+            return value
+        return value.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.size)
+
+
+class _Decoded:
+    """The chunks decoded last, of ``KEPT_BYTES`` together or one; for threads."""
+
+    def __init__(self) -> None:
+        self._tensors: OrderedDict[tuple[ByteRange, Box], torch.Tensor] = OrderedDict()
+        self._nbytes = 0
+        self._lock = Lock()
+
+    def get(self, place: tuple[ByteRange, Box]) -> torch.Tensor | None:
+        with self._lock:
+            if place in self._tensors:
+                self._tensors.move_to_end(place)
+            return self._tensors.get(place)
+
+    def put(self, place: tuple[ByteRange, Box], tensor: torch.Tensor) -> None:
+        with self._lock:
+            if place in self._tensors:
+                return
+            self._tensors[place] = tensor
+            self._nbytes += tensor.untyped_storage().nbytes()
+            while self._nbytes > KEPT_BYTES and len(self._tensors) > 1:
+                _, oldest = self._tensors.popitem(last=False)
+                self._nbytes -= oldest.untyped_storage().nbytes()
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """float8 types have few kernels; float32 holds each of their values."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor

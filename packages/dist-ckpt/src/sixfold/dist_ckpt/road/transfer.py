@@ -1,0 +1,166 @@
+"""Transfer: a save plan becomes bytes.
+
+    save plan + tensors --> write (this file) --> frames
+    load plan + frames --> reader.py --> the caller's tensors
+
+No group and no decision: what goes where was planned. What is not plain CPU memory (strided, conjugated, on another
+device) passes through CPU copies of ``COPY_BYTES`` each, of which ``FrameFile`` holds a few: a save needs 4 MiB times
+``4 * threads + 6`` besides the tensors, whatever their size and number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.files import frame as frames
+from sixfold.dist_ckpt.files.crc import crc32
+from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.plans.plan import Write, total_bytes
+from sixfold.dist_ckpt.plans.table import Encoded
+from sixfold.dist_ckpt.road.sources import comparable
+from sixfold.dist_ckpt.state.dense import is_plain
+from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.stores.local import FrameFile
+
+COPY_BYTES = 1 << 22
+
+
+@dataclass(slots=True)
+class Written:
+    """What one rank wrote, all into one file.
+
+    ``places`` are int64 pairs, start and length of the frame of each write of the plan. ``table`` is the rank's
+    table, whose main replicas are these writes in their order; the two are None where the first rank has them.
+    """
+
+    table: Encoded | None = None
+    places: bytes | None = b""
+    objects: list[tuple[str, ByteRange]] = field(default_factory=list)
+    files: dict[str, FileDigest] = field(default_factory=dict)
+
+
+def write(
+    staging: Path,
+    rank: int,
+    records: Sequence[ShardedTensor],
+    plan: Sequence[Write],
+    objects: Sequence[tuple[str, bytes]],
+    *,
+    check_finite: bool,
+    threads: int = 1,
+    moved: Callable[[int], None] | None = None,
+) -> Written:
+    """Write this rank's chunks and objects as frames of ``__<rank>_0.distcp``; no file if there are none.
+
+    ``moved``: as of ``FrameFile``.
+    """
+    written = Written()
+    if not plan and not objects:
+        return written
+    nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
+    places, copies = array("q"), _Copies()
+    with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads, moved) as file:
+        for step in plan:
+            start = file.position
+            _add_frame(file, records[step.record], step, rank, check_finite, copies)
+            places.extend((start, file.position - start))
+        for stored_key, data in objects:
+            written.objects.append((stored_key, ByteRange(file.name, file.position, len(data))))
+            file.append(data)
+        written.files[file.name] = file.finish()
+    written.places = places.tobytes()
+    return written
+
+
+def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> int:
+    """The size of the file that ``write`` makes."""
+    at = 0
+    for step in plan:
+        at += frames.template(step.dtype, step.piece.box.size, at).nbytes
+    return at + sum(len(data) for _, data in objects)
+
+
+def _add_frame(
+    file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: _Copies
+) -> None:
+    """Write one chunk. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
+    size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
+    if check_finite:
+        _check_finite(record.view(step.piece), step, rank)
+    template = frames.template(step.dtype, size, file.position)
+    if nbytes >= frames.LARGE_BYTES:
+        file.add_large(template.head_bytes, _raw_parts(record, step, copies), template.fill)
+        return
+    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, copies))
+    crc = crc32(raw).to_bytes(4, "little")
+    (head, more_head), (tail, more_tail) = template.head, template.tail
+    file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+
+
+def _raw_parts(record: ShardedTensor, step: Write, copies: _Copies) -> Iterator[tuple[memoryview, object]]:
+    """The bytes of one chunk, and who owns them: where they lie in the tensor, else of CPU copies part by part."""
+    data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
+    elements = prod(piece.box.size)
+    if data is not None and data.is_cpu and is_plain(data):
+        first = 0 if piece.flat is None else piece.flat[0]
+        assert first + elements <= data.numel(), f"{step} leaves its tensor"
+        address = data.data_ptr() + first * itemsize
+        yield memoryview((ctypes.c_char * (elements * itemsize)).from_address(address)).cast("B"), data
+        return
+    view = record.view(piece)
+    for cut in cuts(view.shape, COPY_BYTES // itemsize):
+        yield copies.of(view[cut])
+
+
+class _Copies:
+    """CPU memory for parts of tensors, ``COPY_BYTES`` each, used again when the last who looks at it is gone."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()  # its append and pop hold no lock: threads write
+
+    def of(self, part: torch.Tensor) -> tuple[memoryview, object]:
+        """The values of ``part`` in row-major order, and the owner of that memory."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu")
+        copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+        copy.copy_(part)
+        return frames.tensor_bytes(copy), _Loan(memory, self._free)
+
+
+class _Loan:
+    """Memory that goes back to where it came from when nobody holds this object any more."""
+
+    __slots__ = ("_free", "_memory")
+
+    def __init__(self, memory: torch.Tensor, free: deque[torch.Tensor]) -> None:
+        self._memory, self._free = memory, free
+
+    def __del__(self) -> None:
+        self._free.append(self._memory)
+
+
+def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    for cut in cuts(tensor.shape, COPY_BYTES // max(4, tensor.element_size())):  # float8 is looked at as float32
+        part = tensor[cut]
+        bad = ~torch.isfinite(comparable(part))
+        if bool(bad.any()):
+            local = torch.nonzero(bad.reshape(part.shape))[0].tolist()
+            starts = [axis.start or 0 for axis in cut]
+            index = [sum(places) for places in zip(step.piece.box.offset, starts, local, strict=True)]
+            value = part[tuple(local)].item()
+            raise ShardingError(f"{step.key}{index} is {value} on rank {rank}, and check_finite is set")

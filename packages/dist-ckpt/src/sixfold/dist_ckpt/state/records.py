@@ -1,0 +1,524 @@
+"""Records: what a leaf of a state dict says about its place in the global tensor.
+
+    caller's tensors --> mapping.py (this file) --> tree.py --> plan.py --> transfer.py
+
+Names and argument order are megatron-core's (``dist_checkpointing/mapping.py``), flat shards
+included, which megatron itself dropped after 0.12. No files, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
+from sixfold.dist_ckpt.geometry.integers import ReplicaId, int_slice, int_tuple, integer, replica
+from sixfold.dist_ckpt.state.dense import check_readable
+from sixfold.dist_ckpt.state.dtensor import Layout, layout_of, local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+#: What tells a shard from others on any rank: key, global offset, and the flattened range if there is one.
+ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
+
+
+class Piece(NamedTuple):
+    """One box of a shard: its place in the global tensor, and in ``data`` if that is flattened."""
+
+    box: Box
+    flat: tuple[int, int] | None
+
+
+class ShardedBase:
+    """Base of everything that is not common data: it has a ``key`` and a ``replica_id``."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether this copy is the one that is written: 0, or a tuple of zeros."""
+    return all(part == 0 for part in replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+@dataclass(eq=False)
+class ShardedTensor(ShardedBase):
+    """A local tensor and the box that it fills in a global tensor.
+
+    The box starts at ``global_offset`` and has shape ``(1,) * prepend_axis_num + local_shape``.
+
+    Args:
+        key: name in the checkpoint; the place in the state dict does not matter.
+        data: the local tensor: shape ``local_shape``, or 1-D if ``flattened_range`` is given;
+            None for metadata and for loads that shall allocate.
+        dtype: equals ``data.dtype``.
+        local_shape: shape of the local box without prepended axes.
+        global_shape: shape of the whole tensor, prepended axes included.
+        global_offset: where the box starts, in elements.
+        axis_fragmentations: how many equal parts each axis has; None for an irregular cut.
+        replica_id: 0 or zeros for the copy that is written, anything else for its replicas.
+        prepend_axis_num: leading axes of length 1 that the local tensor does not have.
+        allow_shape_mismatch: at load, the stored shape may differ: the overlap from the origin is
+            read, the rest is zero.
+        flattened_range: ``data`` is elements [start, stop) of the row-major flattened local box.
+    Raises:
+        ShardingError: the arguments contradict each other.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations"):
+            if getattr(self, name) is not None or name != "axis_fragmentations":
+                setattr(self, name, int_tuple(self.key, name, getattr(self, name)))
+        self.prepend_axis_num = integer(self.key, "prepend_axis_num", self.prepend_axis_num)
+        self.replica_id = replica(self.key, self.replica_id)
+        self.flattened_range = int_slice(self.key, self.flattened_range)
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Check the rules of the class docstring; raises ShardingError with the key and the numbers."""
+        if not len(self.global_shape) == len(self.global_offset) == len(self.local_shape) + self.prepend_axis_num:
+            raise ShardingError(
+                f"{self.key}: global_shape {self.global_shape}, global_offset {self.global_offset} and local_shape "
+                f"{self.local_shape} with {self.prepend_axis_num} prepended axes differ in dimensions; all agree"
+            )
+        if self.axis_fragmentations is not None:
+            own_axes = self.global_offset[self.prepend_axis_num :]
+            for axis, (offset, length) in enumerate(zip(own_axes, self.local_shape, strict=True)):
+                if length and offset % length:
+                    raise ShardingError(
+                        f"{self.key}: global_offset {offset} on local axis {axis} is no multiple of the local length "
+                        f"{length}, as a regular grid needs; pass axis_fragmentations=None for an irregular cut"
+                    )
+        if self.flattened_range is not None:
+            self._check_flattened_range(self.flattened_range)
+        if self.data is None:
+            return
+        _check_is_tensor(self.key, self.data)
+        if self.data.dtype != self.dtype:
+            raise ShardingError(f"{self.key}: data has dtype {self.data.dtype}, the record says {self.dtype}")
+        if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
+            raise ShardingError(
+                f"{self.key}: data has shape {tuple(self.data.shape)}, local_shape is {self.local_shape}"
+            )
+
+    def _check_flattened_range(self, flat: slice) -> None:
+        elements = prod(self.local_shape)
+        if flat.step is not None or flat.start is None or flat.stop is None:
+            raise ShardingError(f"{self.key}: flattened_range is {flat}; it has a start, a stop and no step")
+        if not 0 <= flat.start <= flat.stop <= elements:
+            raise ShardingError(
+                f"{self.key}: flattened_range {flat.start}:{flat.stop} leaves the local box {self.local_shape} "
+                f"of {elements} elements"
+            )
+        if self.data is not None and tuple(self.data.shape) != (flat.stop - flat.start,):
+            raise ShardingError(
+                f"{self.key}: data has shape {tuple(self.data.shape)}, flattened_range {flat.start}:{flat.stop} "
+                f"needs ({flat.stop - flat.start},)"
+            )
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        **fields: Any,
+    ) -> ShardedTensor:
+        """A shard of a regular grid, given as ranks.
+
+        Args:
+            key: see the class.
+            data: the local tensor; its shape is the local shape.
+            rank_offsets: tuples (axis, rank, fragments): on that axis of the global tensor (prepended
+                axes counted) there are ``fragments`` equal parts and this is number ``rank``.
+            replica_id, prepend_axis_num, fields: see the class.
+        Raises:
+            ShardingError: a negative or unknown axis, a rank outside its fragments, an axis named
+                twice (megatron accepts that silently and uses the last).
+        """
+        if fields.get("flattened_range") is not None:
+            raise ShardingError(f"{key}: flattened_range goes with from_rank_offsets_flat")
+        _check_is_tensor(key, data)
+        return cls._on_grid(key, data, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num, fields)
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: tuple[int, ...],
+        *rank_offsets: tuple[int, int, int],
+        flattened_range: slice,
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        **fields: Any,
+    ) -> ShardedTensor:
+        """A row-major range of a local box: ``data`` is 1-D, elements [start, stop) of its flattening.
+
+        Args:
+            data: (stop - start,) elements.
+            non_flat_local_shape: shape of the local box that was flattened.
+            flattened_range: ``slice(start, stop)``; may be empty, then nothing is stored.
+            key, rank_offsets, replica_id, prepend_axis_num, fields: as in ``from_rank_offsets``.
+        Raises:
+            ShardingError: as ``from_rank_offsets``; data not 1-D; range outside the box.
+        """
+        fields["flattened_range"] = flattened_range
+        _check_is_tensor(key, data)
+        shape = tuple(non_flat_local_shape)
+        return cls._on_grid(key, data, shape, rank_offsets, replica_id, prepend_axis_num, fields)
+
+    @classmethod
+    def _on_grid(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        local_shape: tuple[int, ...],
+        rank_offsets: tuple[tuple[int, int, int], ...],
+        replica_id: ReplicaId,
+        prepend_axis_num: int,
+        fields: dict[str, Any],
+    ) -> ShardedTensor:
+        local_box = (1,) * prepend_axis_num + local_shape
+        shape, offset, fragmentations = list(local_box), [0] * len(local_box), [1] * len(local_box)
+        seen: set[int] = set()
+        for given in rank_offsets:
+            try:
+                axis, rank, fragments = (integer(key, "rank_offsets", part) for part in given)
+            except (TypeError, ValueError, ShardingError):
+                raise ShardingError(f"{key}: {given!r} is no tuple (axis, rank, fragments) of integers") from None
+            if not 0 <= axis < len(local_box):
+                raise ShardingError(f"{key}: axis {axis} of {(axis, rank, fragments)} is not in [0, {len(local_box)})")
+            if not 0 <= rank < fragments:
+                raise ShardingError(f"{key}: rank {rank} of {(axis, rank, fragments)} is not in [0, {fragments})")
+            if axis in seen:
+                raise ShardingError(f"{key}: axis {axis} is named twice in {rank_offsets}; once is enough")
+            seen.add(axis)
+            shape[axis], offset[axis] = fragments * local_box[axis], rank * local_box[axis]
+            fragmentations[axis] = fragments
+        return cls(
+            key,
+            data,
+            data.dtype,
+            local_shape,
+            tuple(shape),
+            tuple(offset),
+            tuple(fragmentations),
+            replica_id,
+            prepend_axis_num,
+            **fields,
+        )
+
+    @classmethod
+    def from_dtensor(
+        cls, key: str, dtensor: DTensor, *, replica_id: ReplicaId | None = None, **fields: Any
+    ) -> ShardedTensor:
+        """The local tensor of a DTensor, itself and not a copy, so that optimizers find it by identity.
+
+        Args:
+            key: name in the checkpoint.
+            dtensor: Replicate and Shard placements, even or not.
+            replica_id: None takes the coordinates on the mesh axes that replicate it.
+            fields: see the class.
+        Raises:
+            ShardingError: a Partial placement, a rank outside the mesh, or a strided placement that scatters the local
+                rows; a DTensor as a leaf of the state dict may have one.
+        """
+        layout = layout_of(key, dtensor)
+        if layout is None:
+            raise ShardingError(f"{key}: this rank is not in the mesh of the DTensor; it has nothing to describe")
+        if len(layout.pairs) > 1:
+            raise ShardingError(
+                f"{key}: this rank holds {len(layout.pairs)} separate blocks of the DTensor, one record describes one; "
+                "put the DTensor itself into the state dict"
+            )
+        replica = layout.replica if replica_id is None else replica_id
+        return cls._of_box(key, dtensor, layout, 0, replica, **fields)
+
+    @classmethod
+    def all_of_dtensor(cls, key: str, dtensor: DTensor) -> list[ShardedTensor]:
+        """One record for each block that this rank holds of a DTensor; none on a rank outside its mesh."""
+        layout = layout_of(key, dtensor)
+        if layout is None:
+            return []
+        return [cls._of_box(key, dtensor, layout, n, layout.replica) for n in range(max(1, len(layout.pairs)))]
+
+    @classmethod
+    def _of_box(
+        cls, key: str, dtensor: DTensor, layout: Layout, number: int, replica_id: ReplicaId, **fields: Any
+    ) -> ShardedTensor:
+        data, shape = local_of(dtensor), tuple(dtensor.shape)
+        offset = (0,) * len(shape)  # of a local tensor without elements
+        if layout.pairs:
+            (offset, size), (start, _) = layout.pairs[number]
+            for axis, (at, length) in enumerate(zip(start, size, strict=True)):
+                if (at, length) != (0, data.shape[axis]):
+                    data = data.narrow(axis, at, length)
+        return cls(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id, **fields)
+
+    @property
+    def shard_id(self) -> ShardId:
+        """Equal for replicas on different ranks, unlike for different shards of a layout."""
+        flat = self.flattened_range
+        return self.key, self.global_offset, None if flat is None else (flat.start, flat.stop)
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the shard is one of equal parts per axis."""
+        return self.axis_fragmentations is not None
+
+    @property
+    def box(self) -> Box:
+        """The local box in the global tensor; a flattened shard holds a range of it."""
+        return Box(self.global_offset, (1,) * self.prepend_axis_num + self.local_shape)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The boxes that ``data`` fills, without empty ones, in the order of the data.
+
+        [Note: flattened ranges are ordinary chunks] A range of a box is at most ``2n - 1`` boxes, each
+        contiguous in the flat data, so that each is stored with its true offset and size and any
+        layout, flattened or not, loads from any other. The reference guide's remedy, a special global
+        shape on disk, was dropped upstream and stranded its users (areal-project/AReaL#1468).
+        """
+        box = self.box
+        if self.flattened_range is None:
+            if box.volume:
+                yield Piece(box, None)
+            return
+        at = 0
+        for part in range_boxes(box.size, self.flattened_range.start, self.flattened_range.stop):
+            yield Piece(part.shifted(self.global_offset), (at, at + part.volume))
+            at += part.volume
+
+    def view(self, piece: Piece) -> torch.Tensor:
+        """The elements of ``piece`` as a tensor of the shape of its box, sharing memory with ``data``."""
+        if self.data is None:
+            raise ShardingError(f"{self}: data is None; a save needs the tensor")
+        check_readable(self, self.data)
+        data = self.data.detach()
+        if piece.flat is not None:
+            return data[piece.flat[0] : piece.flat[1]].view(piece.box.size)
+        return data[(None,) * self.prepend_axis_num] if self.prepend_axis_num else data
+
+    def without_data(self) -> ShardedTensor:
+        """A copy with ``data=None``: what travels, and what stays when tensors must be freed."""
+        return replace(self, data=None)
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """Index of the box in the global tensor: an int per prepended axis, a slice per own axis."""
+        prepended = self.prepend_axis_num
+        own = zip(self.global_offset[prepended:], self.local_shape, strict=True)
+        return (*self.global_offset[:prepended], *(slice(offset, offset + length) for offset, length in own))
+
+    def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+        """Allocate ``data`` if it is None: 1-D of the range's length if flattened, else ``local_shape``."""
+        if self.data is not None:
+            return
+        flat = self.flattened_range
+        shape = self.local_shape if flat is None else (flat.stop - flat.start,)
+        self.data = init_fn(shape, dtype=self.dtype, device=device)
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """``torch.narrow`` of the local tensor on every rank; the global tensor shrinks with it.
+
+        ``dim`` counts own axes only. A flattened shard can be narrowed on axis 0: the result is the
+        common part of its range and the kept rows, and the list is empty where they share nothing.
+
+        Raises:
+            ShardingError: a shard without a regular grid; a flattened one on another axis.
+        """
+        axis, local = dim + self.prepend_axis_num, self.local_shape[dim]
+        if not local or self.global_shape[axis] % local or self.global_offset[axis] % local:
+            raise ShardingError(f"{self}: narrow needs equal parts on axis {dim}; global {self.global_shape}")
+        if not 0 <= start <= start + length <= local:
+            raise ShardingError(f"{self}: narrow({dim}, {start}, {length}) leaves the local length {local}")
+        flat = self.flattened_range
+        if flat is not None and dim != 0:
+            raise ShardingError(f"{self}: a flattened shard can be narrowed on axis 0 only, not {dim}")
+        fields: dict[str, Any] = {
+            "local_shape": _set(self.local_shape, dim, length),
+            "global_shape": _set(self.global_shape, axis, self.global_shape[axis] // local * length),
+            "global_offset": _set(self.global_offset, axis, self.global_offset[axis] // local * length),
+        }
+        if flat is None:
+            data = None if self.data is None else self.data.narrow(dim, start, length)
+            return [replace(self, data=data, **fields)]
+        row = prod(self.local_shape[1:])
+        low, high = max(flat.start, start * row), min(flat.stop, (start + length) * row)
+        if low >= high:
+            return []
+        data = None if self.data is None else self.data[low - flat.start : high - flat.start]
+        return [replace(self, data=data, flattened_range=slice(low - start * row, high - start * row), **fields)]
+
+    def __str__(self) -> str:
+        flat = self.flattened_range
+        return describe(self.key, self.box, self.global_shape, None if flat is None else (flat.start, flat.stop))
+
+
+@dataclass(eq=False)
+class ShardedObject(ShardedBase):
+    """One cell of a grid of arbitrary objects. Cells cannot be cut anew at load.
+
+    Args:
+        key: name of the grid.
+        data: anything that torch's weights-only rules read back; None for metadata.
+        global_shape: shape of the grid, in cells.
+        global_offset: this cell.
+        replica_id: as for tensors.
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        self.global_shape = int_tuple(self.key, "global_shape", self.global_shape)
+        self.global_offset = int_tuple(self.key, "global_offset", self.global_offset)
+        self.replica_id = replica(self.key, self.replica_id)
+        inside = len(self.global_shape) == len(self.global_offset) and all(
+            0 <= at < n for at, n in zip(self.global_offset, self.global_shape, strict=True)
+        )
+        if not inside:
+            raise ShardingError(
+                f"{self.key}: cell {self.global_offset} is not in the grid {self.global_shape} of the ShardedObject"
+            )
+
+    @property
+    def unique_key(self) -> str:
+        """Stored key: ``<key>/shard_<offsets joined by .>_<shape joined by .>``."""
+        offset, shape = ".".join(map(str, self.global_offset)), ".".join(map(str, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The record of a stored key, without data.
+
+        Parsed from the right: keys may hold ``/``, ``_`` and the word shard (megatron splits from the
+        left and breaks on them).
+
+        Raises:
+            ShardingError: the key has not this form.
+        """
+        key, separator, cell = unique_key.rpartition("/shard_")
+        offset_text, underscore, shape_text = cell.rpartition("_")
+        try:
+            offset, shape = _ints(offset_text), _ints(shape_text)
+        except ValueError:
+            separator = ""
+        if not separator or not underscore:
+            raise ShardingError(f"{unique_key!r} is not of the form <key>/shard_<offsets>_<shape>")
+        return cls(key, None, shape, offset, replica_id)
+
+    def without_data(self) -> ShardedObject:
+        """A copy with ``data=None``."""
+        return replace(self, data=None)
+
+    def __str__(self) -> str:
+        return self.unique_key
+
+
+class LocalNonpersistentObject:
+    """Wrapper of something that is not saved: dropped at save, unwrapped at load."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The wrapped object."""
+        return self.obj
+
+
+@dataclass(eq=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that becomes a sub state dict when it is saved or loaded, and one tensor again after.
+
+    Args:
+        key: handed to ``build_fn``.
+        data: the original tensor (a parameter), by which optimizer state finds its model record.
+        build_fn: ``build_fn(key, data, replica_id, flattened_range)`` -> sub state dict.
+        merge_fn: ``merge_fn(loaded sub dict)`` -> tensor, the last step of load.
+        replica_id, flattened_range: handed to ``build_fn``. Factories may nest.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    build_fn: Callable[..., Any]
+    merge_fn: Callable[..., Any]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """The sub state dict."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
+    """Replace each factory by what it builds, in place; ``save`` and ``load`` do so by themselves, on copies."""
+    dict_list_map_inplace(
+        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+    )
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """``x1`` with the parts that the factories in ``x2`` have built merged again, in place.
+
+    Args:
+        x1: loaded values. x2: factories in the same structure; lists may be {position: value}.
+    Raises:
+        ShardingError: ``x2`` has a factory where ``x1`` has nothing.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    if not isinstance(x2, dict | list):
+        raise ShardingError(f"factories are a {type(x2).__name__} at {key}; dicts and lists of factories are merged")
+    for name, child in x2.items() if isinstance(x2, dict) else enumerate(x2):
+        try:
+            x1[name] = apply_factory_merges(x1[name], child, (*key, name))
+        except (KeyError, IndexError, TypeError):
+            raise ShardingError(f"there is a factory at {(*key, name)} and no loaded value") from None
+    return x1
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str):
+        raise ShardingError(f"the key {key!r} is a {type(key).__name__}; keys of records are strings")
+
+
+def _check_is_tensor(key: str, data: object) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise ShardingError(f"{key}: data is a {type(data).__name__}; it is a torch.Tensor")
+
+
+def _set(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")) if text else ()

@@ -1,0 +1,187 @@
+"""State dicts as trees: nested dicts and lists with records and common data at the leaves.
+
+    caller's state dict --> tree.py (this file) --> records + common data
+    loaded values + common data --> tree.py --> result
+
+Never changes the caller's dicts and lists. A path is a tuple of dict keys and list positions. Dicts, OrderedDicts,
+defaultdicts and lists are walked through and come back as what they were; anything else is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
+
+Path = tuple[Any, ...]
+
+
+class _Gone:
+    """Marks a place that holds nothing; compared by identity."""
+
+
+GONE = _Gone()
+
+
+class Split(NamedTuple):
+    """A state dict taken apart."""
+
+    records: list[tuple[Path, ShardedBase]]
+    local: list[tuple[Path, LocalNonpersistentObject]]
+    common: dict[Any, Any]
+
+
+def checked(state: Any) -> dict[Any, Any]:
+    """A shallow copy of a state dict; ShardingError if it is none."""
+    if not isinstance(state, Mapping):
+        raise ShardingError(f"the state dict is a {type(state).__name__}; it is a dict of records and common data")
+    return rebuilt(state, state.items()) if is_dict(state) else dict(state)
+
+
+def is_dict(node: Any) -> bool:
+    """Whether a node is walked through by its keys; a dict of another class is a leaf."""
+    return type(node) in (dict, OrderedDict, defaultdict)
+
+
+def children(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Names and nodes below a dict or a list; nothing for a leaf."""
+    if is_dict(node):
+        return node.items()  # type: ignore[no-any-return]
+    return enumerate(node) if type(node) is list else ()
+
+
+def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A new dict or list of the kind of ``node`` with other content; attributes of an OrderedDict stay.
+
+    ``torch.nn.Module.state_dict`` keeps the versions of its modules in such an attribute.
+    """
+    if type(node) is OrderedDict:
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(node))
+        return ordered
+    if type(node) is defaultdict:
+        return defaultdict(node.default_factory, items)
+    return dict(items) if type(node) is dict else [child for _, child in items]
+
+
+def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """All leaves with their paths; an empty dict or list is a leaf."""
+    if (is_dict(node) or type(node) is list) and node:
+        for name, child in children(node):
+            yield from leaves(child, (*path, name))
+    else:
+        yield path, node
+
+
+def path_text(path: Path) -> str:
+    """``optimizer.param_groups[0].lr``: names joined by dots, positions and other keys in brackets."""
+    text = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path)
+    return text.removeprefix(".") or "the state dict"
+
+
+def key_text(path: Path) -> str:
+    """``optimizer.param_groups.0.lr``: the name that torch's own distributed checkpoints give to a leaf."""
+    return ".".join(map(str, path))
+
+
+def split(tree: Mapping[Any, Any]) -> Split:
+    """Take a state dict apart into records, local objects and common data."""
+    records: list[tuple[Path, ShardedBase]] = []
+    local: list[tuple[Path, LocalNonpersistentObject]] = []
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, ShardedBase):
+            records.append((path, leaf))
+        elif isinstance(leaf, LocalNonpersistentObject):
+            local.append((path, leaf))
+    common = _common_part(tree)
+    return Split(records, local, {} if common is GONE else common)
+
+
+def _common_part(node: Any) -> Any:
+    """What is common in ``node``; GONE if nothing is.
+
+    A list that loses some of its elements becomes {position: value}, so that positions survive.
+    """
+    if isinstance(node, ShardedBase | LocalNonpersistentObject):
+        return GONE
+    if not is_dict(node) and type(node) is not list:
+        return node
+    kept = [(name, part) for name, child in children(node) if (part := _common_part(child)) is not GONE]
+    if not kept and node:
+        return GONE
+    return dict(kept) if type(node) is list and len(kept) < len(node) else rebuilt(node, kept)
+
+
+def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """The result of a load: saved common data with the loaded values at the places of the request.
+
+    Common leaves of the request count for nothing. A record without a value (left out by
+    ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved, or of the request's
+    kind where nothing common was, and at the top; its order is the request's, what else was saved comes after.
+    """
+    if isinstance(request, ShardedBase | LocalNonpersistentObject):
+        return values.get(path, GONE)
+    if is_dict(request):
+        saved = common if is_dict(common) else {}
+        found = dict(saved)
+        _merge_children(found, request.items(), values, path)
+        order = saved if len(found) == len(saved) else dict.fromkeys((*request, *saved))
+        merged = rebuilt(saved if saved and path else request, [(name, found[name]) for name in order if name in found])
+        return merged if merged or _holds_record(request) else common
+    if type(request) is list:
+        at: dict[int, Any] = dict(enumerate(common)) if type(common) is list else {}
+        if is_dict(common) and all(isinstance(name, int) for name in common):
+            at = dict(common)
+        _merge_children(at, enumerate(request), values, path)
+        if at or _holds_record(request):
+            return [at.get(i) for i in range(1 + max(at, default=-1))]
+    return common
+
+
+def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any], path: Path) -> None:
+    for name, child in items:
+        value = assemble(into.get(name, GONE), child, values, (*path, name))
+        if value is not GONE:
+            into[name] = value
+
+
+def _holds_record(node: Any) -> bool:
+    return any(isinstance(leaf, ShardedBase | LocalNonpersistentObject) for _, leaf in leaves(node))
+
+
+def get(tree: Any, path: Path) -> Any:
+    """The node at ``path``, or GONE."""
+    for name in path:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return GONE
+    return tree
+
+
+def put(tree: Any, path: Path, value: Any) -> None:
+    """Replace the node at ``path``, which exists."""
+    get(tree, path[:-1])[path[-1]] = value
+
+
+def drop(tree: Any, path: Path) -> None:
+    """Take away the node at ``path``, which exists; in a list None takes its place, so that others keep theirs."""
+    parent = get(tree, path[:-1])
+    if is_dict(parent):
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = None
+
+
+def nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
+    """Nested dicts with the values at their paths; positions of lists become integer keys."""
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        node = root
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = value
+    return root

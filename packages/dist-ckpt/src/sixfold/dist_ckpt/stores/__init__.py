@@ -1,0 +1,1 @@
+"""Where bytes lie: paths, folders, opened checkpoints; commit in one step."""

@@ -1,0 +1,300 @@
+"""An existing checkpoint, opened: found, told from what only looks like one, its files mapped.
+
+    path --> folder.py (this file) --> Checkpoint(manifest, integrity, files) --> plan.py, transfer.py
+
+Opening reads the small files and the sizes of the others, no tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from sixfold.dist_ckpt.errors import (
+    BY_NAME,
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    StorageError,
+    typed,
+)
+from sixfold.dist_ckpt.files import frame as frames
+from sixfold.dist_ckpt.files import integrity as checks
+from sixfold.dist_ckpt.files import metadata
+from sixfold.dist_ckpt.files.integrity import Integrity
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths, zarr_format
+from sixfold.dist_ckpt.stores.maps import Mapped, Maps
+
+LOOKS = 5  # at a folder that others write to meanwhile
+VERIFY_MODES = ("touched", "full", "off")
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder that holds a whole checkpoint.
+
+    ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``. ``identity``
+    tells the folder from one that takes its place later.
+    """
+
+    folder: Path
+    manifest: Manifest
+    integrity: Integrity | None
+    verify: str
+    identity: tuple[int, ...]
+    _maps: Maps = field(default_factory=Maps)
+
+    def map(self, name: str) -> Mapped:
+        """A file mapped privately. Its size was checked when the checkpoint was opened."""
+        return self._maps.get(self.folder / name)
+
+    def forget(self, name: str, start: int, stop: int) -> None:
+        """Bytes [start, stop) of a file will not be looked at soon."""
+        self._maps.forget(self.folder / name, start, stop)
+
+    def check_unchanged(self) -> None:
+        """StorageError if another save has taken the folder's place since it was opened, or its files have changed.
+
+        Files are opened by path, one after the other; only this shows that all were of one save.
+        """
+        _check_unchanged(self.folder, self.identity, self.integrity)
+
+    def frame(self, frame: ByteRange) -> memoryview:
+        """The bytes of a frame, not copied."""
+        if not frame.length:
+            raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
+        return self.map(frame.file).data[frame.offset : frame.offset + frame.length]
+
+    def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
+        """Keys whose frame is damaged and has bytes in [start, stop) of a file.
+
+        A block may hold many frames; the CRC-32s of each tell which. Objects have them too: torch.save writes them.
+        """
+        inside = [
+            (key, frame)
+            for key, frame in self.manifest.frames_by_key()
+            if frame.file == file and frame.offset < stop and frame.offset + frame.length > start
+        ]
+        return sorted({key for key, frame in inside if not self._is_whole(frame)})
+
+    def _is_whole(self, frame: ByteRange) -> bool:
+        try:
+            frames.parse(self.frame(frame))
+            frames.check_records(self.frame(frame))
+        except CorruptError:
+            return False
+        return True
+
+    def small_file(self, name: str) -> bytes | None:
+        """A whole small file, its digest checked unless verify is "off"; None if there is none."""
+        path = self.folder / name
+        with _or_replaced(self.folder, self.identity, self.integrity):
+            data = _read(path)
+            if data is not None and self.integrity is not None and self.verify != "off":
+                self.integrity.check_file_bytes(path, data)
+            elif data is not None and self.verify != "off":
+                _at(path, lambda: frames.check_records(memoryview(data)))
+        return data
+
+
+def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
+    """Open a checkpoint of this package, of torch DCP or of megatron.
+
+    Raises:
+        MismatchError: no such folder, not a checkpoint, a backend that is not read.
+        CorruptError: damaged, or a save that never finished.
+        UnsafeError: a pickle or a path that leaves what a checkpoint may name.
+        StorageError: the operating system refuses.
+    """
+    if verify not in VERIFY_MODES:
+        raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
+    folder = paths.local(path, "this is opened by load and by the functions of the top level")
+    return typed(lambda: _open(paths.resolved(folder), verify))
+
+
+def _open(folder: Path, verify: str) -> Checkpoint:
+    if not folder.exists():
+        folder = _fallback(folder)
+    if not folder.is_dir():
+        raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
+    identity = _identity(folder)
+    with _or_replaced(folder, identity):
+        return _look_into(folder, verify, identity)
+
+
+def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoint:
+    config = _read(folder / "metadata.json")
+    integrity = _open_integrity(folder)
+    if config is not None:
+        # The digest first: a flipped digit of a version is damage and no unknown backend.
+        if integrity is not None and verify != "off":
+            integrity.check_file_bytes(folder / "metadata.json", config)
+        backend = _at(folder / "metadata.json", lambda: metadata.check_config(config))
+        if backend == "zarr":
+            return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
+    manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
+    if config is None and manifest.needs_metadata_json:
+        raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")
+    _check_identity(folder, manifest, integrity)
+    _check_ranges(folder, manifest)
+    return Checkpoint(folder, manifest, integrity, verify, identity)
+
+
+@contextmanager
+def _or_replaced(folder: Path, identity: tuple[int, ...], integrity: Integrity | None = None) -> Iterator[None]:
+    """An error inside is no damage if another save has taken the folder's place meanwhile."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        _check_unchanged(folder, identity, integrity)
+        raise
+
+
+def _check_unchanged(folder: Path, identity: tuple[int, ...], integrity: Integrity | None) -> None:
+    """The time is compared too, since inodes are used again; a file that others add changes it, and nothing of ours."""
+    if not folder.is_dir():
+        raise StorageError(f"{folder} was replaced or removed while it was read; load it again", errno.ESTALE)
+    now = _identity(folder)
+    if now == identity or (integrity is not None and _is_still(folder, integrity)):
+        return
+    if now[:2] == identity[:2] and (integrity is None or not (folder / checks.FILE_NAME).exists()):
+        raise StorageError(
+            f"files were added to {folder}, or removed from it, while it was read; what was read may be of two saves. "
+            "Load it again when nobody writes there",
+            errno.ESTALE,
+        )
+    raise StorageError(f"{folder} was replaced while it was read; load it again", errno.ESTALE)
+
+
+def _is_still(folder: Path, integrity: Integrity) -> bool:
+    """Whether the folder holds this save: no name of it is ever written again, and each is there with its size."""
+    try:
+        data = _read(folder / checks.FILE_NAME)
+        if data is None or checks.decode(folder / checks.FILE_NAME, data) != integrity:
+            return False
+        integrity.check_sizes(folder)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _identity(folder: Path) -> tuple[int, ...]:
+    """Differs for a folder that was moved into this one's place."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def is_complete(path: str | Path) -> bool:
+    """Whether a folder opens as a whole checkpoint: its small files and the sizes of the others, no digest.
+
+    Raises:
+        StorageError: the system does not let us see, which is not taken for a "no".
+    """
+    for _ in range(LOOKS):
+        try:
+            open_checkpoint(path, verify="off")
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            continue  # replaced or removed a moment ago
+        except CheckpointError:
+            return False
+        return True
+    return False
+
+
+def _fallback(folder: Path) -> Path:
+    """The newest complete sibling of a missing folder whose replacement was cut short; see storage.commit."""
+    if storage.siblings(folder, "old"):
+        candidates = [*storage.siblings(folder, "tmp"), *storage.siblings(folder, "old")]
+        for sibling in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            if is_complete(sibling):
+                return sibling
+    raise MismatchError(f"Checkpoint directory {folder} does not exist")
+
+
+def _open_integrity(folder: Path) -> Integrity | None:
+    data = _read(folder / checks.FILE_NAME)
+    if data is None:
+        return None
+    integrity = checks.decode(folder / checks.FILE_NAME, data)
+    integrity.check_sizes(folder)
+    return integrity
+
+
+def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, has_config: bool) -> Manifest:
+    path = folder / ".metadata"
+    data = _read(path)
+    if data is None:
+        if has_config or any(folder.glob("*.distcp")):
+            raise CorruptError(f"{path} is missing: a save never finished, or the file was lost")
+        raise MismatchError(
+            f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
+        )
+    trusted = integrity is not None
+    if integrity is not None:
+        try:
+            integrity.check_file_bytes(path, data)
+        except CorruptError:
+            if verify != "off":
+                raise
+            trusted = False  # damaged bytes are decoded slowly and warily, as those without a digest
+    return _at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
+
+
+def _inside(folder: Path) -> str:
+    """The remedy for the folder of a run, which holds one checkpoint per step."""
+    found = sorted(path.parent.name for path in folder.glob("[!.]*/metadata.json"))
+    return f"; it holds checkpoints: name one, such as {folder / found[-1]}" if found else ""
+
+
+def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None) -> None:
+    if manifest.save_id is not None and integrity is None:
+        raise CorruptError(f"{folder / checks.FILE_NAME} is missing; save {manifest.save_id} wrote one")
+    if integrity is not None and integrity.save_id != manifest.save_id:
+        raise CorruptError(
+            f"{folder / '.metadata'} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "
+            "files of two saves are mixed"
+        )
+    if integrity is not None:
+        needed = {".metadata", "common.pt", "metadata.json", *(frame.file for frame in manifest.frames())}
+        if unknown := sorted(name for name in needed - integrity.files.keys() if (folder / name).exists()):
+            raise CorruptError(f"{folder / unknown[0]} is not in {checks.FILE_NAME}: the save did not write it")
+
+
+def _check_ranges(folder: Path, manifest: Manifest) -> None:
+    ends: dict[str, ByteRange] = {}
+    for frame in manifest.frames():
+        last = ends.setdefault(frame.file, frame)
+        if frame.offset + frame.length > last.offset + last.length:
+            ends[frame.file] = frame
+    for name, frame in sorted(ends.items()):
+        try:
+            storage.check_regular(folder / name)
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CorruptError(f"{folder / name} is missing; .metadata names bytes of it") from None
+        if frame.offset + frame.length > size:
+            raise CorruptError(f"{folder / name} has {size} bytes; .metadata names {frame}")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return storage.read_small(path)
+    except FileNotFoundError:
+        return None
+
+
+def _at(path: Path, action: Callable[[], _Value]) -> _Value:
+    """Put the path before the text of an error."""
+    try:
+        return action()
+    except CheckpointError as error:
+        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error

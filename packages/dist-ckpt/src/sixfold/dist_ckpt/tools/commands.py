@@ -1,0 +1,271 @@
+"""Tools: look at checkpoints, check, convert and compare them. What the command ``sixfold-ckpt`` prints.
+
+    folder --> inspect, verify, convert, diff (this file) --> dict --> __main__.py: text or JSON
+
+One plain process, no group. Tensors pass in batches of rows, so that memory stays bounded whatever the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt import serialization
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
+from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.road.sources import comparable
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.tools import conversion, probe, standin
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+_COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
+
+
+def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
+    """What a checkpoint holds; no tensor is read.
+
+    Args:
+        keys: a glob; tensors and objects whose key does not match are left out.
+    Returns:
+        path, backend, version, save_id, nbytes (of the tensors listed), tensors [key, dtype, shape, nbytes, chunks],
+        objects [key, shape], common [top-level keys], files [name, nbytes], integrity (whether each byte has a
+        checksum). backend and version are those of metadata.json, "torch_dist" and None for a plain DCP folder.
+    Raises:
+        CheckpointError: no such folder, or it cannot be read.
+    """
+    with probe.opened(path) as folder:
+        return {"path": probe.name_of(path, folder), **_inspect(folder, keys)}
+
+
+def _inspect(folder: Path, keys: str) -> dict[str, Any]:
+    config = foreign.read_config(folder)
+    backend, version = config[0] if config else ("torch_dist", None)
+    is_ours = backend == "torch_dist"
+    checkpoint = open_checkpoint(folder) if is_ours else None
+    chunks = {} if checkpoint is None else {k: len(t.chunks) for k, t in checkpoint.manifest.tensors.items()}
+    tensors = [
+        {
+            "key": key,
+            "dtype": str(record.dtype).removeprefix("torch."),
+            "shape": list(record.global_shape),
+            "nbytes": conversion.nbytes_of(record),
+            "chunks": chunks.get(key, probe.count_chunks(folder, key)),
+        }
+        for key, record in sorted(serialization.load_tensors_metadata(folder).items())
+        if fnmatchcase(key, keys)
+    ]
+    return {
+        "backend": backend,
+        "version": version,
+        "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
+        "nbytes": sum(entry["nbytes"] for entry in tensors),
+        "tensors": tensors,
+        "objects": [entry for entry in _objects(folder) if fnmatchcase(entry["key"], keys)],
+        "common": [str(key) for key in standin.load_common(folder)],
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
+        "integrity": checkpoint is not None and checkpoint.integrity is not None,
+    }
+
+
+def _objects(folder: Path) -> list[dict[str, Any]]:
+    grids: dict[str, list[int]] = {}
+    for stored_key in conversion.object_keys(folder):
+        try:
+            record = ShardedObject.empty_from_unique_key(stored_key)
+        except ShardingError:  # bytes of plain DCP have no grid
+            grids[stored_key] = []
+            continue
+        grids[record.key] = list(record.global_shape)
+    return [{"key": key, "shape": shape} for key, shape in sorted(grids.items())]
+
+
+def verify(path: str | Path, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
+    """Check a checkpoint and report all damage, not the first.
+
+    Args:
+        quick: names, sizes and metadata only; otherwise every byte that has a checksum.
+        progress: called with bytes checked and bytes in all.
+    Returns:
+        path, ok, checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
+        (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
+        saves), "unfinished" (a save that never ended), "unsafe" (a pickle or a path that no checkpoint needs).
+    Raises:
+        MismatchError: there is no such folder.
+    """
+    with probe.opened(path, whole=not quick) as folder:
+        problems, checked = probe.problems(folder, quick=quick, progress=progress or (lambda done, total: None))
+        name = probe.name_of(path, folder)
+    return {"path": name, "ok": not problems, "checked_bytes": checked, "problems": problems}
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    max_shard_bytes: int | None = None,
+    keys: str = "*",
+    progress: Progress | None = None,
+    safe_globals: Sequence[Any] = (),
+) -> dict[str, Any]:
+    """Write a checkpoint in another format; every byte of the source that has a checksum is checked.
+
+    Args:
+        dst: a folder that does not exist or is empty; it appears complete or not at all.
+        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone.
+        max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
+        keys: a glob; other tensors and objects are left out.
+        progress: called with bytes of tensors done and in all.
+        safe_globals: as in ``load``.
+    Returns:
+        src, dst, to, tensors (their number), nbytes (of tensors), files (names).
+    Raises:
+        StorageError: ``dst`` is not empty. CheckpointError: the source cannot be read, or not be written as ``to``.
+    """
+    if to not in ("torch_dist", "zarr", "safetensors"):
+        raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
+    if max_shard_bytes is not None and to != "safetensors":
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
+    if to != "torch_dist":
+        paths.local(dst, f"{to} is written into a local folder; upload it")
+    paths.located(dst, "dst")
+    tell = progress or (lambda done, total: None)
+    with probe.opened(src, whole=True) as source:
+        wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
+        objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
+        _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
+        if to == "safetensors":
+            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, tell)
+        else:
+            target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, tell, safe_globals)
+        name = probe.name_of(src, source)
+    total = sum(map(conversion.nbytes_of, wanted.values()))
+    tell(total, total)
+    return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
+
+
+def _check_matches(keys: str, where: str | Path, matches: Collection[str]) -> None:
+    """A mistyped glob is told, and not taken for a checkpoint without tensors."""
+    if keys != "*" and not matches:
+        raise MismatchError(f"keys is {keys!r}, which matches nothing of {where}; inspect lists what there is")
+
+
+def _name(stored_key: str) -> str:
+    try:
+        return ShardedObject.empty_from_unique_key(stored_key).key
+    except ShardingError:
+        return stored_key
+
+
+def diff(
+    a: str | Path, b: str | Path, *, rtol: float = 0.0, keys: str = "*", progress: Progress | None = None
+) -> dict[str, Any]:
+    """Compare two checkpoints by value, whatever layout and format they were saved in.
+
+    Args:
+        rtol: values x of ``a`` and y of ``b`` are equal if |x - y| <= rtol * |y|; NaN equals NaN.
+        keys: a glob; other tensors and objects are left out.
+        progress: called with bytes of ``a`` compared and in all.
+    Returns:
+        equal, only_in_a, only_in_b (keys), different [key, reason ("shape", "dtype" or "values"), count (elements
+        that differ), max_abs], common_differs [paths]. count and max_abs are None but for values of tensors.
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    if not rtol >= 0:
+        raise CheckpointError(f"rtol is {rtol}; it is >= 0")
+    with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
+        return _diff((first, second), rtol, keys, progress or (lambda done, total: None))
+
+
+def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress) -> dict[str, Any]:
+    left, right = (_all_keys(folder, keys) for folder in folders)
+    _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
+    different: list[dict[str, Any]] = []
+    same: dict[str, ShardedTensor] = {}
+    objects = []
+    for key in sorted(left.keys() & right.keys()):
+        one, other = left[key], right[key]
+        if one is None or other is None:
+            objects.append(key)
+        elif one.global_shape != other.global_shape or one.dtype != other.dtype:
+            reason = "shape" if one.global_shape != other.global_shape else "dtype"
+            different.append({"key": key, "reason": reason, "count": None, "max_abs": None})
+        else:
+            same[key] = one
+    different += _different_values(folders, same, rtol, progress)
+    for key in objects:
+        if not standin.equal(*(standin.load_object(folder, key) for folder in folders)):
+            different.append({"key": key, "reason": "values", "count": None, "max_abs": None})
+    found = {
+        "only_in_a": sorted(left.keys() - right.keys()),
+        "only_in_b": sorted(right.keys() - left.keys()),
+        "different": sorted(different, key=lambda entry: str(entry["key"])),
+        "common_differs": _differing_paths(*(standin.load_common(folder) for folder in folders)),
+    }
+    return {"equal": not any(found.values()), **found}
+
+
+def _all_keys(folder: Path, keys: str) -> dict[str, ShardedTensor | None]:
+    tensors: dict[str, ShardedTensor | None] = dict(serialization.load_tensors_metadata(folder))
+    tensors.update(dict.fromkeys(conversion.object_keys(folder)))
+    return {key: record for key, record in tensors.items() if fnmatchcase(_name(key) if record is None else key, keys)}
+
+
+def _different_values(
+    folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress
+) -> Iterator[dict[str, Any]]:
+    counts: dict[str, int] = {}
+    largest: dict[str, float] = {}
+    total, done = sum(map(conversion.nbytes_of, tensors.values())), 0
+    for batch in conversion.batches(tensors):
+        for key, count, max_abs in _compare_batch(folders, batch, rtol):
+            counts[key] = counts.get(key, 0) + count
+            largest[key] = max(largest.get(key, 0.0), max_abs)
+        done += sum(prod(part.local_shape) * part.dtype.itemsize for part in batch)
+        progress(done, total)
+    for key in sorted(counts):
+        yield {"key": key, "reason": "values", "count": counts[key], "max_abs": largest[key]}
+
+
+def _compare_batch(
+    folders: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float
+) -> list[tuple[str, int, float]]:
+    """What differs in a batch; it is in memory twice, once of each folder, and gone when this returns."""
+    found = []
+    for part, x, y in zip(batch, *(conversion.read(folder, batch) for folder in folders), strict=True):
+        for cut in cuts(x.shape, _COMPARED_ELEMENTS):
+            count, max_abs = _compare(x[cut], y[cut], rtol)
+            if count:
+                found.append((part.key, count, max_abs))
+    return found
+
+
+def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]:
+    """Elements that differ, and by how much at most."""
+    x, y = comparable(x), comparable(y)
+    differs = (x != y) & ~((x != x) & (y != y))
+    if not bool(differs.any()):
+        return 0, 0.0
+    kind = torch.complex128 if x.is_complex() else torch.float64
+    p, q = x[differs].to(kind), y[differs].to(kind)
+    gap = (p - q).abs()
+    gap[torch.isnan(gap)] = torch.inf  # one of the two is NaN
+    far = gap[~(gap <= rtol * q.abs())]
+    return far.numel(), float(far.max()) if far.numel() else 0.0
+
+
+def _differing_paths(left: Any, right: Any) -> list[str]:
+    # An empty dict is a leaf; at the top it says no more than that the paths of the other side are missing.
+    x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
+    missing = object()
+    return sorted(path for path in x.keys() | y.keys() if not standin.equal(x.get(path, missing), y.get(path, missing)))

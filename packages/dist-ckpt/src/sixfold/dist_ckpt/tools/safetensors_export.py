@@ -1,0 +1,158 @@
+"""Export of tensors as safetensors: the format that model hubs and inference engines read.
+
+    tensors' shapes --> plan (this file) --> files and their headers
+    plan + values in order --> write (this file) --> model*.safetensors, index
+
+Values are streamed: the ``safetensors`` library (extra ``safetensors``) would want a whole file's bytes in
+memory to write it. It opens each file afterwards, which checks header and lengths by independent code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.state.records import ShardedTensor
+
+INDEX_NAME = "model.safetensors.index.json"
+_ALIGNMENT = 8
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.complex64: "C64",
+}
+
+
+class File(NamedTuple):
+    """One file: its tensors in the order of their bytes, and all bytes before those."""
+
+    name: str
+    keys: tuple[str, ...]
+    head: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The files, and the index if there are several."""
+
+    files: tuple[File, ...]
+    index: bytes | None
+
+
+def plan(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> Export:
+    """Share tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
+
+    Raises:
+        CheckpointError: the library is missing; a dtype that the format does not know; no tensors;
+            ``max_shard_bytes`` < 1.
+    """
+    _library()
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
+    for key, record in tensors.items():
+        if record.dtype not in _NAMES:
+            raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for key in sorted(tensors):
+        size = _nbytes(tensors[key])
+        if groups[-1] and max_shard_bytes is not None and filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(key)
+        filled += size
+    if max_shard_bytes is None:
+        return Export((_file("model.safetensors", groups[0], tensors),), None)
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    files = tuple(_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True))
+    index = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": {key: file.name for file in files for key in file.keys},
+    }
+    return Export(files, json.dumps(index, indent=2, sort_keys=True).encode())
+
+
+def _nbytes(record: ShardedTensor) -> int:
+    return prod(record.global_shape) * record.dtype.itemsize
+
+
+def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> File:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    # Wide elements first: each tensor then starts at a multiple of its element's size.
+    ordered = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    for key in ordered:
+        size = _nbytes(tensors[key])
+        header[key] = {
+            "dtype": _NAMES[tensors[key].dtype],
+            "shape": list(tensors[key].global_shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
+
+
+def write(folder: Path, export: Export, values: Iterator[torch.Tensor]) -> None:
+    """Write the files into ``folder``, on disk when it returns.
+
+    Args:
+        values: the tensors of all files in order, each whole or as consecutive rows.
+    """
+    for planned in export.files:
+        with (folder / planned.name).open("xb", buffering=1 << 20) as file:
+            file.write(planned.head)
+            left = planned.nbytes
+            while left:
+                # Nothing here keeps a tensor while the next batch of them is read.
+                left -= file.write(tensor_bytes(next(values).contiguous()))
+            assert left == 0, f"{planned.name} got {-left} bytes too many"
+            file.flush()
+            os.fsync(file.fileno())
+        _check(folder / planned.name, planned)
+    if export.index is not None:
+        with (folder / INDEX_NAME).open("xb") as file:
+            file.write(export.index)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _check(path: Path, planned: File) -> None:
+    with _library().safe_open(str(path), framework="pt") as opened:
+        found = set(opened.keys())
+    if found != set(planned.keys):
+        raise CorruptError(f"{path} was written with {len(planned.keys)} tensors and reads back with {len(found)}")
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise CheckpointError(
+            "export to safetensors needs the library; pip install 'sixfold-dist-ckpt[safetensors]'"
+        ) from error
+    return safetensors

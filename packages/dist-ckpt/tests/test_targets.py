@@ -118,7 +118,8 @@ FULL = """
 import shutil, subprocess, sys, torch
 from pathlib import Path
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import StorageError, storage
+from sixfold.dist_ckpt import StorageError
+from sixfold.dist_ckpt.stores import local as storage
 root = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", root], check=True)
 def state(value, elements):

@@ -358,7 +358,7 @@ def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_
 
 def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
     """The verdict is to commit, and then nothing of rank 0 goes on until the others have ended."""
-    background._WORKER = (ODD_WORKER, "stops:saving.commit" if rank == 0 else "slow:0")
+    background._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
     background._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=1.6)
     handle = saver.save(state(rank, ranks, 1), folder / "c")
@@ -396,7 +396,7 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
 
 @pytest.mark.parametrize(
     ("where", "kind", "said"),
-    [("saving.commit", "LostPeerError", "it may still do so"), ("control.tell", "committed", "")],
+    [("road.saving.commit", "LostPeerError", "it may still do so"), ("background.control.tell", "committed", "")],
 )
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
     (found, text, seconds) = run_ranks(a_first_rank_that_is_lost_at, 2, tmp_path, where, timeout=90, allow_exit=(0,))[1]

@@ -120,13 +120,13 @@ def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, sav
 
 
 STAGES = [
-    ("transfer.write:1", "old"),
-    ("storage._write_at:1", "old"),
-    ("saving._write_index:1", "old"),
-    ("storage.write_file:4", "old"),
-    ("storage.commit:1", "old"),
-    ("storage.sync_folder:2", "new"),  # of the parent, after the move
-    ("storage.siblings:1", "new"),
+    ("road.transfer.write:1", "old"),
+    ("stores.local._write_at:1", "old"),
+    ("road.saving._write_index:1", "old"),
+    ("stores.local.write_file:4", "old"),
+    ("stores.local.commit:1", "old"),
+    ("stores.local.sync_folder:2", "new"),  # of the parent, after the move
+    ("stores.local.siblings:1", "new"),
 ]
 
 

@@ -92,7 +92,7 @@ import os, signal, sys
 from sixfold import dist_ckpt
 save = dict(group=None, timeout_s=1.0)
 dist_ckpt.async_save({"it": 1}, sys.argv[1], group=None)
-from sixfold.dist_ckpt import background
+from sixfold.dist_ckpt.background import saver as background
 saver = background._saver_of(os.getpid())
 saver._let_go()
 os.kill(saver._worker.process.pid, signal.SIGSTOP)

@@ -1,6 +1,8 @@
 """The pickle of ``.metadata`` that is put together opcode by opcode is what torch's own classes give."""
 
+import dataclasses
 import io
+import pathlib
 import pickle
 import pickletools
 import random
@@ -12,9 +14,11 @@ from dist_ckpt_helpers import flat_shards, random_cut
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
+from sixfold.dist_ckpt import ShardingError
 from sixfold.dist_ckpt.files import dcp_pickle, metadata
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.files.unpickle import loads
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans.table import tabulate
@@ -86,6 +90,24 @@ def test_torch_unpickles_the_objects_that_it_would_have_written(case):
         assert [vars(part) for part in ours] == [vars(part) for part in torchs]
     assert type(found.state_dict_metadata) is dict
     pickletools.dis(data, out=io.StringIO())  # the stack is empty at the end, the memo is used as it was set
+
+
+PLANNER_DATA = {"a.0.b": ("a", 0, "b"), "große": ("große",), "odd": [1.5, True, None, -(2**70), "\ud800", {"x": ()}]}
+
+
+def test_what_a_planner_keeps_is_read_back_by_torch_and_moves_nothing_else():
+    index = dataclasses.replace(Index.of(Manifest(CASES["odd names"], {}, "abc")), planner_data=PLANNER_DATA)
+    data = metadata.encode(index)
+    expected = dataclasses.replace(by_torch(Manifest(CASES["odd names"], {}, "abc")), planner_data=PLANNER_DATA)
+    assert pickle.loads(data) == expected
+    assert loads(data, trusted_bytes=False).get("planner_data") == PLANNER_DATA
+
+
+@pytest.mark.parametrize("odd", [{"w": torch.Size([1])}, {"w": ("w", pathlib.Path())}, object(), {1: {2: [io]}}])
+def test_what_names_a_class_is_no_planner_data(odd):
+    index = dataclasses.replace(Index.of(Manifest({}, {}, "abc")), planner_data=odd)
+    with pytest.raises(ShardingError, match="planner_data"):
+        metadata.encode(index)
 
 
 @pytest.mark.parametrize("trusted", [False, True])

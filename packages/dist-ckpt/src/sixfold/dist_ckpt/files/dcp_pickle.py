@@ -14,6 +14,8 @@ integer a few columns, and no line of Python is run for a chunk. Memory is that 
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
@@ -54,6 +57,7 @@ class Index:
         offsets_ND, sizes_ND: its box; axes that its tensor does not have are not looked at.
         files: names; file_N: which of them holds the chunk; start_N, length_N: where in it.
         objects: frames by stored key.
+        planner_data: what a planner of DCP keeps there, plain values; its own has the path of each key.
     """
 
     tensors: Sequence[tuple[str, torch.dtype, Ints]]
@@ -66,6 +70,7 @@ class Index:
     length_N: torch.Tensor
     objects: Mapping[str, ByteRange]
     save_id: str | None
+    planner_data: object = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> Index:
@@ -117,7 +122,8 @@ class _Writer:
         for first, last, low, high in _batches(count_K):
             yield from self._entries(index, axes_K, slice(low, high), range(first, last), count_K)
         yield b"".join(self._text(key) + self._new("BytesStorageMetadata") for key in index.objects)
-        yield b"".join((b"u", self._text("planner_data"), b"N", self._text("storage_data"), b"}("))
+        yield b"".join((b"u", self._text("planner_data"), _plain(index.planner_data)))
+        yield self._text("storage_data") + b"}("
         for first, last, low, high in _batches(count_K):
             yield from self._places(index, axes_K, slice(low, high), range(first, last))
         for key, frame in index.objects.items():
@@ -270,6 +276,34 @@ def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]
         rows[:, at : at + columns.shape[-1]] = columns
         at += columns.shape[-1]
     return bytes(tensor_bytes(rows)), width
+
+
+def _plain(value: object) -> bytes:
+    """The opcodes of a value of plain types; none of them names anything or uses the memo."""
+    _check_plain(value, "planner_data")
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=2)
+    pickler.fast = True  # without the memo, whose numbers are this file's
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]  # between PROTO and STOP
+
+
+def _check_plain(value: object, name: str) -> None:
+    """ShardingError for what names a class, so that no reader need trust it."""
+    kind = type(value)
+    if kind is dict:
+        for key, part in value.items():  # type: ignore[attr-defined]
+            _check_plain(key, name)
+            _check_plain(part, f"{name}[{key!r}]")
+    elif kind is tuple or kind is list:
+        for part in value:  # type: ignore[attr-defined]
+            if type(part) is not str:
+                _check_plain(part, name)
+    elif value is not None and kind not in (str, int, float, bool):
+        raise ShardingError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}; what a planner keeps in .metadata is None, numbers, "
+            "texts, and tuples, lists and dicts of them. Put anything else into the state dict"
+        )
 
 
 def _tuple(values: Ints) -> bytes:

@@ -255,11 +255,11 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
     return _Decision(
-        missing, unexpected, plan.assign([report.touched for report in reports]), _threads([r.cpus for r in reports])
+        missing, unexpected, plan.assign([report.touched for report in reports]), threads_of([r.cpus for r in reports])
     )
 
 
-def _threads(cpus: Sequence[tuple[str, int]]) -> int:
+def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
     """Threads for each rank: the cores of the fullest node shared among its ranks, at most 4."""
     ranks = Counter(host for host, _ in cpus)
     return min(4, *(max(1, count // ranks[host]) for host, count in cpus))

@@ -69,11 +69,11 @@ def write(
     if not plan and not objects:
         return written
     nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
-    places, copies = array("q"), _Copies()
+    places, copies = array("q"), Copies()
     with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads, moved) as file:
         for step in plan:
             start = file.position
-            _add_frame(file, records[step.record], step, rank, check_finite, copies)
+            add_frame(file, records[step.record], step, rank, check_finite, copies)
             places.extend((start, file.position - start))
         for stored_key, data in objects:
             written.objects.append((stored_key, ByteRange(file.name, file.position, len(data))))
@@ -91,10 +91,10 @@ def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> i
     return at + sum(len(data) for _, data in objects)
 
 
-def _add_frame(
-    file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: _Copies
+def add_frame(
+    file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: Copies
 ) -> None:
-    """Write one chunk. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
+    """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
     size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
     if check_finite:
         _check_finite(record.view(step.piece), step, rank)
@@ -108,10 +108,12 @@ def _add_frame(
     file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
 
 
-def _raw_parts(record: ShardedTensor, step: Write, copies: _Copies) -> Iterator[tuple[memoryview, object]]:
+def _raw_parts(record: ShardedTensor, step: Write, copies: Copies) -> Iterator[tuple[memoryview, object]]:
     """The bytes of one chunk, and who owns them: where they lie in the tensor, else of CPU copies part by part."""
     data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
     elements = prod(piece.box.size)
+    if not elements:
+        return
     if data is not None and data.is_cpu and is_plain(data):
         first = 0 if piece.flat is None else piece.flat[0]
         assert first + elements <= data.numel(), f"{step} leaves its tensor"
@@ -123,7 +125,7 @@ def _raw_parts(record: ShardedTensor, step: Write, copies: _Copies) -> Iterator[
         yield copies.of(view[cut])
 
 
-class _Copies:
+class Copies:
     """CPU memory for parts of tensors, ``COPY_BYTES`` each, used again when the last who looks at it is gone."""
 
     def __init__(self) -> None:

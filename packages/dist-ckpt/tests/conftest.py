@@ -1,6 +1,9 @@
-"""How many cases the randomised tests of dist-ckpt take: few in CI, all that the specification asks for on demand."""
+"""How many cases the randomised tests of dist-ckpt take (few in CI, all on demand), and the S3 server of its tests."""
+
+import importlib.util
 
 import pytest
+import s3_server
 
 COUNTS = {"--corruptions": 100, "--mangled": 30}
 
@@ -18,3 +21,23 @@ def corruptions(request):
 @pytest.fixture
 def mangled(request):
     return request.config.getoption("--mangled")
+
+
+@pytest.fixture(scope="session")
+def s3_process():
+    """One S3 server for all tests that ask for ``s3``."""
+    lacking = [name for name in s3_server.REQUIRED if importlib.util.find_spec(name) is None]
+    if lacking:
+        pytest.skip(f"needs an S3 server and its client (extra test); not installed: {', '.join(lacking)}")
+    with s3_server.started() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process, monkeypatch):
+    """The server without latency, faults and counts; ``s3://`` means it, here and in processes that the test starts."""
+    for name, value in s3_process.environment().items():
+        monkeypatch.setenv(name, value)
+    s3_process.set()
+    yield s3_process
+    s3_process.set()

@@ -11,7 +11,7 @@ round is thrown away. Requests, bytes and the most in flight are the server's co
 
 The server (tests/s3_server.py) is moto behind a front that adds the latency and, once it has read an object whole,
 serves its ranges from memory: without this moto copies the whole object for each range and is all that is measured.
-So it stands for a fast store: both sides profit alike, and "floor" says what 16 plain HTTP connections a rank get
+So it stands for a fast store: both sides profit alike, and "floor" says what plain HTTP connections of one process get
 from it for the same bytes in ranges of 8 MiB. It shares this machine's cores with the ranks, on both sides.
 
 JSON to ``--out`` or standard output; a side that cannot do a step has "error" instead of seconds.
@@ -29,6 +29,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,14 @@ import s3_server
 
 TENSORS, COLUMNS, AXES = 16, 4096, {"rows": 0, "columns": 1}
 SPAN_BYTES, CONNECTIONS = 8 << 20, 16
+
+
+class Run(NamedTuple):
+    """What every step needs."""
+
+    rank: int
+    options: argparse.Namespace
+    server: s3_server.S3Server
 
 
 class Sixfold:
@@ -115,33 +124,33 @@ class Measured:
         return {"seconds": statistics.median(counted), "rounds": self.seconds, "server": self.server}
 
 
-def once(measured, action, server, rank):
+def once(measured, action, run):
     """One round; a side that failed before is left out."""
     if measured.error:
         return False
-    if rank == 0:
-        server.set(latency_ms=server.latency_ms)
+    if run.rank == 0:
+        run.server.set(latency_ms=run.options.latency_ms)
     seconds, measured.error = timed(action)
     measured.seconds.append(seconds)
-    if rank == 0:
+    if run.rank == 0:
         told = ("requests", "bytes_in", "bytes_out", "most_in_flight")
-        measured.server = {kind: {name: tally[name] for name in told} for kind, tally in server.counts().items()}
+        measured.server = {kind: {name: tally[name] for name in told} for kind, tally in run.server.counts().items()}
     return measured.error is None
 
 
-def in_turn(rounds, sides, step, server, rank, check=lambda name: None):
+def in_turn(rounds, sides, step, run, check=lambda name: None):
     """{side: Measured} of rounds that take turns."""
     found = {name: Measured() for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            if once(found[name], lambda name=name: step(name), server, rank):
+            if once(found[name], lambda name=name: step(name), run):
                 check(name)
     return found
 
 
-def loads(rank, options, sides, layout, server):
+def loads(run, sides, layout):
     """Restores in turn, values checked after each."""
-    expected = values(options, rank, layout)
+    expected = values(run.options, run.rank, layout)
     targets = {name: [torch.zeros_like(tensor) for tensor in expected] for name in sides}
     states = {name: side.state(targets[name], layout) for name, side in sides.items()}
 
@@ -150,22 +159,21 @@ def loads(rank, options, sides, layout, server):
             assert torch.equal(loaded, wanted), f"{name} loaded other values"
             loaded.zero_()
 
-    return in_turn(options.rounds, sides, lambda name: sides[name].load(states[name]), server, rank, check)
+    return in_turn(run.options.rounds, sides, lambda name: sides[name].load(states[name]), run, check)
 
 
-def background(rank, options, url, server):
+def background(run, side, state):
     """A background save: seconds until the call returns, and until it is committed."""
-    tensors = values(options, rank, "rows")
-    state, blocked, durable = Sixfold(rank, options.ranks, None, url).state(tensors, "rows"), [], Measured()
+    blocked, durable = [], Measured()
 
-    def run():
+    def save():
         start_s = time.perf_counter()
-        handle = dist_ckpt.async_save(state, url)
+        handle = dist_ckpt.async_save(state, f"{side.url}-background")
         blocked.append(time.perf_counter() - start_s)
         handle.wait()
 
-    for _ in range(options.rounds + 1):
-        once(durable, run, server, rank)
+    for _ in range(run.options.rounds + 1):
+        once(durable, save, run)
     slowest = torch.tensor(blocked or [0.0], dtype=torch.float64)
     if not durable.error:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -177,18 +185,17 @@ def job(rank, folder, options, port, bucket, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", options.ranks), rank=rank,
                             world_size=options.ranks)  # fmt: skip
-    mesh, server = init_device_mesh("cpu", (options.ranks,)), s3_server.S3Server(port)
-    server.latency_ms = options.latency_ms
+    mesh, run = init_device_mesh("cpu", (options.ranks,)), Run(rank, options, s3_server.S3Server(port))
     urls = {"sixfold": options.sixfold_url.format(bucket=bucket), "dcp": f"s3://{bucket}/dcp"}
     sides = {name: make(rank, options.ranks, mesh, urls[name]) for name, make in SIDES.items()}
     steps = {}
     tensors = values(options, rank, "rows")
     states = {name: side.state(tensors, "rows") for name, side in sides.items()}
-    steps["save"] = in_turn(1, sides, lambda name: sides[name].save(states[name]), server, rank)
+    steps["save"] = in_turn(1, sides, lambda name: sides[name].save(states[name]), run)
     for layout in AXES:
-        steps[f"load as {layout}"] = loads(rank, options, sides, layout, server)
+        steps[f"load as {layout}"] = loads(run, sides, layout)
     report = {step: {name: measured.report() for name, measured in found.items()} for step, found in steps.items()}
-    report["background save"] = {"sixfold": background(rank, options, f"{urls['sixfold']}-background", server)}
+    report["background save"] = {"sixfold": background(run, sides["sixfold"], states["sixfold"])}
     if rank == 0:
         Path(results).write_text(json.dumps(report))
     dist.barrier()

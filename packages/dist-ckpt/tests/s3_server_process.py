@@ -3,7 +3,8 @@
     client --HTTP--> Front (this file): latency, faults, counts, whole objects once read --WSGI--> moto
 
 One process and one port. A range of an object that was read before comes from memory (``Objects``): moto copies the
-whole object for each of its ranges. What writes always reaches moto, and drops what was kept. Ends with its standard input, so that it cannot outlive the tests.
+whole object for each of its ranges. What writes always reaches moto, and drops what was kept.
+Ends with its standard input, so that it cannot outlive the tests.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 All ranks are in one thread, so everything but the modules is the interpreter: calls, hand-overs, messages in memory.
 The bare work runs the same forwards, losses and backwards, stage by stage, in the order of a plain loop: "as written"
 with ``Tensor.backward``, whose checks in Python the runner goes without, "engine" with the call that it makes of
-autograd. ``thread_time``; in each round every program and its bare work take turns; an action is an F, B, I or W. A
-split backward's bare work is the fused one, so that its figure holds the store's work too.
+autograd. ``thread_time``; in each round every program and its bare work take turns; an action is an F, B, I or W. The
+first two of a split program are the fused backward, so that these figures hold what splitting costs too;
+"split" is over a plain loop of the same F, I and W through the same store: the interpreter alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from sixfold.pipeline.action import COMPUTE
+from sixfold.pipeline.action import COMPUTE, Kind
+from sixfold.pipeline.store import GradientStore
 
 WIDTH, ROWS, M, STEPS = 64, 4, 32, 4
 
@@ -65,6 +67,41 @@ def bare(stages: int, backward: Callable[[Tensor, Tensor], object]) -> Callable[
     return step
 
 
+def bare_split(stages: int) -> Callable[[], object]:
+    """The same with every backward in two, through stores: I of all stages, then W of all."""
+    net = modules(stages)
+    stores = [GradientStore(Stage(module, index)) for index, module in enumerate(net)]
+    x, y = torch.randn(M, ROWS, WIDTH), torch.randn(M, ROWS, WIDTH)
+    share = torch.tensor(1 / M)
+
+    def within(store: GradientStore, k: int, call: Callable[[], Tensor | None]) -> Tensor | None:
+        store.open(k)
+        try:
+            return call()
+        finally:
+            store.close()
+
+    def step() -> None:
+        for k in range(M):
+            hidden, pairs = x[k], []
+            for module, store in zip(net, stores, strict=True):
+                leaf = hidden.detach()
+                if pairs:
+                    leaf.requires_grad_()
+                hidden = within(store, k, lambda module=module, leaf=leaf: module(leaf))
+                pairs.append((leaf, hidden))
+            gradient = share
+            for number in range(stages - 1, -1, -1):
+                leaf, output = pairs[number]
+                root = loss(output, y[k]) if number == stages - 1 else output
+                within(stores[number], k, lambda root=root, gradient=gradient: engine(root, gradient))
+                gradient = leaf.grad
+            for store in stores:
+                store.weigh(k)
+
+    return step
+
+
 def ours(program: Program) -> Callable[[], object]:
     """The runner."""
     stages = [Stage(module, index) for index, module in enumerate(modules(program.stages))]
@@ -79,9 +116,11 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     programs = [gpipe(1, M), one_f_one_b(2, M), one_f_one_b(4, M), interleaved(2, M), zb_h1(4, M), zb_v(2, M)]
     for program in programs:
-        contenders = ours(program), bare(program.stages, Tensor.backward), bare(program.stages, engine)
+        contenders = [ours(program), bare(program.stages, Tensor.backward), bare(program.stages, engine)]
+        is_split = any(a.kind is Kind.W for _, _, a in program.entries())
+        contenders += [bare_split(program.stages)] if is_split else []
         actions = sum(len(a.parts) or 1 for _, _, a in program.entries() if a.kind in COMPUTE)
-        times: tuple[list[float], ...] = ([], [], [])
+        times: list[list[float]] = [[] for _ in contenders]
         for _ in range(rounds):
             for run, taken in zip(contenders, times, strict=True):
                 run()
@@ -90,9 +129,10 @@ def main() -> None:
                     run()
                 taken.append((time.thread_time() - begin) / STEPS / actions * 1e6)
         for word, of in (("median", statistics.median), ("least", min)):
-            mine, written, direct = map(of, times)
+            mine, written, direct, *split = map(of, times)
             name = f"{program.name:12s} p={len(program.ranks)} {word:6s}"
-            print(f"{name} {mine:7.2f} us; over bare as written {mine - written:6.2f}, engine {mine - direct:6.2f}")
+            alone = f", split {mine - split[0]:6.2f}" if split else ""
+            print(f"{name} {mine:7.2f} us; over bare as written {mine - written:6.2f}, engine {mine - direct:6.2f}{alone}")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def main() -> None:
             mine, written, direct, *split = map(of, times)
             name = f"{program.name:12s} p={len(program.ranks)} {word:6s}"
             alone = f", split {mine - split[0]:6.2f}" if split else ""
-            print(f"{name} {mine:7.2f} us; over bare as written {mine - written:6.2f}, engine {mine - direct:6.2f}{alone}")
+            print(
+                f"{name} {mine:7.2f} us; over bare as written {mine - written:6.2f}, engine {mine - direct:6.2f}{alone}"
+            )
 
 
 if __name__ == "__main__":

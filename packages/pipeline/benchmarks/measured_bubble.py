@@ -12,8 +12,8 @@ stage 0 has no gradient, and torch runs all of stage 0's backward in W: there st
 and in the simulation. Columns: bubble over ideal as simulated; measured, here and in torch; and by how many points
 of the ideal each is above. The last lines are
 the floors: a rank's sleeps without anything else, and its stages in a plain loop, whose own Python and torch calls
-take a few hundred microseconds behind a sleep. "executor" is what is above without the latter: what
-each runtime adds. 25 ms and 4 steps take about 50 s.
+take a few hundred microseconds behind a sleep. "executor" is how far each is above the same simulation with stages
+that last as long as they do alone: what each runtime adds. 25 ms and 4 steps take about 50 s.
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def main() -> None:
         for kind in ("floor", "alone")
     }
     print("bubble over ideal            simulated    here   torch   above, points: here  torch  executor: here  torch")
+    mean: list[tuple[float, ...]] = []
     for name, make, _, chunks in PAIRS:
         program = make(RANKS, M)
         simulated = simulate(program, costs_of(program, milliseconds / 1e3 / chunks))
@@ -210,9 +211,14 @@ def main() -> None:
         for key in (f"{name}/ours", f"{name}/torch"):
             bubbles.append(best(found, key) / simulated.ideal - 1)
         above = [100 * (bubble - simulated.bubble_over_ideal) for bubble in bubbles]
-        own = floors[chunks, "alone"]
+        longer = simulated.bubble_over_ideal + (1 + simulated.bubble_over_ideal) * floors[chunks, "alone"] / 100
+        own = [100 * (bubble - longer) for bubble in bubbles]
+        mean.append((*above, *own))
         line = f"{name:28s} {simulated.bubble_over_ideal:9.4f} {bubbles[0]:7.4f} {bubbles[1]:7.4f}"
-        print(f"{line} {above[0]:20.2f} {above[1]:6.2f} {above[0] - own:15.2f} {above[1] - own:6.2f}")
+        print(f"{line} {above[0]:20.2f} {above[1]:6.2f} {own[0]:15.2f} {own[1]:6.2f}")
+    here, torchs_, own_here, own_torchs = (sum(column) / len(mean) for column in zip(*mean, strict=True))
+    print(f"{'mean':28s} {here:45.2f} {torchs_:6.2f} {own_here:15.2f} {own_torchs:6.2f}")
+    print(f"here over torch: above {here / torchs_:.2f}, executor {own_here / own_torchs:.2f}")
     for (chunks, kind), points in floors.items():
         what = "sleeps" if kind == "floor" else "stages"
         print(f"floor: {what} alone, {chunks} to a rank's share: {points:.2f} points longer than asked for")

@@ -1,7 +1,7 @@
 """Verbs, exit status, and one line for an error."""
 
 import errno
-import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import time
 
 import pytest
 from gpt_helpers import tiny_config
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sixfold.dist_ckpt import LostPeerError, StorageError
 from sixfold.gpt import cli, metrics
@@ -18,6 +19,7 @@ from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.launch import Rendezvous
 from sixfold.gpt.processes import Failure, RankError, is_final
 from sixfold.indexed_data import IndexedDataError
+from sixfold.pipeline import ScheduleError
 
 COMMAND = [sys.executable, "-m", "sixfold.gpt"]
 
@@ -178,19 +180,49 @@ def test_a_progress_line_that_hangs_does_not_hold_a_rank_that_is_done(tmp_path, 
     free.set()
 
 
-@pytest.mark.parametrize(("error", "frames"), [(ConfigError("a key is wrong"), 0), (ZeroDivisionError("a fault"), 1)])
-def test_torchrun_shows_where_a_fault_is_and_of_a_mistake_only_what_it_is(error, frames, tmp_path, monkeypatch):
+def raised_by_a_stage(cause):
+    """As a pipeline raises what a stage raised."""
+    try:
+        raise ScheduleError("rank 1 failed at [0/4] 1F0: it was told") from cause
+    except ScheduleError as error:
+        return error
+
+
+def torchrun_shows(error, folder, monkeypatch):
+    """Run a rank that fails by ``error``: what was raised, and what torchrun says of that rank."""
+
     def deep_inside(config):
         raise error
 
     monkeypatch.setattr(cli, "train_rank", deep_inside)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(type(error)):
-        cli._be_a_rank(
-            tiny_config(tmp_path), Rendezvous(launcher="torchrun", rank=1, size=2, local_rank=1, url="env://")
-        )
-    shown = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
-    assert str(error) in shown and shown.count("deep_inside") == frames
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    with pytest.raises(Exception) as caught:
+        cli._be_a_rank(tiny_config(folder), Rendezvous(launcher="torchrun", rank=1, size=2, local_rank=1, url="env://"))
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(folder / "error.json"))
+    return caught.value, ChildFailedError("sixfold", {1: failure}).format_msg()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("a key is wrong"), 2),
+        (TrainError("step 3: rank 1 did not read its data"), 1),
+        (raised_by_a_stage(TrainError("a sum over tp")), 1),
+    ],
+)
+def test_torchrun_shows_one_line_of_a_rank_whose_error_says_all(error, status, tmp_path, monkeypatch):
+    raised, shown = torchrun_shows(error, tmp_path, monkeypatch)
+    assert (type(raised), raised.exit_code, str(raised)) == (RankError, status, f"rank 1: {error}")
+    (line,) = [line for line in shown.splitlines() if str(error) in line]
+    assert re.fullmatch(rf"  traceback : sixfold\.\w+\.errors\.{type(error).__name__}: {re.escape(str(error))}", line)
+    assert "File" not in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a fault"), raised_by_a_stage(ZeroDivisionError("a fault"))])
+def test_torchrun_shows_where_a_fault_is(error, tmp_path, monkeypatch):
+    raised, shown = torchrun_shows(error, tmp_path, monkeypatch)
+    assert raised is error
+    assert "a fault" in shown and shown.count("in deep_inside") == 1
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

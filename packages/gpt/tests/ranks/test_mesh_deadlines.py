@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from run_helpers import world_of
+from torch import nn
 
 import ranktest
+from sixfold.gpt import moe, peers, step, versioned
+from sixfold.gpt.axes import ALONE, Axes, Axis
+from sixfold.gpt.build import TIED
 from sixfold.gpt.config import ParallelConfig
 from sixfold.gpt.context_parallel import RingPlan, ring
 from sixfold.gpt.errors import TrainError
+from sixfold.gpt.loss import token_losses
 from sixfold.gpt.mesh import make_mesh, pair_group
 from sixfold.gpt.row_parts import Part, seen_blocks
+from sixfold.gpt.straggler import Clock
+from sixfold.gpt.versioned import StageWeights
 
 DEADLINE_S = 77.0
 SHORT_S = 1.0
@@ -86,3 +97,109 @@ def test_a_ring_in_a_run_waits_for_the_runs_deadline_and_no_longer():
     assert re.match(
         r"ring of .*keys and values over cp of ranks 2, 3: rank 2 waited \d+\.\d s .* what rank 3 says", found[2][1]
     )
+
+
+class Away(Exception):
+    """What the second rank raises where it stays away."""
+
+
+def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
+    """As much of a RankModel as sums of a step look at."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    mesh = {"axes": Axes(tp=axis), "data": None, "pipeline": None, "size": 2, "rank": 0}
+    return SimpleNamespace(
+        mesh=SimpleNamespace(**mesh | groups),
+        model=SimpleNamespace(main_parameters=lambda: [(f"0.{name}", weight) for name in ("norm.weight", TIED)],
+                              module=nn.Linear(1, 1)),
+        config=SimpleNamespace(model=SimpleNamespace(expert_layers=range(0), num_experts=0)),
+        tied_group=groups.get("pipeline"),
+        device=torch.device("cpu"),
+        clock=Clock(),
+    )  # fmt: skip
+
+
+def agreed(rank: Any) -> None:
+    step._agree(rank, torch.zeros(()), torch.zeros(()), False, torch.zeros(2, 1))
+
+
+def cross_entropy(axis: Axis) -> None:
+    token_losses(torch.ones(1, 4, 8), torch.zeros(1, 4, dtype=torch.int64), None, 16, axis)
+
+
+def balance(axis: Axis) -> None:
+    config = SimpleNamespace(router_aux_loss=0.1, num_experts=2)
+    module = SimpleNamespace(config=config, axes=SimpleNamespace(statistics=axis))
+    moe.MixtureOfExperts._balance(module, torch.ones(2))  # type: ignore[arg-type]
+
+
+def awaited(group: dist.ProcessGroup) -> None:
+    with step.among(group, "sum of the number of targets over dp and cp"):  # who stays away does not start it either
+        _, counted = step._sum_targets(stand_in(data=group), [])
+    step._await_targets(stand_in(data=group), counted)
+
+
+def versions(group: dist.ProcessGroup, in_order: bool) -> None:
+    StageWeights._summed(SimpleNamespace(_data=group, _in_rank_order=in_order), torch.ones(2))  # type: ignore[arg-type]
+
+
+# What is done, and a call that does it between two ranks.
+SUMS: list[tuple[str, Callable[[Axis, dist.ProcessGroup], object]]] = [
+    ("largest logit of each token over tp", lambda axis, group: cross_entropy(axis)),
+    ("sums of the cross entropy over tp", lambda axis, group: cross_entropy(axis)),
+    ("count of each expert's tokens over cp and tp", lambda axis, group: balance(axis)),
+    ("sum of gradients of whole weights over tp", lambda axis, group: step._sum_over_tensor_parallel(stand_in(axis))),
+    ("sum of the tied embedding's gradient over its two stages",
+     lambda axis, group: step._sum_tied_embedding(stand_in(pipeline=group))),
+    ("sum of the number of targets over dp and cp", lambda axis, group: awaited(group)),
+    ("sum of loss, norm and stop flag over dp and cp", lambda axis, group: agreed(stand_in(data=group))),
+    ("sum of loss, norm and stop flag over tp", lambda axis, group: agreed(stand_in(axis))),
+    ("sum of loss, norm and stop flag over pp", lambda axis, group: agreed(stand_in(pipeline=group))),
+    ("sum of the evaluation's loss over dp and cp", lambda axis, group: step.evaluate(stand_in(data=group), [])),
+    ("sum of the evaluation's loss over pp", lambda axis, group: step.evaluate(stand_in(pipeline=group), [])),
+    ("sum of a stage's gradients over dp and cp", lambda axis, group: versions(group, in_order=False)),
+]  # fmt: skip
+
+
+def stay_away(patch: pytest.MonkeyPatch, where: str) -> None:
+    """This rank goes no further than to the collective ``where``."""
+    among = peers.among
+
+    def away(group: dist.ProcessGroup | None, what: str) -> AbstractContextManager[None]:
+        if what == where:
+            raise Away
+        return among(group, what)
+
+    for module in (peers, step, moe, versioned):
+        patch.setattr(module, "among", away)
+
+
+def missed(rank: int, ranks: int) -> list[str]:
+    """What the first rank of each pair says of the sums from which the second one stays away; pairs share the sums."""
+    store, found = ranktest.store(), []
+    for number, (what, call) in enumerate(SUMS):
+        pair = [0, 1] if number % 2 == 0 else [2, 3]
+        group = dist.new_group(pair, timeout=timedelta(seconds=SHORT_S))
+        if rank not in pair:
+            continue
+        at = pair.index(rank)
+        with pytest.MonkeyPatch.context() as patch:
+            if at == 1:
+                stay_away(patch, what)
+            with pytest.raises(Away if at == 1 else TrainError) as caught:
+                call(Axis(at, 2, group), group)
+        if at == 1:
+            store.wait([f"told{number}"], timedelta(seconds=60))
+        else:
+            store.set(f"told{number}", "")
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_lost_rank_is_told_of_with_the_sum_from_which_it_stayed_away():
+    first, _, second, _ = ranktest.run_ranks(missed, 4)
+    assert len(first) + len(second) == len(SUMS)
+    for texts, sums, (here, there) in ((first, SUMS[::2], (0, 1)), (second, SUMS[1::2], (2, 3))):
+        for text, (what, _) in zip(texts, sums, strict=True):
+            ranks = f"of ranks {here}, {there}: rank {here} waited"
+            assert re.match(rf"{what} {ranks} \d+\.\d s .* what rank {there} says", text), text

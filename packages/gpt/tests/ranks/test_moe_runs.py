@@ -5,6 +5,7 @@ nox -s full, or nox -s "ranks(gpt)" -- --expert-layouts      all layouts; a few 
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -169,7 +170,6 @@ def test_a_run_goes_on_at_another_layout(alone, trained, folder, before, after):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("train.precision=fp8",), "products of experts are not quantised: train.precision = 'bf16' works"),
         (("parallel.schedule=pipedream", "parallel.sharding=no_shard", "train.clip_grad=0", "train.micro_batch_size=8"),
          "parallel.schedule = 'one_f_one_b' works"),
     ],
@@ -178,3 +178,34 @@ def test_what_experts_are_not_combined_with_is_refused(tmp_path, overrides, expe
     with pytest.raises(ConfigError) as error:
         tiny_config(tmp_path, *EXPERTS, *overrides)
     assert expected in str(error.value)
+
+
+def fp8_loss(config: TrainConfig, parts: int) -> float:
+    """The first loss by definition, of weights that bytes with a scale stand for: of experts one for each part."""
+    model = GPTModel(config.model)
+    model.initialize(config.train.seed)
+    for name, parameter in model.named_parameters():
+        pieces = [parameter.data]
+        if re.search(r"layers.*\.(q|k|v|out|gate|up|down)\.weight", name):
+            pieces = list(parameter.data.chunk(parts if ".experts." in name else 1))
+            scales = [piece.abs().max() / 448 for piece in pieces]
+            pieces = [(p / s).to(torch.float8_e4m3fn).float() * s for p, s in zip(pieces, scales, strict=True)]
+        parameter.data = torch.cat(pieces).to(torch.bfloat16)
+    batch, size, seq = next(global_batches(config)), config.train.micro_batch_size, config.data.seq_length
+    total = 0.0
+    for first in range(0, len(batch.tokens), size):
+        rows, begin, end = slice(first, first + size), first * seq, (first + size) * seq
+        inside = batch.cu_seqlens[(batch.cu_seqlens >= begin) & (batch.cu_seqlens <= end)] - begin
+        labels, mask = batch.labels[rows], batch.loss_mask[rows]
+        with torch.no_grad():
+            total += float(model(batch.tokens[rows], cu_seqlens=inside, labels=labels, loss_mask=mask).sum())
+    return total / float(batch.loss_mask.sum())
+
+
+def test_fp8_experts_are_the_weights_that_their_bytes_stand_for(folder):
+    fp8 = ("train.precision=fp8", "train.steps=1", "model.init_std=0.2")
+    alone, apart = (experts(folder, f"fp8 {n}", *fp8, *more) for n, more in enumerate([(), ("parallel.ep=2",)]))
+    run_all([(1, alone), (2, apart)])
+    for config, parts in ((alone, 1), (apart, 2)):
+        assert losses(config)[0] == pytest.approx(fp8_loss(config, parts), rel=1e-5)
+    assert losses(alone)[0] != pytest.approx(losses(apart)[0], rel=2e-5)

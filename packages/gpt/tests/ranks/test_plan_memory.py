@@ -71,6 +71,8 @@ TWO = {
     "ring plain rows": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "data.document_mask=false"),
     "ring full": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "train.recompute=full", "train.precision=fp32"),
     "experts": ("model.num_experts=4", "parallel.sharding=optim"),
+    "experts fp8": ("model.num_experts=4", "train.precision=fp8", "parallel.tp=2", *SHARED),
+    "ep fp8": ("model.num_experts=4", "parallel.ep=2", "train.precision=fp8"),
     "ep": ("model.num_experts=4", "parallel.ep=2"),
     "ep no_shard": ("model.num_experts=4", "parallel.ep=2", "parallel.sharding=no_shard"),
     "ep full": ("model.num_experts=4", "parallel.ep=2", "train.recompute=full", "train.precision=fp32"),

@@ -17,7 +17,7 @@ from sixfold.gpt import checkpoint, loop
 from sixfold.pipeline.schedules import registered
 
 STEPS = 4
-SAVING = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")  # pipedream's trajectory depends on it
+SAVING = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=9")
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 UNTIED = "model.tie_embeddings=false"
 WHOLE = ("parallel.sharding=no_shard", "train.clip_grad=0", UNTIED)  # what versions of weights need
@@ -147,11 +147,17 @@ def wholes(request, tmp_path_factory):
 
 
 def cut_copy(folder, whole, step, options, run):
-    """The folder of ``whole`` as if the run had died behind its checkpoint of ``step``, to go on by ``options``."""
-    shutil.copytree(whole.run.dir, folder / run)
-    for later in range(step + 1, STEPS + 1):
-        shutil.rmtree(dist_ckpt.retention.step_path(Path(folder / run) / "checkpoints", later))
-    return tiny_config(folder, *SAVING, *options, run=run)
+    """The folder of ``whole`` as if the run had died behind its checkpoint of ``step``, to go on by ``options``.
+
+    It has that checkpoint alone, and saves at its end alone: except with pipedream, whose trajectory depends on saves.
+    """
+    kept = dist_ckpt.retention.step_path(Path("checkpoints"), step)
+    source, target = Path(whole.run.dir), folder / run
+    shutil.copytree(source / kept, target / kept)
+    for name in ("config.toml", "metrics.jsonl"):
+        shutil.copy(source / name, target)
+    saving = () if any("=pipedream" in option for option in options) else ("checkpoint.every=0",)
+    return tiny_config(folder, *SAVING, *options, *saving, run=run)
 
 
 def train_and_save_again(rank, ranks, texts):
@@ -173,15 +179,16 @@ def train_and_save_again(rank, ranks, texts):
 def resumed(request, wholes):
     folder, found = wholes
     cuts, pairs = chosen(request)
-    again = {}
+    same, other = {}, {}
     for name, step in cuts:
         ranks, options = LAYOUTS[name]
-        again[name, step] = ranks, cut_copy(folder, found[name][1], step, options, f"{name}-{step}".replace(" ", "-"))
+        same[name, step] = ranks, cut_copy(folder, found[name][1], step, options, f"{name}-{step}".replace(" ", "-"))
     for source, to in pairs:
         ranks, options = LAYOUTS[to]
-        again[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-to-{to}".replace(" ", "-"))
-    run_all(again.values(), train_and_save_again)
-    return {key: config for key, (_, config) in again.items()}
+        other[source, to] = ranks, cut_copy(folder, found[source][1], 2, options, f"{source}-to-{to}".replace(" ", "-"))
+    run_all(same.values())
+    run_all(other.values(), train_and_save_again)
+    return {key: config for key, (_, config) in (same | other).items()}
 
 
 def test_a_resume_is_bitwise_the_run_that_never_stopped(wholes, resumed, layout, cut):

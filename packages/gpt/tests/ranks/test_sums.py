@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ranktest
 from sixfold import dist_ckpt
+from sixfold.fsdp.sums import RankOrderSum
 from sixfold.gpt import step, wrap
 from sixfold.gpt.build import RankModel
 from sixfold.gpt.config import TrainConfig
@@ -60,12 +61,24 @@ def shared_by_all(mesh: Any) -> None:
     return
 
 
+def own_shard_alone(self: Any, comm: Any, sent: Any, result: Any, scratch: Any, wide: Any) -> Any:
+    """fsdp's sum over dp x cp of what this rank has."""
+    mine = sent.view(comm.size, -1)[comm.rank]
+    return lambda wait: result.copy_(mine)
+
+
+def added_twice(self: Any, *args: Any) -> Any:
+    """fsdp's sum over dp x cp, and once more."""
+    finish = _scatter(self, *args)
+    return lambda wait: finish(wait).mul_(2)
+
+
 def uncounted(rank: RankModel, batch: Any) -> Any:
     """The targets of this rank alone."""
     return _sum_targets(replace(rank, mesh=replace(rank.mesh, data=None)), batch)
 
 
-_sum_targets = step._sum_targets
+_sum_targets, _scatter = step._sum_targets, RankOrderSum.scatter
 
 # What is done wrongly: (where, what is put there).
 WRONGS: dict[str, tuple[Any, str, Any]] = {
@@ -81,6 +94,8 @@ WRONGS: dict[str, tuple[Any, str, Any]] = {
     "copies in the norm": (RankModel, "counts_in_norm", lambda self, name: True),
     "tied left out": (step, "_sum_tied_embedding", nothing),
     "tied twice": (step, "_sum_tied_embedding", twice(step._sum_tied_embedding)),
+    "data left out": (RankOrderSum, "scatter", own_shard_alone),
+    "data twice": (RankOrderSum, "scatter", added_twice),
     "targets not summed": (step, "_sum_targets", uncounted),
     "experts not summed": (wrap, "_experts_mesh", each_rank_alone),
     "other experts summed": (wrap, "_experts_mesh", shared_by_all),
@@ -92,7 +107,8 @@ CASES = [
                              "q and k norms left out", "copies in the norm")),
     (2, ("parallel.tp=2", "parallel.sequence=false"), ("q and k norms left out", "whole norms summed")),
     (2, ("parallel.pp=2",), ("tied left out", "tied twice", "copies in the norm")),
-    (2, ("parallel.dp=2",), ("targets not summed",)),
+    (2, ("parallel.dp=2",), ("targets not summed", "data left out", "data twice")),
+    (2, ("parallel.cp=2",), ("data left out", "data twice")),
     (2, (*EXPERTS, "parallel.tp=2", "parallel.sequence=false"), ("router left out", "tp twice")),
     (4, (*EXPERTS, "parallel.dp=4", "parallel.ep=2"), ("experts not summed", "other experts summed")),
 ]  # fmt: skip

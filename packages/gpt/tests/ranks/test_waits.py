@@ -1,6 +1,7 @@
 """Every wait of a run ends: groups have the run's deadline, and a stopped rank is named."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -13,8 +14,10 @@ from run_helpers import JOB_S, lines, train_rank, world_of
 import ranktest
 from sixfold.gpt import cli, loop
 from sixfold.gpt.config import ParallelConfig
+from sixfold.gpt.errors import TrainError
 from sixfold.gpt.mesh import make_mesh, pair_group
 from sixfold.gpt.metrics import read_all
+from sixfold.pipeline import ScheduleError
 
 
 def deadlines(rank, ranks, parallel):
@@ -80,7 +83,6 @@ def hanging_rank(rank, ranks, text):
     ("layout", "words"),
     [
         ("parallel.pp=2", r"rank 0 waits at \[4/9\] 0RECV_B0 for rank 1; rank 1 silent"),
-        ("parallel.tp=2", r"over tp of ranks 0, 1: rank 0 waited \d+\.\d s .* look at what rank 1 says"),
         ("parallel.dp=2", r"rank 1 lives but did not come; .*step 1; op gather; rank 1"),
     ],
 )
@@ -91,3 +93,31 @@ def test_a_rank_that_hangs_is_named_with_what_was_waited_for(tmp_path, layout, w
         ranktest.run_ranks(hanging_rank, 2, config.to_toml(), timeout=JOB_S)
     assert time.monotonic() - began < JOB_S / 2
     assert lines(config, "end")[-1]["reason"] == "error"
+
+
+def told_of_the_last_rank(rank: int, ranks: int, text: str) -> str:
+    """What this rank's run ended with, whose last rank stays away from its second step until all others know."""
+    store, steps, step = ranktest.store(), [], loop.train_step
+
+    def stepping(*args, **options):
+        steps.append(1)
+        if rank == ranks - 1 and len(steps) == 2:
+            store.wait([f"told{other}" for other in range(ranks - 1)])
+            raise TrainError("it comes too late")
+        return step(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((TrainError, ScheduleError)) as caught:
+        patch.setattr(loop, "train_step", stepping)
+        train_rank(rank, ranks, text)
+    store.set(f"told{rank}", "")
+    return str(caught.value)
+
+
+def test_ranks_have_their_numbers_in_the_job_wherever_a_pipeline_tells_of_them(tmp_path):
+    layout = ("parallel.pp=2", "parallel.tp=2")  # pipelines of ranks 0 and 2, 1 and 3
+    config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "run.timeout_seconds=3", *layout)
+    first, second, third, _ = ranktest.run_ranks(told_of_the_last_rank, 4, config.to_toml(), timeout=JOB_S)
+    here = r"over tp of ranks 2, 3: rank 2 waited \d+\.\d s .* what rank 3 says"
+    assert re.match(rf"rank 2 failed at \[\d+/\d+\] 1F0: .* {here}", third), third
+    assert re.match(r"rank (2 failed at \[\d+/\d+\] 1F0: |0 waits at .* for rank 2; rank 2 )", first), first
+    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B0 for rank 3; rank 3 silent", second), second

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from fault_helpers import Acts, Report, end_the_stopped, report, runner_of, step_of, stop, timeout_of
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+from torch.distributed import PrefixStore
 from transport_helpers import Altered
 
 from ranktest import run_ranks, store
@@ -67,6 +68,28 @@ def test_an_exception_in_a_stage_reaches_every_rank_with_its_rank_and_action():
         assert kind == "ScheduleError"
         assert re.match(r"rank 1 failed at \[\d+/\d+\] 1F2: RuntimeError: the disk is full", text), text
         assert took < TIMEOUT_S
+
+
+def step_in_a_part_of_the_job(rank: int, ranks: int, faults: tuple[str, ...]) -> list[Report]:
+    """Steps of a pipeline of the last two of three ranks, the last of which fails in one of the ways in each."""
+    found = []
+    for fault in faults:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            continue
+        module = Acts(3, fail if fault == "raise" else lambda: time.sleep(2)) if rank == 2 else layers(2)[0]
+        stage, own = Stage(module, rank - 1), PrefixStore(fault, store())
+        program = one_f_one_b(2, 6)
+        runner = PipelineRunner(program, [stage], group, square_loss, timeout_s=0.5, store=own)
+        found.append(report(partial(runner.step, *batch(12))))
+    return found
+
+
+def test_reports_call_ranks_by_their_numbers_in_the_job_and_not_in_their_pipeline():
+    _, first, second = run_ranks(step_in_a_part_of_the_job, 3, ("raise", "hang"))
+    for _, text, _ in (first[0], second[0]):
+        assert re.match(r"rank 2 failed at \[\d+/\d+\] 1F2: RuntimeError: the disk is full", text), text
+    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B0 for rank 2; rank 2 (silent|at)", first[1][1]), first[1]
 
 
 def test_without_a_store_the_others_time_out_and_name_their_peer():

@@ -201,11 +201,6 @@ def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
 def _check_experts(config: "TrainConfig") -> None:
     """What experts are not combined with."""
     experts = f"model.num_experts {config.model.num_experts}"
-    if config.train.precision == "fp8":
-        raise ConfigError(
-            f"train.precision is 'fp8' and {experts}; products of experts are not quantised: train.precision = 'bf16' "
-            "works"
-        )
     if not config.parallel.entry.flushed:
         raise ConfigError(
             f"parallel.schedule is {config.parallel.schedule!r} and {experts}, of whose weights no versions are kept; "

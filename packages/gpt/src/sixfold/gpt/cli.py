@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sixfold.gpt.cli_machines import add_verbs
 from sixfold.gpt.errors import ConfigError, raised_inside
-from sixfold.gpt.processes import STOPPED, RankError, is_typed, start_ranks
+from sixfold.gpt.processes import STOPPED, RankError, failure_of, is_typed, start_ranks
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -200,14 +200,6 @@ def train_rank(config: TrainConfig) -> int:
     return STOPPED if train(config).reason == "sigterm" else 0
 
 
-def _train_briefly(config: TrainConfig) -> int:
-    """``train_rank``; of a mistake in what was asked torchrun, which shows every rank's frames, gets none of ours."""
-    try:
-        return train_rank(config)
-    except ConfigError as error:
-        raise error.with_traceback(None) from None
-
-
 def _train(args: argparse.Namespace) -> int:
     from sixfold.gpt.config import TrainConfig
 
@@ -268,12 +260,10 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
 
 def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     """Train as the rank that torchrun, srun or a PyTorchJob made this process; rank 0 shows the progress line."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from sixfold.gpt.metrics import ProgressLine
 
     if rendezvous.rank != 0:
-        return record(_train_briefly)(config) or 0
+        return _recorded(config, rendezvous)
     line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
 
     def follow() -> None:
@@ -283,12 +273,39 @@ def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
     thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
     thread.start()
     try:
-        return record(_train_briefly)(config) or 0
+        return _recorded(config, rendezvous)
     finally:
         done.set()
         thread.join(PROGRESS_S)
         if not thread.is_alive():  # else it hangs in a read or a write, and so would this
             line.close()
+
+
+def _recorded(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """``train_rank``, whose error goes where torchrun reads it: it shows every rank's.
+
+    Raises:
+        RankError: for an error that says all by itself; then its one line is all that torchrun gets.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class Brief(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            if not is_typed(raised_inside(e)):
+                return super().record_exception(e)
+            cause, frames = e.__cause__, e.__traceback__
+            e.__cause__ = e.__traceback__ = None  # a cause that is set also hides the context
+            try:
+                super().record_exception(e)
+            finally:
+                e.__cause__, e.__traceback__ = cause, frames
+
+    try:
+        return record(train_rank, Brief())(config) or 0
+    except Exception as error:
+        if not is_typed(raised_inside(error)):
+            raise
+        raise RankError(failure_of(error, rendezvous.rank, rendezvous.size)) from None
 
 
 def _check_world(config: TrainConfig, ranks: int) -> None:

@@ -32,6 +32,7 @@ from sixfold.gpt.axes import ALONE, Axes, Axis
 from sixfold.gpt.config import GPTConfig
 from sixfold.gpt.expert_exchange import Order, Route, combined, own_share, spread, travelled, whole
 from sixfold.gpt.expert_products import feed_forward
+from sixfold.gpt.peers import among
 
 if TYPE_CHECKING:
     from sixfold.gpt.attention import Rows
@@ -104,7 +105,8 @@ class MixtureOfExperts(nn.Module):
         group = self.axes.statistics.group
         if group is not None:
             counts = counts.clone()
-            dist.all_reduce(counts, group=group)
+            with among(group, "count of each expert's tokens over cp and tp"):
+                dist.all_reduce(counts, group=group)
         return counts * (self.config.router_aux_loss * self.config.num_experts / counts.sum())
 
 

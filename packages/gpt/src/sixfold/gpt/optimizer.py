@@ -15,13 +15,20 @@ from torch import nn
 
 from sixfold.gpt.config import OptimizerConfig
 
-# What Muon orthogonalises, and what fp8 quantises. Tables, norms and biases are AdamW's, and stay bfloat16.
+# What Muon orthogonalises. Tables, norms, biases, experts and their router are AdamW's.
 _MATRIX = re.compile(r"layers\.\d+\.(attention\.(q|k|v|out)|ffn\.(gate|up|down))\.weight")
+# What fp8 quantises: these, and experts. Tables, norms, biases and routers stay bfloat16.
+_EXPERTS = re.compile(r"layers\.\d+\.ffn\.(experts|shared)\.(gate|up|down)\.weight")
 
 
 def is_layer_matrix(name: str) -> bool:
     """Whether ``name``, canonical, is one of the unfused matrices inside layers."""
     return _MATRIX.fullmatch(name) is not None
+
+
+def is_quantized(name: str) -> bool:
+    """Whether ``name``, canonical, travels as fp8 bytes with train.precision = "fp8"."""
+    return is_layer_matrix(name) or _EXPERTS.fullmatch(name) is not None
 
 
 class Optimizers:

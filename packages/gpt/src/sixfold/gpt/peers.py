@@ -1,6 +1,7 @@
 """What a collective over an axis of the model says when another of its ranks is lost or late.
 
-    tensor_parallel.py, context_parallel.py, expert_exchange.py --> over (this file) --> TrainError
+    tensor_parallel.py, context_parallel.py, expert_exchange.py, loss.py --> over (this file)  --> TrainError
+    step.py, moe.py, versioned.py                                        --> among (this file) ------^
     agree.py --> lost (this file)
 
 torch says only how the wire broke; here stand what was being done, between which ranks, and for how long.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 
@@ -28,9 +29,14 @@ def lost(error: RuntimeError) -> bool:
     return type(error) is RuntimeError and any(word in str(error) for word in WIRE_WORDS)
 
 
+def over(axis: Axis, what: str) -> AbstractContextManager[None]:
+    """``among`` the ranks of ``axis``."""
+    return among(axis.group, what)
+
+
 @contextmanager
-def over(axis: Axis, what: str) -> Iterator[None]:
-    """A collective of the ranks of ``axis``, or a wait for one.
+def among(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """A collective of the ranks of ``group``, or a wait for one.
 
     Args:
         what: what is done, with the axis's name, as "all-gather of the sequence over tp".
@@ -41,12 +47,12 @@ def over(axis: Axis, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not lost(error) or axis.group is None:
+        if not lost(error) or group is None:
             raise
-        ranks, seconds = dist.get_process_group_ranks(axis.group), time.monotonic() - begin
-        others = ", ".join(str(rank) for at, rank in enumerate(ranks) if at != axis.rank)
+        ranks, seconds = dist.get_process_group_ranks(group), time.monotonic() - begin
+        others = ", ".join(str(rank) for at, rank in enumerate(ranks) if at != group.rank())
         raise TrainError(
-            f"{what} of ranks {', '.join(map(str, ranks))}: rank {ranks[axis.rank]} waited {seconds:.1f} s and one of "
-            f"the others died or did not come: look at what rank {others} says and whether its process runs; a rank "
+            f"{what} of ranks {', '.join(map(str, ranks))}: rank {ranks[group.rank()]} waited {seconds:.1f} s and one "
+            f"of the others died or did not come: look at what rank {others} says and whether its process runs; a rank "
             f"that is only slow needs a longer run.timeout_seconds: {error}"
         ) from error

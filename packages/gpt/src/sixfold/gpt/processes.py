@@ -282,13 +282,7 @@ def _rank_main(
         report: Any = target(*args)
     except BaseException as error:  # SystemExit too: the launcher must hear of it
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
-        report = Failure(
-            rank=rank,
-            time=time.time(),
-            text=text_of(error, rank, ranks),
-            exit_code=_exit_code(error),
-            final=is_final(error),
-        )
+        report = failure_of(error, rank, ranks)
     try:
         channel.send(report)
     except (OSError, pickle.PicklingError):
@@ -328,6 +322,17 @@ def is_final(error: BaseException) -> bool:
     stored = sys.modules.get("sixfold.dist_ckpt.errors")  # which loads torch; one of its errors has loaded it
     other = stored is not None and isinstance(error, stored.MismatchError | stored.UnsafeError)
     return full or other or isinstance(error, FinalError) or (is_typed(error) and isinstance(error, ValueError))
+
+
+def failure_of(error: BaseException, rank: int, ranks: int) -> Failure:
+    """How ``rank`` of ``ranks`` failed."""
+    return Failure(
+        rank=rank,
+        time=time.time(),
+        text=text_of(error, rank, ranks),
+        exit_code=_exit_code(error),
+        final=is_final(error),
+    )
 
 
 def text_of(error: BaseException, rank: int, ranks: int) -> str:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sixfold.gpt.config import GPTConfig, ParallelConfig, TrainConfig
 
-_MATRICES = ("q", "k", "v", "out", "gate", "up", "down")  # Muon's, and those that travel as fp8
+_MATRICES = ("q", "k", "v", "out", "gate", "up", "down")  # Muon's
+_QUANTIZED = (*_MATRICES, *(f"{of}.{name}" for of in ("experts", "shared") for name in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,8 @@ def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[S
     found = []
     for experts in (False, True):
         names = [name for name in sizes if (ep > 1 and name.startswith("experts.")) is experts]
-        matrices = [name in _MATRICES for name in names]
-        moments = tuple(1 if muon and matrix else 2 for matrix in matrices)
-        quantized = tuple(matrices) if fp8 and any(matrices) else ()
+        moments = tuple(1 if muon and name in _MATRICES else 2 for name in names)
+        quantized = tuple(name in _QUANTIZED for name in names) if fp8 else ()
         found.append(Stream(tuple(sizes[name] for name in names), moments, quantized, experts))
     return tuple(stream for stream in found if stream.tensors)
 

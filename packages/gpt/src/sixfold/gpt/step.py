@@ -28,9 +28,12 @@ from sixfold.gpt.cuts import summed_over_tp
 from sixfold.gpt.data import Microbatch
 from sixfold.gpt.moe import extremes, take_loads
 from sixfold.gpt.nonfinite import Place, nonfinite_gradient
+from sixfold.gpt.peers import among, over
 from sixfold.gpt.straggler import communicates
 from sixfold.gpt.versioned import VersionedModel, run_batch
 from sixfold.pipeline import Program, StepResult
+
+AGREED = "sum of loss, norm and stop flag"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +88,8 @@ def _sum_tied_embedding(rank: RankModel) -> None:
     for name, parameter in rank.model.main_parameters():
         if canonical(name) == TIED:
             assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
-            dist.all_reduce(parameter.grad, group=rank.tied_group)
+            with among(rank.tied_group, "sum of the tied embedding's gradient over its two stages"):
+                dist.all_reduce(parameter.grad, group=rank.tied_group)
 
 
 @communicates
@@ -103,7 +107,8 @@ def _sum_over_tensor_parallel(rank: RankModel) -> None:
     if not parts:
         return
     together = torch.cat([part.reshape(-1).float() for part in parts])
-    dist.all_reduce(together, group=tp.group)
+    with over(tp, "sum of gradients of whole weights over tp"):
+        dist.all_reduce(together, group=tp.group)
     totals = torch.split_with_sizes(together, [part.numel() for part in parts])
     for part, total in zip(parts, totals, strict=True):
         part.copy_(total.view_as(part))
@@ -115,6 +120,12 @@ def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Te
     if rank.mesh.data is None:
         return count, None
     return count, dist.all_reduce(count, group=rank.mesh.data, async_op=True)
+
+
+def _await_targets(rank: RankModel, counted: dist.Work | None) -> None:
+    if counted is not None:
+        with among(rank.mesh.data, "sum of the number of targets over dp and cp"):
+            counted.wait()
 
 
 @communicates
@@ -135,11 +146,13 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool
     values[1] = float(stop)
     values[3 + mesh.rank] = float(memory_bytes(rank.device))
     if mesh.data is not None:
-        dist.all_reduce(values, group=mesh.data)
+        with among(mesh.data, f"{AGREED} over dp and cp"):
+            dist.all_reduce(values, group=mesh.data)
     values[2] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
-    for group in (tp.group, mesh.pipeline):
+    for group, axis in ((tp.group, "tp"), (mesh.pipeline, "pp")):
         if group is not None:
-            dist.all_reduce(values, group=group)
+            with among(group, f"{AGREED} over {axis}"):
+                dist.all_reduce(values, group=group)
     return values.tolist()
 
 
@@ -158,8 +171,7 @@ def train_step(
     """
     count, counted = _sum_targets(rank, batch)
     if isinstance(rank.model, VersionedModel):
-        if counted is not None:
-            counted.wait()
+        _await_targets(rank, counted)
         return _versioned_step(rank, rank.model, batch, lr, count, stop)
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
@@ -168,8 +180,7 @@ def train_step(
     rank.model.finish_grad_sync()
     _sum_over_tensor_parallel(rank)
     _sum_tied_embedding(rank)
-    if counted is not None:
-        counted.wait()
+    _await_targets(rank, counted)
     rank.model.divide_gradients(count)
     square = rank.model.grad_square_sum(rank.counts_in_norm)
     datasets = len(rank.config.data.train_prefixes)
@@ -266,8 +277,9 @@ def evaluate(
                 totals[0] += loss.double()
             if rank.is_last:
                 totals[1] += sum(m.targets for m in batch)
-    for group in (rank.mesh.data, rank.mesh.pipeline):
+    for group, axes in ((rank.mesh.data, "dp and cp"), (rank.mesh.pipeline, "pp")):
         if group is not None:
-            dist.all_reduce(totals, group=group)
+            with among(group, f"sum of the evaluation's loss over {axes}"):
+                dist.all_reduce(totals, group=group)
     nats, targets = totals.tolist()
     return nats / targets if targets else math.nan, targets

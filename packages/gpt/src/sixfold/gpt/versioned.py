@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from sixfold.fsdp import StateRecord
 from sixfold.gpt.errors import NoTargetsError, TrainError
 from sixfold.gpt.optimizer import Optimizers, build_optimizer
+from sixfold.gpt.peers import among
 from sixfold.pipeline import ScheduleError
 from sixfold.pipeline.periods import endless
 
@@ -131,11 +132,12 @@ class StageWeights:
     def _summed(self, mine: Tensor) -> Tensor:
         if self._data is None:
             return mine
-        if not self._in_rank_order:
-            dist.all_reduce(mine, group=self._data)
-            return mine
-        parts = [torch.empty_like(mine) for _ in range(self._data.size())]
-        dist.all_gather(parts, mine.contiguous(), group=self._data)
+        parts = [torch.empty_like(mine) for _ in range(self._data.size() if self._in_rank_order else 0)]
+        with among(self._data, "sum of a stage's gradients over dp and cp"):
+            if not parts:
+                dist.all_reduce(mine, group=self._data)
+                return mine
+            dist.all_gather(parts, mine.contiguous(), group=self._data)
         for part in parts[1:]:
             parts[0].add_(part)
         return parts[0]

@@ -13,7 +13,7 @@ from torch import nn
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
 from sixfold.gpt.cuts import is_expert
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.optimizer import is_layer_matrix
+from sixfold.gpt.optimizer import is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def _experts_mesh(mesh: RankMesh) -> Callable[[str], DeviceMesh | None] | None:
 def _mixed_precision(config: TrainConfig) -> MixedPrecision:
     dtypes = {k: getattr(torch, v) for k, v in config.fsdp.dtypes().items()}
     compute = None if config.train.precision == "fp32" else torch.bfloat16
-    fp8 = (lambda name: is_layer_matrix(canonical(name))) if config.train.precision == "fp8" else None
+    fp8 = (lambda name: is_quantized(canonical(name))) if config.train.precision == "fp8" else None
     return MixedPrecision(
         param_dtype=compute, grad_sum=config.fsdp.grad_sum, cast_inputs=config.fsdp.cast_inputs, fp8=fp8, **dtypes
     )

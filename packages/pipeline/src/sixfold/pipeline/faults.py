@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -123,10 +124,18 @@ class Records:
         return found
 
 
-def report(rank: int, ranks: int, mine: Record, others: dict[int, Record], heard: bool, deaf: bool = False) -> str:
-    """The line of a time-out: this rank, then what is known of the others, and whether the store did not answer."""
-    parts = [f"rank {rank} waits at {mine.place}" + ("" if mine.peer is None else f" for rank {mine.peer}")]
-    for other in range(ranks) if heard else ():
+def report(
+    rank: int, names: Sequence[int], mine: Record, others: dict[int, Record], heard: bool, deaf: bool = False
+) -> str:
+    """The line of a time-out: this rank, then what is known of the others, and whether the store did not answer.
+
+    Args:
+        names: what each rank is called.
+    """
+    parts = [
+        f"rank {names[rank]} waits at {mine.place}" + ("" if mine.peer is None else f" for rank {names[mine.peer]}")
+    ]
+    for other, name in enumerate(names) if heard else ():
         if other != rank:
-            parts.append(f"rank {other} at {others[other].place}" if other in others else f"rank {other} silent")
+            parts.append(f"rank {name} at {others[other].place}" if other in others else f"rank {name} silent")
     return "; ".join((*parts, "the store does not answer") if deaf else parts)

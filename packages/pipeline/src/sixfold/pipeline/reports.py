@@ -5,6 +5,7 @@ what a call raised --> Faults (this file) --> the store, the links, one Schedule
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
@@ -26,14 +27,23 @@ class Faults:
 
     Args:
         rank, ranks: of this runner in its group.
+        names: what texts call each rank of the group; None: its number there.
         links: to the others; None where all are in this process.
         store: of the caller, for reports.
     Attributes:
         broken: why the runner cannot go on; None while it can.
     """
 
-    def __init__(self, rank: int, ranks: int, links: Links | None = None, store: Store | None = None) -> None:
-        self._rank, self._ranks, self._links = rank, ranks, links
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        links: Links | None = None,
+        store: Store | None = None,
+        names: Sequence[int] | None = None,
+    ) -> None:
+        self._rank, self._links = rank, links
+        self._names = range(ranks) if names is None else names
         self._records = None if links is None else Records(store or links.store, links.key, rank, ranks)
         self.broken: str | None = None
 
@@ -66,7 +76,7 @@ class Faults:
             self.broken = words
         if interrupted or (isinstance(error, ScheduleError) and action is None):
             raise error
-        message = f"rank {rank} failed at {place}: {words}"
+        message = f"rank {self._names[rank]} failed at {place}: {words}"
         kind = PipelineTimeout if isinstance(error, PipelineTimeout) else ScheduleError
         raise kind(message, rank=rank, position=position, action=action) from error
 
@@ -87,8 +97,8 @@ class Faults:
         others = self._records.others(_GRACE_S)
         for rank, theirs in others.items():
             if theirs.error is not None:
-                self.broken = f"rank {rank} failed at {theirs.place}: {theirs.error}"
+                self.broken = f"rank {self._names[rank]} failed at {theirs.place}: {theirs.error}"
                 raise (PipelineTimeout if theirs.overdue else ScheduleError)(self.broken, rank=rank) from error
-        line = report(self._rank, self._ranks, mine, others, self._records.has_store, self._records.deaf)
+        line = report(self._rank, self._names, mine, others, self._records.has_store, self._records.deaf)
         self.broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=action) from error

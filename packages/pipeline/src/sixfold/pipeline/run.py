@@ -51,7 +51,8 @@ class PipelineRunner:
     Args:
         program: compute-only programs are lowered here.
         stages: those that the program places on this rank, any order.
-        group: rank r of the program is group rank r; None runs all stages in this process.
+        group: rank r of the program is group rank r; None runs all stages in this process. Reports of what failed or
+            did not come call ranks by their numbers among all ranks of the job.
         loss_fn: ``loss_fn(output, target)`` -> scalar; needed where the last stage is.
         scale: "mean" divides each loss by m before its backward, "sum" does not, "token" takes
             (sum, count) from ``loss_fn`` and divides the step's gradients once by the total count.
@@ -395,16 +396,17 @@ class PipelineRunner:
         )
 
     def _join(self, transport: Transport, backend: str, store: Store | None, timeout_s: float) -> None:
-        begin = time.monotonic()
+        begin, names = time.monotonic(), getattr(transport, "names", None)
         try:
             links = transport.join(step_device(self._stages, backend), timeout_s)
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError too: a peer did not come
-            message = f"rank {self._rank} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
+            name = self._rank if names is None else names[self._rank]
+            message = f"rank {name} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
             if time.monotonic() - begin < timeout_s:
-                message = f"rank {self._rank} has no connection to all {transport.ranks} ranks: {error}"
+                message = f"rank {name} has no connection to all {transport.ranks} ranks: {error}"
             raise PipelineTimeout(message, rank=self._rank) from error
         self._links[transport.rank] = links
-        self._faults = Faults(self._rank, transport.ranks, links, store)
+        self._faults = Faults(self._rank, transport.ranks, links, store, names)
 
     def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""

@@ -142,7 +142,8 @@ class Links(Protocol):
 class Transport(Protocol):
     """One rank's place among the ranks of a pipeline.
 
-    A transport may have an attribute ``one``: true where all edges run in one order (batched.py).
+    A transport may have an attribute ``one``: true where all edges run in one order (batched.py); and ``names``: what
+    reports call each of its ranks, where that is not its number here.
     """
 
     rank: int

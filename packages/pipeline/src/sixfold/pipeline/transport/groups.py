@@ -127,6 +127,14 @@ class Incoming:
         close_connection(self._group, self._peer)
 
 
+def _names(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Numbers of its ranks among all ranks of the job; of a group that torch did not register, in the group."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return tuple(range(group.size()))
+
+
 class GroupTransport:
     """One rank of a process group.
 
@@ -143,6 +151,7 @@ class GroupTransport:
             raise ScheduleError(f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one' or None")
         self.rank, self.ranks = group.rank(), group.size()
         self.one = edges == "one"
+        self.names = _names(group)
         self._group, self._edges = group, edges
 
     def join(self, device: torch.device, timeout_s: float) -> GroupLinks:

@@ -120,4 +120,4 @@ def test_ranks_have_their_numbers_in_the_job_wherever_a_pipeline_tells_of_them(t
     here = r"over tp of ranks 2, 3: rank 2 waited \d+\.\d s .* what rank 3 says"
     assert re.match(rf"rank 2 failed at \[\d+/\d+\] 1F0: .* {here}", third), third
     assert re.match(r"rank (2 failed at \[\d+/\d+\] 1F0: |0 waits at .* for rank 2; rank 2 )", first), first
-    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B0 for rank 3; rank 3 silent", second), second
+    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B\d for rank 3; rank 3 silent", second), second

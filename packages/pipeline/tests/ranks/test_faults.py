@@ -89,7 +89,7 @@ def test_reports_call_ranks_by_their_numbers_in_the_job_and_not_in_their_pipelin
     _, first, second = run_ranks(step_in_a_part_of_the_job, 3, ("raise", "hang"))
     for _, text, _ in (first[0], second[0]):
         assert re.match(r"rank 2 failed at \[\d+/\d+\] 1F2: RuntimeError: the disk is full", text), text
-    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B0 for rank 2; rank 2 (silent|at)", first[1][1]), first[1]
+    assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B\d for rank 2; rank 2 (silent|at)", first[1][1]), first[1]
 
 
 def test_without_a_store_the_others_time_out_and_name_their_peer():

@@ -337,7 +337,8 @@ def failure_of(error: BaseException, rank: int, ranks: int) -> Failure:
 
 def text_of(error: BaseException, rank: int, ranks: int) -> str:
     """What a rank says of its failure: one line of an error that a sixfold package defines, else a traceback."""
-    lead = f"rank {rank}: " if ranks > 1 else ""
+    itself = str(error).startswith((f"rank {rank} ", f"rank {rank}:"))  # the text says whose it is
+    lead = f"rank {rank}: " if ranks > 1 and not itself else ""
     inside = raised_inside(error)
     if is_typed(inside):
         return f"{lead}{error}"

@@ -203,16 +203,16 @@ def torchrun_shows(error, folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "lead"),
     [
-        (ConfigError("a key is wrong"), 2),
-        (TrainError("step 3: rank 1 did not read its data"), 1),
-        (raised_by_a_stage(TrainError("a sum over tp")), 1),
+        (ConfigError("a key is wrong"), 2, "rank 1: "),
+        (TrainError("step 3: rank 1 did not read its data"), 1, "rank 1: "),
+        (raised_by_a_stage(TrainError("a sum over tp")), 1, ""),
     ],
 )
-def test_torchrun_shows_one_line_of_a_rank_whose_error_says_all(error, status, tmp_path, monkeypatch):
+def test_torchrun_shows_one_line_of_a_rank_whose_error_says_all(error, status, lead, tmp_path, monkeypatch):
     raised, shown = torchrun_shows(error, tmp_path, monkeypatch)
-    assert (type(raised), raised.exit_code, str(raised)) == (RankError, status, f"rank 1: {error}")
+    assert (type(raised), raised.exit_code, str(raised)) == (RankError, status, f"{lead}{error}")
     (line,) = [line for line in shown.splitlines() if str(error) in line]
     assert re.fullmatch(rf"  traceback : sixfold\.\w+\.errors\.{type(error).__name__}: {re.escape(str(error))}", line)
     assert "File" not in shown and "Traceback" not in shown

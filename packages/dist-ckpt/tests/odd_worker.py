@@ -50,7 +50,7 @@ if kind == "orphan":
         return write(*arguments)
 
     _worker.storage.discard, _worker.saving.write = discard_and_linger, write_as_an_orphan
-place, _, count = (what if kind in ("dies", "stops") else f"stores.local._write_at:{what}").partition(":")
+place, _, count = (what if kind in ("dies", "stops") else f"stores.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")
 plain, calls = getattr(module, name), 0

@@ -121,7 +121,7 @@ def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, sav
 
 STAGES = [
     ("road.transfer.write:1", "old"),
-    ("stores.local._write_at:1", "old"),
+    ("stores.frame_file._write_at:1", "old"),
     ("road.saving._write_index:1", "old"),
     ("stores.local.write_file:4", "old"),
     ("stores.local.commit:1", "old"),

@@ -23,6 +23,7 @@ from sixfold.dist_ckpt.road import remote
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.folder import is_complete
+from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 _STEP = re.compile(r"step-(\d{8,})")
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it.
@@ -222,6 +223,6 @@ class _StoredRun:
             by_step.setdefault(folder, set()).add(rest)
         for step in self.steps():
             names = by_step.get(_name(step), set())
-            is_left = "metadata.json" not in names and all(map(storage.is_checkpoint_file, names))
+            is_left = "metadata.json" not in names and all(map(is_checkpoint_file, names))
             if step < before and is_left:
                 self.delete(step)

@@ -50,6 +50,7 @@ from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores.store import overtaken
 
 COMMIT, GIVE_UP = "commit", "give-up"  # verdicts
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
@@ -286,7 +287,7 @@ def _gather(job: Job, folder: ControlFolder, gauge: Gauge) -> list[Any]:
     while True:
         names = folder.names()
         if names is None:
-            raise storage.overtaken(Path(job.ticket.target))
+            raise overtaken(Path(job.ticket.target))
         for rank in set(range(job.ranks)) - set(shares):
             if f"rank-{rank}" in names and (record := folder.get(f"rank-{rank}")) is not None:
                 if record.error is not None:

@@ -32,8 +32,8 @@ from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.stores import folder as folder_of
-from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.store import is_checkpoint_file, overtaken
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine, owns_file
 
 _MIRROR = "sixfold-mirror-"
@@ -128,7 +128,7 @@ def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
 
 def _check_target(store: Store, if_exists: str) -> None:
     names = sorted(store.files())
-    foreign = [name for name in names if not (storage.is_checkpoint_file(name) or owns_file(name))]
+    foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
     if names and if_exists == "error":
         raise StorageError(f"{store.url} is not empty ({names[0]}, ...) and if_exists is 'error'", errno.EEXIST)
     if foreign:
@@ -153,7 +153,7 @@ def _commit(store: Store, written: list[Any], content: saving.Content, ticket: s
     files = {name: digest for part in written for name, digest in part.files.items()}
     lost = [name for name, digest in files.items() if before.get(name) != digest.size]
     if lost and lost[0] not in before:
-        raise storage.overtaken(store.url)
+        raise overtaken(store.url)
     if lost:
         raise StorageError(f"{store.url}/{lost[0]} is not the file that its rank wrote", errno.EIO)
     small = {".metadata": saving.index_of(written, ticket.save_id, None), "common.pt": content.common_bytes}
@@ -187,7 +187,7 @@ class Mirror:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                is_index = storage.is_checkpoint_file(name) and not name.endswith(".distcp")
+                is_index = is_checkpoint_file(name) and not name.endswith(".distcp")
                 if is_index or name.endswith((".zarray", ".pt")):
                     file.write(self._store.read(name))
                 else:

@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores.local import FrameFile
+from sixfold.dist_ckpt.stores.frame_file import FrameFile
 
 COPY_BYTES = 1 << 22
 
@@ -100,7 +100,7 @@ def add_frame(
         _check_finite(record.view(step.piece), step, rank)
     template = frames.template(step.dtype, size, file.position)
     if nbytes >= frames.LARGE_BYTES:
-        file.add_large(template.head_bytes, _raw_parts(record, step, copies), template.fill)
+        file.add_large(template.head_bytes, lambda: _raw_parts(record, step, copies), template.fill)
         return
     raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, copies))
     crc = crc32(raw).to_bytes(4, "little")

@@ -1,6 +1,6 @@
-"""Local files: staging, writing, commit. The only file that changes what others can see.
+"""Local folders: staging, writing, commit. The only file that changes what others see on a disk.
 
-    frames --> FrameFile (this file) --> staging folder --> commit --> the checkpoint
+    frames --> frame_file.py --> staging folder --> commit (this file) --> the checkpoint
 
 [Note: old or new, never both] A checkpoint is written into the sibling ``.<name>.tmp-<save_id>`` and moved
 into place by one rename, after every file and the folder are on disk. No file of a visible
@@ -17,193 +17,144 @@ import os
 import re
 import shutil
 import stat
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from sixfold.dist_ckpt.errors import StorageError, UnsafeError
-from sixfold.dist_ckpt.files.crc import Piece, crc32, join_pieces
-from sixfold.dist_ckpt.files.frame import Frame
-from sixfold.dist_ckpt.files.integrity import BlockHasher, FileDigest, cut_at_blocks, digest_of
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
+from sixfold.dist_ckpt.files.integrity import FILE_NAME, BlockHasher, FileDigest, decode
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
+from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
+from sixfold.dist_ckpt.stores.store import POINTER, Content, PartFile, Save, is_checkpoint_file, overtaken, pieces_of
 
-_OWN_FILES = frozenset(["metadata.json", "common.pt", ".metadata", ".metadata.tmp", "integrity.json"])
-_GATHER_BYTES = 1 << 20
-_RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
-_SYNC_BYTES = 1 << 26  # of a file that are waited for at once
-_SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-class FrameFile:
-    """A file of frames, written once from start to end, hashed in the same pass.
-
-    Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
-    piece right after each was hashed, by threads: at most ``4 * threads`` pieces of 4 MiB wait for them, and what owns
-    the memory of a piece is held until it is written, no longer. The kernel is asked for the whole length before the
-    first byte, and to start with each piece at once, so that the last fsync has little left to do. (O_DIRECT was no
-    faster on the disks that we measured, and leaves the page cache cold for the load that follows.)
+@dataclass(frozen=True)
+class LocalStore:
+    """A folder of a file system that all ranks share. See [Note: old or new, never both].
 
     Args:
-        nbytes: an upper bound of what will come; 0 if that is not known.
-        threads: how many write at once, >= 1; small files are written without.
-        moved: told of each part that is written, by its bytes, and with 0 while the disk takes what was written; from
-            any thread.
+        path: from the root and without links.
     """
 
-    def __init__(
-        self, folder: Path, name: str, nbytes: int = 0, threads: int = 1, moved: Callable[[int], None] | None = None
-    ) -> None:
-        self.name = name
-        self._moved = moved or (lambda nbytes: None)
-        self._hasher = BlockHasher()
-        self._position = 0  # of what was added; the hasher is behind by what is gathered
-        self._gathered: list[bytes] = []
-        self._gathered_bytes = 0
-        self._writing: deque[Future[None]] = deque()
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            self._handle = os.open(folder / name, flags, 0o666)
-        except FileNotFoundError as error:
-            raise StorageError(
-                f"{folder} was made by the first rank and is not visible here; a checkpoint needs one file "
-                "system that all ranks share",
-                errno.ENOENT,
-            ) from error
-        self._reserved = nbytes >= _RESERVE_BYTES and _reserve(self._handle, nbytes)
+    path: Path
+
+    is_shared = True
+    streams = 1
+
+    @classmethod
+    def at(cls, place: Path) -> LocalStore:
+        """The store of a path as a user wrote it. StorageError: as ``paths.resolved``."""
+        return cls(paths.resolved(place))
 
     @property
-    def position(self) -> int:
-        """Bytes so far."""
-        return self._position
+    def name(self) -> str:
+        return str(self.path)
 
-    def add(self, parts: Sequence[bytes], nbytes: int) -> None:
-        """Add small parts of ``nbytes`` together."""
-        self._gathered += parts
-        self._gathered_bytes += nbytes
-        self._position += nbytes
-        if self._gathered_bytes >= _GATHER_BYTES:
-            self._flush()
+    def list_files(self) -> dict[str, int]:
+        if not self.path.is_dir():
+            return {}
+        names = [name for name in _files(self.path) if not name.endswith("/")]
+        return {name: (self.path / name).stat().st_size for name in names}
 
-    def add_large(
-        self, head_bytes: int, parts: Iterable[tuple[memoryview, object]], frame: Callable[[int], Frame]
-    ) -> None:
-        """Add a frame around raw bytes that lie elsewhere.
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.path / name).stat().st_size
+        except FileNotFoundError:
+            return None
 
-        Args:
-            parts: the bytes in their order, each with the owner of its memory; taken one by one as the writing goes on.
-                They are neither copied nor may they change until ``finish``.
-            frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
-        """
-        self._flush()
-        start = self._position
-        at, pieces = start + head_bytes, list[Piece]()
-        for raw, owner in parts:
-            for piece in cut_at_blocks(raw, at):
-                pieces.append(Piece(crc32(piece), len(piece)))
-                self._write(piece, at, owner)
-                at += len(piece)
-        head, tail = frame(join_pieces(pieces))
-        self._hasher.update(head)
-        self._hasher.add(pieces)
-        self._write(head, start)
-        self._position = at
-        self.add((tail,), len(tail))
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        check_regular(self.path / name)
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return file.read() if stop is None else file.read(max(0, stop - start))
 
-    def append(self, data: bytes) -> None:
-        """Add bytes."""
-        self.add((data,), len(data))
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
+        for part in ranges:
+            yield part, self.read(part.file, part.offset, part.offset + part.length)
 
-    def _flush(self) -> None:
-        if self._gathered:
-            data, start = b"".join(self._gathered), self._hasher.size
-            self._gathered, self._gathered_bytes = [], 0
-            self._hasher.update(data)
-            self._write(data, start)
+    def begin(
+        self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
+    ) -> Save:
+        owns = owns_file or is_checkpoint_file
+        check_target(self.path, if_exists, owns)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(self.path.parent, nbytes)
+        staging = stage(self.path, save_id)
+        return Save(save_id=save_id, target=self.name, staging=str(staging), if_exists=if_exists, owns_file=owns)
 
-    def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
-        if self._pool is None and at + len(data) < _RESERVE_BYTES:
-            return self._write_now(data, at, owner)
-        self._pool = self._pool or ThreadPoolExecutor(self._threads)
-        while len(self._writing) >= 4 * self._threads:
-            self._writing.popleft().result()
-        self._writing.append(self._pool.submit(self._write_now, data, at, owner))
-        return None
+    def join(self, save: Save) -> None:
+        check_shared(Path(save.staging))
 
-    def _write_now(self, data: bytes | memoryview, at: int, _owner: object) -> None:
-        """``_owner`` keeps the memory of ``data`` as long as this call waits or runs."""
-        _write_at(self._handle, data, at)
-        self._moved(len(data))
+    def write_part(
+        self,
+        save: Save,
+        name: str,
+        fill: Callable[[PartFile], None],
+        nbytes: int = 0,
+        threads: int = 1,
+        moved: Callable[[int], None] | None = None,
+    ) -> FileDigest:
+        with self._told(save, nbytes), FrameFile(Path(save.staging), name, nbytes, threads, moved) as file:
+            fill(file)
+            return file.finish()
 
-    def finish(self) -> FileDigest:
-        """Put the bytes on disk and return size and digests."""
-        self._flush()
-        while self._writing:
-            self._writing.popleft().result()
-        if self._reserved:
-            os.ftruncate(self._handle, self._position)
-        # Part by part: a disk that is slow but takes bytes is told from one that hangs.
-        for at in range(0, self._position, _SYNC_BYTES):
-            _on_disk(self._handle, at, _SYNC_BYTES)
-            self._moved(0)
-        os.fsync(self._handle)
-        return self._hasher.finish()
+    def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
+        with self._told(save, 0):
+            for name, digest in parts.items():
+                path = Path(save.staging) / name
+                if path.stat().st_size != digest.size:
+                    raise CheckpointError(f"{path} is not the file that its rank wrote; it wrote {digest.size} bytes")
 
-    def __enter__(self) -> FrameFile:
-        return self
+    def write(self, save: Save, name: str, data: Content) -> FileDigest:
+        with self._told(save, len(data) if isinstance(data, bytes) else 0):
+            return write_file(Path(save.staging), name, data)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-        os.close(self._handle)
+    def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
+        self.write(save, POINTER, pointer)
+        self.publish(save)
 
+    def publish(self, save: Save) -> None:
+        """Move the staging folder into place, ``metadata.json`` included."""
+        with overtaken_told(Path(save.staging), self.path):
+            # Again: data took a while to write, and nothing foreign may go.
+            check_target(self.path, save.if_exists, save.owns_file)
+            commit(Path(save.staging), self.path, save.save_id)
 
-def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        count = os.pwrite(handle, view, at)
-        view, at = view[count:], at + count
-    if len(data) >= _GATHER_BYTES and (start_writing := _libc("sync_file_range")) is not None:
-        start_writing(handle, ctypes.c_int64(at - len(data)), ctypes.c_int64(len(data)), _SYNC_FILE_RANGE_WRITE)
+    def abandon(self, save: Save) -> None:
+        discard(Path(save.staging))
+
+    def holds(self, save_id: str) -> bool:
+        try:
+            return decode(self.path / FILE_NAME, read_small(self.path / FILE_NAME)).save_id == save_id
+        except (OSError, CheckpointError):
+            return False
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _told(self, save: Save, nbytes: int) -> Iterator[None]:
+        staging = Path(save.staging)
+        with overtaken_told(staging, self.path), full_disk_told(staging, nbytes):
+            yield
 
 
-def _on_disk(handle: int, at: int, nbytes: int) -> None:
-    """Wait for the data of a range, where the system can; the kernel tells an error of the disk once, here or there."""
-    wait = _libc("sync_file_range")
-    if wait is None or wait(handle, ctypes.c_int64(at), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL) == 0:
-        return
-    code = ctypes.get_errno()
-    if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
-        raise OSError(code, os.strerror(code))
-
-
-def _reserve(handle: int, nbytes: int) -> bool:
-    """Ask for ``nbytes`` on disk; False where the file system cannot say. A full disk is told here already."""
-    fallocate = _libc("fallocate")  # not posix_fallocate, which writes zeros where it is not supported
-    if fallocate is None or fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
-        return fallocate is not None
-    code = ctypes.get_errno()
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise OSError(code, os.strerror(code))
-    return False
-
-
-def write_file(folder: Path, name: str, data: bytes) -> FileDigest:
-    """Write a small file whole and put it on disk."""
+def write_file(folder: Path, name: str, data: Content) -> FileDigest:
+    """Write a file besides the parts, whole or piece by piece, and put it on disk."""
+    hasher = BlockHasher()
     with (folder / name).open("xb") as file:
-        file.write(data)
+        for piece in pieces_of(data):
+            file.write(piece)
+            hasher.update(piece)
         file.flush()
         os.fsync(file.fileno())
-    return digest_of(data)
+    return hasher.finish()
 
 
 def read_small(path: Path) -> bytes:
@@ -244,11 +195,6 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] 
         )
 
 
-def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name may lie in a checkpoint of the torch_dist format."""
-    return name in _OWN_FILES or (name.endswith(".distcp") and "/" not in name)
-
-
 def _files(folder: Path) -> Iterator[str]:
     """Relative paths of all files below, and of what is no file, such as an empty folder, with a ``/`` behind."""
     for path in folder.iterdir():
@@ -273,16 +219,6 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
             f"{shutil.disk_usage(folder.parent).free} are free now in {folder.parent}; an older checkpoint is whole",
             error.errno,
         ) from error
-
-
-def overtaken(target: Path | str) -> StorageError:
-    """The error of a save whose files others have removed."""
-    return StorageError(
-        f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "
-        "meanwhile (or a prune took this one for dead). Two saves to one folder at a time are one too many; "
-        "this one is lost, the folder is whole",
-        errno.ESTALE,
-    )
 
 
 @contextmanager
@@ -371,7 +307,7 @@ def is_held(lock: Path) -> bool:
 
 def exchange(a: Path, b: Path) -> bool:
     """Swap two folders in one step; False if this system cannot (older NFS, Lustre)."""
-    renameat2 = _libc("renameat2")
+    renameat2 = libc("renameat2")
     if renameat2 is None:
         return False
     if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
@@ -380,16 +316,6 @@ def exchange(a: Path, b: Path) -> bool:
     if code in _NO_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(a))
-
-
-@cache
-def _libc(name: str) -> ctypes._NamedFuncPointer | None:
-    """A function of the C library; None if it has none of this name (renameat2 before glibc 2.28, musl)."""
-    try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    return found  # type: ignore[no-any-return]
 
 
 def siblings(target: Path, kind: str) -> list[Path]:

@@ -18,8 +18,8 @@ from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 from sixfold.dist_ckpt.strategies.base import (
     LoadEngine,
     LoadShardedStrategy,
@@ -68,7 +68,7 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         return True
 
     def owns_file(self, name: str) -> bool:
-        return storage.is_checkpoint_file(name)
+        return is_checkpoint_file(name)
 
     def engine(self) -> SaveEngine:
         return self._engine

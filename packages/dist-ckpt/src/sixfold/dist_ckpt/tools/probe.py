@@ -21,6 +21,7 @@ from sixfold.dist_ckpt.road import foreign, remote
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 Progress = Callable[[int, int], None]
 Problem = dict[str, Any]
@@ -159,7 +160,7 @@ class _Probe:
             elif found[name] != expected.size:
                 self._add("size", name, f"{name} has {found[name]} bytes; {expected.size} were saved")
         for name in sorted(found.keys() - self._integrity.files.keys() - {integrity.FILE_NAME}):
-            if storage.is_checkpoint_file(name):
+            if is_checkpoint_file(name):
                 self._add("extra", name, f"{name} is no part of save {self._integrity.save_id}")
 
     def _check_config(self) -> None:

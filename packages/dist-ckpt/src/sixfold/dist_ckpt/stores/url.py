@@ -1,0 +1,220 @@
+"""Stores behind a URL that fsspec opens (extra ``fsspec``): object stores, archives, other machines' folders.
+
+    frames --> StreamFile --> multi-part upload (this file) --> objects; metadata.json last commits (store.py)
+    objects --> ranges, many at once (this file) --> local mirror of a load
+
+``file://`` is a local path, with the stronger promise of local.py.
+
+[Note: what passes] Errors of the network, of a store that is busy or asks to slow down are met by asking again, after
+pauses that grow to 5 s, until ``timeout_s`` after the first of them; then one StorageError says what was asked, how
+often and for how long. An upload that breaks is begun anew from the tensors. The client of a store (s3fs) asks again by
+itself before that, request by request.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError
+from sixfold.dist_ckpt.files.integrity import FileDigest, digest_of
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.store import ByPointer, Content, PartFile, Save
+from sixfold.dist_ckpt.stores.stream import Sink
+
+BLOCK_BYTES = 8 << 20  # of an upload that are sent as one part
+_MOST_PARTS = 9_000  # an object store takes 10,000
+_AT_ONCE = 32  # ranges that are asked for together
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_PASSING_CODES = frozenset([
+    errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTUNREACH,
+])  # fmt: skip
+# Of clients that this package does not import: botocore, aiohttp, urllib3, requests.
+_PASSING_NAMES = frozenset([
+    "ConnectionError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError", "IncompleteRead",
+    "IncompleteReadError", "ProtocolError", "ResponseParserError", "TimeoutError",
+])  # fmt: skip
+_PASSING_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
+_Value = TypeVar("_Value")
+
+
+class UrlStore(ByPointer):
+    """A checkpoint behind a URL. It is pickled as its URL: each process makes a connection of its own.
+
+    A rank uploads up to ``streams`` files at once, each in parts of 8 MiB (more for a file of over 70 GiB), straight
+    from its tensors. The client holds a part while it is sent and the next one beside it: at most some
+    ``streams * 3 * 8 MiB`` = 192 MiB of a rank, whatever is saved. Uploads that a killed rank leaves open are no
+    objects; a rule of the bucket removes them.
+
+    Args:
+        url: as the user wrote it.
+        timeout_s: see [Note: what passes].
+        options: for fsspec, such as ``{"anon": True}``; what the URL and the environment do not say.
+    """
+
+    streams = 8
+
+    def __init__(self, url: str, timeout_s: float = 600.0, options: dict[str, Any] | None = None) -> None:
+        self._url, self._timeout_s, self._options = url, timeout_s, options or {}
+        self._opened: tuple[Any, str] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UrlStore, (self._url, self._timeout_s, self._options)
+
+    @property
+    def name(self) -> str:
+        return self._url
+
+    def list_files(self) -> dict[str, int]:
+        fs, root = self._connection()
+        prefix = root.rstrip("/") + "/"
+
+        def found() -> dict[str, Any]:
+            fs.invalidate_cache()
+            try:
+                return dict(fs.find(root, detail=True))
+            except FileNotFoundError:
+                return {}
+
+        files = self._asked(found, "listing it")
+        return {name.removeprefix(prefix): info["size"] for name, info in files.items() if name.startswith(prefix)}
+
+    def size(self, name: str) -> int | None:
+        fs, _ = self._connection()
+        try:
+            return int(self._asked(lambda: fs.info(self._path(name))["size"], f"the size of {name}"))
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        fs, _ = self._connection()
+        span = (None, None) if start == 0 and stop is None else (start, stop)
+        return bytes(self._asked(lambda: fs.cat_file(self._path(name), *span), f"reading {name}"))
+
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
+        fs, _ = self._connection()
+        for at in range(0, len(ranges), _AT_ONCE):
+            group = ranges[at : at + _AT_ONCE]
+            found = fs.cat_ranges(
+                [self._path(part.file) for part in group],
+                [part.offset for part in group],
+                [part.offset + part.length for part in group],
+                on_error="return",
+            )
+            for part, data in zip(group, found, strict=True):
+                whole = isinstance(data, bytes) and len(data) == part.length
+                yield part, data if whole else self.read(part.file, part.offset, part.offset + part.length)
+
+    def create(self, name: str, nbytes: int) -> Sink:
+        block_bytes = max(BLOCK_BYTES, -(-nbytes // _MOST_PARTS))
+        return self._in_folder(name, lambda fs, path: _Upload(fs.open(path, "wb", block_size=block_bytes)))
+
+    def write_part(
+        self,
+        save: Save,
+        name: str,
+        fill: Callable[[PartFile], None],
+        nbytes: int = 0,
+        threads: int = 1,
+        moved: Callable[[int], None] | None = None,
+    ) -> FileDigest:
+        return self._asked(
+            lambda: super(UrlStore, self).write_part(save, name, fill, nbytes, threads, moved), f"uploading {name}"
+        )
+
+    def write(self, save: Save, name: str, data: Content) -> FileDigest:
+        if not isinstance(data, bytes):
+            return super().write(save, name, data)
+        return self._asked(lambda: self._written_whole(name, data), f"writing {name}")
+
+    def delete(self, name: str) -> None:
+        fs, _ = self._connection()
+        with suppress(FileNotFoundError):
+            self._asked(lambda: fs.rm_file(self._path(name)), f"deleting {name}")
+
+    def _written_whole(self, name: str, data: bytes) -> FileDigest:
+        self._in_folder(name, lambda fs, path: fs.pipe_file(path, data))
+        return digest_of(data)
+
+    def _in_folder(self, name: str, action: Callable[[Any, str], _Value]) -> _Value:
+        """``action`` with the connection and the path of a file, whose folder is made if the store has folders."""
+        fs, path = self._connection()[0], self._path(name)
+        try:
+            return action(fs, path)
+        except FileNotFoundError:
+            if fs.async_impl:  # an object store has none: what is missing is the bucket
+                raise
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            return action(fs, path)
+
+    def _path(self, name: str) -> str:
+        return f"{self._connection()[1].rstrip('/')}/{name}"
+
+    def _connection(self) -> tuple[Any, str]:
+        """The file system of fsspec and the checkpoint's path in it."""
+        if self._opened is None:
+            try:
+                import fsspec
+            except ImportError as error:
+                raise StorageError(
+                    f"{self._url}: URLs need the fsspec library: pip install 'sixfold-dist-ckpt[fsspec]'", errno.ENOSYS
+                ) from error
+            self._opened = self._asked(lambda: fsspec.core.url_to_fs(self._url, **self._options), "opening it")
+        return self._opened
+
+    def _asked(self, action: Callable[[], _Value], what: str) -> _Value:
+        """What ``action`` gives; asked again as [Note: what passes] says. FileNotFoundError is left as it is."""
+        first, times, pause_s = 0.0, 0, _FIRST_PAUSE_S
+        while True:
+            try:
+                return action()
+            except (CheckpointError, FileNotFoundError):
+                raise
+            except Exception as error:  # stores raise whatever their clients raise
+                now, times = time.monotonic(), times + 1
+                first = first or now
+                if not _passes(error) or now - first + pause_s > self._timeout_s:
+                    raise self._error(error, what, times, now - first) from error
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _error(self, error: Exception, what: str, times: int, seconds: float) -> StorageError:
+        text = f"{self._url}: {type(error).__name__}: {error}"
+        if times > 1:
+            text += f" ({what} failed {times} times in {seconds:.1f} s; timeout_s={self._timeout_s:g})"
+        return StorageError(text, getattr(error, "errno", None))
+
+
+def _passes(error: Exception) -> bool:
+    """Whether asking again may help. See [Note: what passes]."""
+    if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING_CODES:
+        return True
+    status = getattr(error, "status", getattr(error, "code", None))
+    return status in _PASSING_STATUSES or any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
+
+
+class _Upload:
+    """A file of fsspec that is written. Discarded, it is never closed, which would make the half of it appear."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def discard(self) -> None:
+        with suppress(Exception):
+            self._file.discard()  # ends a multi-part upload
+        with suppress(Exception):
+            if hasattr(self._file, "buffer"):  # AbstractBufferedFile, whose __del__ would close it
+                self._file.closed = True
+            else:
+                self._file.close()

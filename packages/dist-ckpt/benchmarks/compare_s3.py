@@ -7,7 +7,7 @@ Work: ``--mib`` MiB of float32 in 16 tensors, saved in rows by ``--ranks`` ranks
 resharded to columns; values are checked after each restore. Peer: ``dcp.save(storage_writer=FsspecWriter(url))`` and
 ``dcp.load(storage_reader=FsspecReader(url))`` with their defaults, on DTensors. Both read through s3fs with its
 defaults. Medians of the wall time between barriers; both run in turn in every round, the order alternates, the first
-round is thrown away. Requests, bytes and the most in flight are the server's counts of the last round.
+round is thrown away. Requests, bytes, the most in flight and CPU seconds are the server's own of the last round.
 
 The server (tests/s3_server.py) is moto behind a front that adds the latency and, once it has read an object whole,
 serves its ranges from memory: without this moto copies the whole object for each range and is all that is measured.
@@ -134,7 +134,10 @@ def once(measured, action, run):
     measured.seconds.append(seconds)
     if run.rank == 0:
         told = ("requests", "bytes_in", "bytes_out", "most_in_flight")
-        measured.server = {kind: {name: tally[name] for name in told} for kind, tally in run.server.counts().items()}
+        found = run.server.report()
+        kinds = {**found["kinds"], "total": found["total"]}
+        measured.server = {kind: {name: tally[name] for name in told} for kind, tally in kinds.items()}
+        measured.server["cpu_s"] = found["cpu_s"]
     return measured.error is None
 
 

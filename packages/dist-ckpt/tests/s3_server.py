@@ -111,7 +111,7 @@ class S3Server:
         return [tuple(entry) for entry in self.report()["log"]]
 
     def report(self) -> dict[str, Any]:
-        """Counts, log and, of each fault that was set, how often it was injected."""
+        """Counts, log, the server's own CPU seconds since it forgot and, of each fault set, how often it was met."""
         return json.loads(self._call(CONTROL, None, "GET"))
 
     def wait_for(self, kind: str, requests: int, timeout_s: float) -> None:

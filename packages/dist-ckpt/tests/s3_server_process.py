@@ -18,11 +18,13 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from random import Random
+from typing import IO
 from urllib.parse import parse_qs, unquote
 
 from aiohttp import web
@@ -91,8 +93,10 @@ def kind_of_bucket(request: web.BaseRequest, fields: set[str]) -> str:
 class Answer:
     status: int
     headers: list[tuple[str, str]]
-    body: bytes | memoryview
+    body: bytes
     length: int  # of the body; for HEAD, of the one that is not sent
+    at: int | None = None  # where the body begins in ``kept``
+    kept: IO[bytes] | None = None  # a whole object in memory, of which the system sends a part: no byte passes Python
 
 
 class Moto:
@@ -151,8 +155,8 @@ class Objects:
             return None
         stop = min(request.stop or whole.length, whole.length)
         headers.append(("Content-Range", f"bytes {request.start}-{stop - 1}/{whole.length}"))
-        body = memoryview(whole.body)[request.start : stop]
-        return Answer(status=206, headers=headers, body=body, length=len(body))
+        length = stop - request.start
+        return Answer(status=206, headers=headers, body=b"", length=length, at=request.start, kept=whole.kept)
 
     async def _whole(self, request: Request) -> Answer | None:
         async with self._reading[request.path]:
@@ -166,9 +170,13 @@ class Objects:
             answer = await self._moto.answer(everything, b"")
             if answer.status != 200:
                 return None
+            memory = open(os.memfd_create("object"), "w+b")  # noqa: SIM115 - lives as long as the answer
+            memory.write(answer.body)
+            memory.flush()
+            kept = replace(answer, body=b"", kept=memory)
             if before == (self._writes[request.path], self._writes[""]):
-                self._kept[request.path] = answer
-            return answer
+                self._kept[request.path] = kept
+            return kept
 
 
 class Rule:
@@ -227,8 +235,9 @@ class Front:
         self._objects = Objects(self._moto)
         self._counts = Counts()
         self._rules: list[Rule] = []
-        self._latency_s = 0.0
+        self._latency_s, self._cpu_s = 0.0, 0.0
         self._down = False
+        self._writing: set[asyncio.Task[Answer]] = set()
 
     async def handle(self, received: web.BaseRequest) -> web.StreamResponse:
         if received.path == CONTROL:
@@ -282,7 +291,7 @@ class Front:
         answer = await self._done(request, body)
         if what == "lost":
             return reset(received), 0, what
-        length = len(answer.body) // 2 if what in ("truncate", "stall_body") else len(answer.body)
+        length = answer.length // 2 if what in ("truncate", "stall_body") else answer.length
         response, sent = await send(received, request, answer, length)
         if what == "truncate" and received.transport is not None:
             received.transport.close()
@@ -295,6 +304,13 @@ class Front:
             return found
         if request.kind in READS:
             return await self._moto.answer(request, body)
+        # A client that goes cancels its request, not what moto has begun to write.
+        writing = asyncio.create_task(self._written(request, body))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        return await asyncio.shield(writing)
+
+    async def _written(self, request: Request, body: bytes) -> Answer:
         self._objects.written(request)
         try:
             return await self._moto.answer(request, body)
@@ -310,11 +326,12 @@ class Front:
                 self._rules = [Rule(Fault(**fault)) for fault in told["faults"]]
                 self._down = False
             if told.get("forget"):
-                self._counts = Counts()
+                self._counts, self._cpu_s = Counts(), time.process_time()
         report = {
             "kinds": {kind: tally.report() for kind, tally in self._counts.kinds.items()},
             "total": self._counts.total.report(),
             "log": self._counts.log,
+            "cpu_s": time.process_time() - self._cpu_s,
             "injected": [rule.injected for rule in self._rules],
         }
         return web.Response(body=json.dumps(report).encode(), content_type="application/json")
@@ -330,8 +347,12 @@ async def send(
     await response.prepare(received)
     if request.method == "HEAD":
         length = 0
-    if length:
-        await response.write(answer.body[:length] if length < len(answer.body) else answer.body)
+    if answer.kept and received.transport is None:
+        raise ConnectionResetError("the client has gone")
+    if length and answer.kept:
+        await asyncio.get_running_loop().sendfile(received.transport, answer.kept, answer.at, length)
+    elif length:
+        await response.write(answer.body[:length])
     if length == answer.length or not length:
         await response.write_eof()
     return response, length
@@ -353,7 +374,7 @@ def end_with(stream: BytesIO) -> None:
 
 async def serve() -> None:
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)
-    runner = web.ServerRunner(web.Server(Front().handle, access_log=None))
+    runner = web.ServerRunner(web.Server(Front().handle, handler_cancellation=True, access_log=None))
     await runner.setup()
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     await web.SockSite(runner, listening).start()

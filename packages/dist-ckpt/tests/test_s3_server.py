@@ -159,6 +159,10 @@ def test_a_test_waits_for_a_request_that_stands_still(s3, place):
         assert asked(s3, place)[2] == DATA
         with pytest.raises(TimeoutError):
             stalled.result()
+    until = time.monotonic() + 10
+    while s3.counts()["put"]["in_flight"]:
+        assert time.monotonic() < until, "the client has gone, its request has not"
+        time.sleep(0.01)
     with pytest.raises(TimeoutError, match="1 requests of kind put"):
         s3.wait_for("put", 2, timeout_s=0)
 
@@ -191,7 +195,7 @@ def test_the_environment_alone_says_where_the_store_is(s3, place):
     assert s3fs.S3FileSystem(skip_instance_cache=True).cat_file(place) == DATA
 
 
-def test_the_server_ends_with_its_process_however_that_ends():
+def test_the_server_ends_with_its_process_however_that_ends(s3_process):
     script = "import os, s3_server\nwith s3_server.started() as server: print(server.port); os.kill(os.getpid(), 9)"
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
     killed = subprocess.run([sys.executable, "-c", script], env=here, stdout=subprocess.PIPE, timeout=120)

@@ -114,10 +114,10 @@ class S3Server:
         """Counts, log, the server's own CPU seconds since it forgot and, of each fault set, how often it was met."""
         return json.loads(self._call(CONTROL, None, "GET"))
 
-    def wait_for(self, kind: str, requests: int, timeout_s: float) -> None:
-        """Until so many requests of a kind have come; TimeoutError after ``timeout_s``."""
-        until = time.monotonic() + timeout_s
-        while (found := self.counts().get(kind, {}).get("requests", 0)) < requests:
+    def wait_for(self, kind: str, requests: int, timeout_s: float, key: str = "*") -> None:
+        """Until so many requests of a kind have come for keys of a pattern; TimeoutError after ``timeout_s``."""
+        until, wanted = time.monotonic() + timeout_s, Fault(what="stall", kind=kind, key=key)
+        while (found := sum(wanted.meets(*entry[:2]) for entry in self.log())) < requests:
             if time.monotonic() > until:
                 raise TimeoutError(f"{found} requests of kind {kind} in {timeout_s} s; {requests} were waited for")
             time.sleep(0.01)

@@ -154,7 +154,7 @@ def test_a_test_waits_for_a_request_that_stands_still(s3, place):
     s3.set(faults=[Fault(what="stall", kind="put", times=1)])
     with ThreadPoolExecutor(1) as thread:
         stalled = thread.submit(asked, s3, place, "PUT", 0.5, b"new")
-        s3.wait_for("put", 1, timeout_s=10)
+        s3.wait_for("put", 1, timeout_s=10, key="*/object")
         assert s3.counts()["put"]["in_flight"] == 1
         assert asked(s3, place)[2] == DATA
         with pytest.raises(TimeoutError):
@@ -165,6 +165,8 @@ def test_a_test_waits_for_a_request_that_stands_still(s3, place):
         time.sleep(0.01)
     with pytest.raises(TimeoutError, match="1 requests of kind put"):
         s3.wait_for("put", 2, timeout_s=0)
+    with pytest.raises(TimeoutError, match="0 requests of kind put"):
+        s3.wait_for("put", 1, timeout_s=0, key="*/other")
 
 
 def test_a_seed_says_which_requests_a_fault_takes(s3, place):

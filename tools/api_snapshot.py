@@ -27,6 +27,7 @@ PUBLIC_MODULES = {
     "blending": ("order", "torch"),
     "dist-ckpt": (
         "background",
+        "dcp",
         "retention",
         "strategies",
         "strategies.torch",

@@ -1,0 +1,1 @@
+"""Doors: ways into this engine by the interfaces of other libraries."""

@@ -1,0 +1,342 @@
+"""``Reader``: torch DCP's ``StorageReader`` over this engine.
+
+    folder --> Metadata --> torch's planner --> read items --> Reader (this file): ranges, blocks hashed --> tensors
+
+torch's ``load`` calls, on each rank: read_metadata, set_up_storage_reader, prepare_local_plan; on the first:
+prepare_global_plan; on each: read_data. Between them torch gathers and scatters: with its plan each rank sends which
+blocks it will touch, and gets back which of them it is to hash, each block one rank. An error of one rank ends the
+load on all.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import uuid
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from sixfold.dist_ckpt.doors import dcp_metadata
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, ShardingError, typed
+from sixfold.dist_ckpt.files import frame as frames
+from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.plans import plan as plans
+from sixfold.dist_ckpt.road import loading
+from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.state.dense import check_writable
+from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
+
+
+class _Wish(NamedTuple):
+    """What a rank tells the first one, in the ``storage_data`` of its plan."""
+
+    touched: list[Span]
+    cpus: tuple[str, int]
+    save_id: str | None
+
+
+class _Share(NamedTuple):
+    """What the first rank answers: the blocks that this rank hashes, and with how many threads it works."""
+
+    spans: list[Span]
+    threads: int
+
+
+class _Target(NamedTuple):
+    """Where one item goes: ``record`` has the memory that is filled, ``tensor`` is what the planner gave."""
+
+    item: ReadItem
+    record: ShardedTensor
+    tensor: torch.Tensor
+
+    def complete(self, planner: LoadPlanner) -> None:
+        """All bytes are in place."""
+        filled = self.record.data
+        if filled is not None and filled is not self.tensor:
+            self.tensor.copy_(filled)
+        planner.commit_tensor(self.item, self.tensor)
+
+
+class Reader(StorageReader):
+    """Loads of ``torch.distributed.checkpoint`` by ranges, checked; folders of torch, of megatron and of this package.
+
+        dcp.load(state, storage_reader=Reader("run/step-7"))                          # as FileSystemReader
+        dcp.load(state, checkpoint_id="run/step-7", storage_reader=Reader(""))        # the id goes before the path
+
+    ``.metadata`` is read without unpickling. Values that are no tensors follow torch's weights-only rules before the
+    planner sees them.
+
+    Args:
+        path: the folder. "" if each call names a ``checkpoint_id``.
+        verify: as of ``sixfold.dist_ckpt.load``: "touched" checks each block that is read, on one rank, "full" all
+            blocks, "off" none.
+        dtype_policy: where the dtype asked for is not the stored one: "cast" converts as torch does and warns once,
+            "exact" refuses values that would be lost, "strict" any difference.
+        safe_globals: classes that values may name besides torch's own list.
+    Raises:
+        CheckpointError: an argument is none of these. In ``load``, inside torch's CheckpointException: CorruptError,
+            MismatchError, UnsafeError, StorageError as of ``sixfold.dist_ckpt.load``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: str = "touched",
+        dtype_policy: str = "cast",
+        safe_globals: Sequence[Any] = (),
+    ) -> None:
+        super().__init__()
+        engine.check_policy(dtype_policy)
+        if verify not in VERIFY_MODES:
+            raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
+        self.path = path
+        self.verify, self.dtype_policy, self.safe_globals = verify, dtype_policy, tuple(safe_globals)
+        self.load_id = str(uuid.uuid4())
+        self._checkpoint: Checkpoint | None = None
+        self._failure: CheckpointError | None = None
+        self._wished: list[Span] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checkpoint": None, "_failure": None, "_wished": []}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is the place of a checkpoint that can be read from."""
+        try:
+            return isinstance(paths.located(checkpoint_id, "checkpoint_id"), Path)
+        except CheckpointError:
+            return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load begins, of ``checkpoint_id`` if that is given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self.load_id = str(uuid.uuid4())
+        self._checkpoint = self._failure = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder of the next load."""
+        return self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Each rank: open the folder, small files and sizes checked, as torch's ``Metadata``.
+
+        torch's ``load`` takes any error of this for a missing file, asks again for one of this rank alone (``rank``)
+        and ends with an error of its own. So the second call hands out nothing, and ``set_up_storage_reader`` raises
+        the error.
+
+        Raises:
+            MismatchError, CorruptError, UnsafeError, StorageError: as ``sixfold.dist_ckpt.load``.
+        """
+        if kwargs.get("rank") is not None and self._failure is not None:
+            return Metadata({})
+        try:
+            found = typed(self._open)
+        except CheckpointError as error:
+            self._failure = error
+            raise
+        self._failure = None
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+    def _open(self) -> Metadata:
+        what = "a Reader loads local folders; sixfold.dist_ckpt.load takes URLs"
+        checkpoint = open_checkpoint(paths.local(self.path, what), verify=self.verify)
+        data = checkpoint.small_file(".metadata")
+        trusted = checkpoint.integrity is not None and self.verify != "off"
+        try:
+            found = dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted)
+        except CheckpointError as error:
+            raise BY_NAME[type(error).__name__](f"{checkpoint.folder / '.metadata'}: {error}") from error
+        self._checkpoint = checkpoint
+        return found
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Each rank. The metadata is that of ``read_metadata``, which has opened the folder."""
+        if self._failure is not None:
+            raise self._failure
+        self._opened()
+
+    def _opened(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise CheckpointError("read_metadata opens the checkpoint; torch's load calls it first, on the same Reader")
+        return self._checkpoint
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Each rank: which blocks its items touch goes with its plan."""
+        checkpoint = self._opened()
+        self._wished = self._touched(plan.items)
+        cpus = socket.gethostname(), len(os.sched_getaffinity(0))
+        return replace(plan, storage_data=_Wish(self._wished, cpus, checkpoint.manifest.save_id))
+
+    def _touched(self, items: Iterable[ReadItem]) -> list[Span]:
+        checkpoint = self._opened()
+        if checkpoint.integrity is None or self.verify == "off":
+            return []
+        if self.verify == "full":
+            return checkpoint.integrity.all_spans()
+        return checkpoint.integrity.spans_of({self._frame(item) for item in items})
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The first rank: share out who hashes which block.
+
+        Raises:
+            CorruptError: the ranks see different checkpoints under the path.
+        """
+        wishes = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Wish)]
+        if len(wishes) < len(plans):
+            return plans  # a planner has made others: then each rank hashes what it touches
+        if len({wish.save_id for wish in wishes}) > 1:
+            raise CorruptError(
+                f"the ranks see different checkpoints under {self.path}: they share no file system, or a save replaced "
+                "it while they opened it. Load it again"
+            )
+        shares = plans_of(wishes)
+        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Each rank: fill the planner's tensors, hash this rank's share, then hand over what is no tensor.
+
+        Raises:
+            CorruptError, with file and key: bytes are not those that were saved. MismatchError: shapes or values do not
+            fit. UnsafeError: a value names a class that was not allowed. StorageError: the folder was replaced
+            meanwhile.
+        """
+        checkpoint = self._opened()
+        share = plan.storage_data
+        if not isinstance(share, _Share):
+            share = _Share(self._touched(plan.items), 1)
+        elif more := _outside(self._touched(plan.items), self._wished):  # a planner has added items
+            share = _Share([*share.spans, *more], share.threads)
+        try:
+            typed(lambda: self._read(checkpoint, plan.items, planner, share))
+        finally:
+            self._checkpoint = None  # its maps hold the files
+            checkpoint.check_unchanged()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
+        targets, reads = list[_Target](), list[plans.Read]()
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                stored, chunk = self._stored(checkpoint, item)
+                target, box = _target(item, stored, chunk, planner.resolve_tensor(item).detach())
+                self._check_dtype(item, stored, target)
+                step = (len(targets), item.storage_index.fqn, Piece(box, None), chunk, box, stored.dtype, stored.shape)
+                reads.append(plans.Read(*step))
+                targets.append(target)
+        reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
+        planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
+        reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
+        blocks = [block for span in share.spans for block in span.blocks()]
+        records = [target.record for target in targets]
+        reader.run(records, planned, blocks, lambda index: targets[index].complete(planner))
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._bytes(checkpoint, item)))
+        if reader.cast_keys and self.dtype_policy == "cast":
+            keys = ", ".join(sorted(reader.cast_keys))
+            warnings.warn(f"values were converted to another dtype in {keys}", stacklevel=2)
+
+    def _check_dtype(self, item: ReadItem, stored: StoredTensor, target: _Target) -> None:
+        asked = target.tensor.dtype
+        if asked.is_complex != stored.dtype.is_complex or (self.dtype_policy == "strict" and asked != stored.dtype):
+            raise MismatchError(f"{item.storage_index.fqn}: asked for {asked}, stored is {stored.dtype}")
+
+    def _stored(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[StoredTensor, StoredChunk]:
+        index = item.storage_index
+        stored = checkpoint.manifest.tensors.get(index.fqn)
+        hint, offset = index.index, tuple(index.offset or ())
+        if stored is not None:
+            if hint is not None and hint < len(stored.chunks) and stored.chunks[hint].box.offset == offset:
+                return stored, stored.chunks[hint]
+            for chunk in stored.chunks:
+                if chunk.box.offset == offset:
+                    return stored, chunk
+        raise MismatchError(
+            f"{index.fqn}: the planner asks for a chunk at {offset}, which the checkpoint does not hold"
+        )
+
+    def _frame(self, item: ReadItem) -> ByteRange:
+        checkpoint, key = self._opened(), item.storage_index.fqn
+        if item.type != LoadItemType.BYTE_IO:
+            return self._stored(checkpoint, item)[1].frame
+        if key not in checkpoint.manifest.objects:
+            raise MismatchError(f"{key}: the planner asks for bytes, which the checkpoint does not hold")
+        return checkpoint.manifest.objects[key]
+
+    def _bytes(self, checkpoint: Checkpoint, item: ReadItem) -> bytes:
+        """What the planner may ``torch.load`` without rules: it was read by torch's weights-only rules before.
+
+        Where those put stand-ins in the place of numpy's own functions, the value is written anew.
+        """
+        key, frame = item.storage_index.fqn, self._frame(item)
+        name = f"{checkpoint.folder / frame.file}: {key}"
+        view = checkpoint.frame(frame)
+        if self.verify != "off":
+            try:
+                frames.check_records(view)
+            except CorruptError as error:
+                raise CorruptError(f"{name}: {error}") from error
+        data = bytes(view)
+        value = weights_only.load(data, name, self.safe_globals)
+        if b"numpy" not in data:
+            return data
+        again = io.BytesIO()
+        torch.save(value, again)
+        return again.getvalue()
+
+
+def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
+    """Each block that is touched to one rank that touches it."""
+    threads = loading.threads_of([wish.cpus for wish in wishes])
+    return [_Share(spans, threads) for spans in plans.assign([wish.touched for wish in wishes])]
+
+
+def _target(item: ReadItem, stored: StoredTensor, chunk: StoredChunk, tensor: torch.Tensor) -> tuple[_Target, Box]:
+    """The memory that an item fills, and its box in the global tensor."""
+    key, lengths = item.storage_index.fqn, tuple(item.lengths)
+    inside = Box(tuple(item.storage_offsets), lengths)
+    if not inside.within(chunk.box.size):
+        raise MismatchError(f"{key}: the planner asks for {inside} of a chunk of shape {chunk.box.size}")
+    if tuple(tensor.shape) != lengths:
+        raise MismatchError(f"{key}: the planner gives a tensor of shape {tuple(tensor.shape)} for a part of {lengths}")
+    box, memory = inside.shifted(chunk.box.offset), tensor
+    try:
+        check_writable(key, tensor)
+    except ShardingError:
+        if tensor.is_meta:
+            raise
+        memory = torch.empty(lengths, dtype=tensor.dtype, device="cpu")  # of a subclass: torch's copy fills it
+    record = ShardedTensor(key, memory, memory.dtype, lengths, stored.shape, box.offset, None)
+    return _Target(item, record, tensor), box
+
+
+def _outside(touched: Iterable[Span], wished: Iterable[Span]) -> list[Span]:
+    """The blocks of ``touched`` that are not in ``wished``."""
+    known = {block for span in wished for block in span.blocks()}
+    return [
+        Span(block.file, block.number, block.number + 1)
+        for span in touched
+        for block in span.blocks()
+        if block not in known
+    ]

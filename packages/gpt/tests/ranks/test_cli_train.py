@@ -77,7 +77,7 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(con
     [
         ("parallel.pp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
         ("parallel.dp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
-        ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0: .* rank 1 did not answer: a signal had stopped its process"),
+        ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0 waits .* rank 1 did not answer: a signal had stopped its process"),
     ],
 )
 def test_a_run_that_lost_a_rank_is_started_again_from_its_newest_checkpoint(

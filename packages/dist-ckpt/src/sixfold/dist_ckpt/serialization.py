@@ -15,6 +15,7 @@ from typing import Any
 from sixfold.dist_ckpt.background import saver
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import foreign, loading, remote, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
@@ -50,6 +51,7 @@ def save(
     if_exists: str = "replace",
     check_finite: bool = False,
     timeout_s: float = 600.0,
+    progress: Progress | None = None,
 ) -> AsyncRequest | None:
     """Save a state dict, every rank of ``group`` its shards, as one checkpoint folder.
 
@@ -59,7 +61,8 @@ def save(
 
     Args:
         sharded_state_dict: nested dicts and lists of records; everything else is common data,
-            written by the first rank of the group.
+            written by the first rank of the group. Of an object with ``state_dict`` and ``load_state_dict``
+            its state dict is saved.
         checkpoint_dir: the folder; parents are made.
         sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
         common_strategy: None, ``("torch", 1)`` or a strategy.
@@ -73,6 +76,8 @@ def save(
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
         check_finite: NaN or infinity in a tensor is an error.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
+        progress: called with this rank's bytes written and in all, from 0 to the total, which it is told before the
+            commit; one call at a time, from any thread of this process. An exception in it ends the save on all ranks.
     Returns:
         None, or with ``async_sharded_save`` the request.
     Raises:
@@ -94,6 +99,7 @@ def save(
             if_exists=if_exists,
             check_finite=check_finite,
             timeout_s=timeout_s,
+            progress=progress,
         )
         return AsyncRequest(None, (), [], handle=handle)
     with told_to_all(group, timeout_s):
@@ -108,6 +114,7 @@ def save(
         if_exists=if_exists,
         check_finite=check_finite,
         timeout_s=timeout_s,
+        progress=progress,
     )
     if isinstance(place, str):
         remote.save(request, place, engine)
@@ -134,14 +141,17 @@ def load(
     verify: str = "touched",
     safe_globals: Sequence[Any] = (),
     timeout_s: float = 600.0,
+    progress: Progress | None = None,
 ) -> Any:
     """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
 
     Collective over ``group``. Data goes into the tensors of the records, and those (detached, same
-    storage) are what the result holds; after an error their content is undefined.
+    storage) are what the result holds; after an error their content is undefined. Objects with ``state_dict`` and
+    ``load_state_dict`` get what was saved of them last of all, when no rank has an error; the result holds themselves.
 
     Args:
-        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed.
+        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed. Of a folder of
+            plain DCP each leaf is wanted that is stored under its name, its path joined by dots.
         checkpoint_dir: a folder of this package, of torch DCP, of megatron-core, or of a format whose
             strategy is given or registered.
         sharded_strategy, common_strategy: None for what the folder's metadata.json names, a tuple or a strategy.
@@ -155,6 +165,7 @@ def load(
             "full" of everything; "off" only sizes and structure.
         safe_globals: classes that common data and objects may name besides torch's own list.
         timeout_s: longest wait for one peer, seconds.
+        progress: called with bytes that this rank has read of tensors, and in all, as in ``save``.
     Returns:
         The state dict with plain tensors and the saved common data; for ``return_*`` modes the
         tuple (state dict, missing keys, unexpected keys).
@@ -174,6 +185,7 @@ def load(
         verify=verify,
         safe_globals=safe_globals,
         timeout_s=timeout_s,
+        progress=progress,
     )
     if isinstance(place, str):
         with told_to_all(group, timeout_s):
@@ -238,7 +250,10 @@ def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = No
 def load_sharded_metadata(
     checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
+    """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own.
+
+    What it returns is a state dict to load with.
+    """
     with remote.local_view(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, sharded_strategy, common_strategy)
         if strategies is not None:

@@ -139,6 +139,11 @@ class Gauge:
         return self._cells[self._MOVES]
 
     @property
+    def written(self) -> int:
+        """Bytes written."""
+        return self._cells[self._WRITTEN]
+
+    @property
     def share(self) -> float:
         """Written of what is to be written, 0 to 1."""
         total = self._cells[self._TOTAL]

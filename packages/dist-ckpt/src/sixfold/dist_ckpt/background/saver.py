@@ -39,6 +39,7 @@ from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Alive, ControlFolder, Job
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, Outcome, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.saving import SaveRequest
@@ -139,6 +140,7 @@ class AsyncSaver:
         *,
         if_exists: str = "replace",
         check_finite: bool = False,
+        progress: Progress | None = None,
     ) -> AsyncSave:
         """``async_save`` on this saver's group."""
         request = SaveRequest(
@@ -150,6 +152,7 @@ class AsyncSaver:
             if_exists=if_exists,
             check_finite=check_finite,
             timeout_s=self._timeout_s,
+            progress=progress,
         )
         return self._start(request, sharded_strategy, common_strategy)
 
@@ -219,7 +222,7 @@ class AsyncSaver:
                     alive.remove_folder()
             agreed.abandon()
             raise
-        self._flight = _Flight(self, worker, job, sign[0] if sign else None)
+        self._flight = _Flight(self, worker, job, sign[0] if sign else None, request.progress)
         return self._flight
 
     def _check_is_usable(self) -> None:
@@ -361,7 +364,10 @@ class _Flight:
     It keeps its saver alive, whoever else does: the end of the interpreter waits for the saves of all savers.
     """
 
-    def __init__(self, saver: AsyncSaver, worker: _Worker, job: Job, sign: Alive | None) -> None:
+    def __init__(
+        self, saver: AsyncSaver, worker: _Worker, job: Job, sign: Alive | None, progress: Progress | None = None
+    ) -> None:
+        self._progress, self._meter = progress, Meter(None)  # the first call is made in the thread
         self.ended = threading.Event()
         self.ended_at: float | None = None  # on the monotonic clock
         self.error: CheckpointError | None = None
@@ -392,7 +398,7 @@ class _Flight:
 
     def _watch(self) -> None:
         try:
-            self.error = self._outcome().error
+            self.error = self._outcome().error or self._told_all()
         except Exception as error:  # whatever it is, the trainer must hear of it
             self.error = CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
         finally:
@@ -404,6 +410,7 @@ class _Flight:
     def _outcome(self) -> Outcome:
         channel = self._worker.channel
         try:
+            self._meter = Meter(self._progress, lambda: saving.file_bytes(self._job.content))
             # Pickled here, where the trainer does not wait for it.
             if channel.send(pickle.dumps(self._job, protocol=5), lambda: self._moves_on(control.OWN_WORKER)):
                 report = channel.receive(lambda: self._moves_on(control.OWN_WORKER))
@@ -414,6 +421,10 @@ class _Flight:
             reason = "hangs and was killed"
         except (OSError, EOFError):
             reason = "died"
+        except CheckpointError as error:  # of the caller's progress
+            self._worker.kill()
+            outcome = self._speak_for_worker(f"rank {self._job.rank}: {error}", CheckpointError)
+            return Outcome(error=outcome.error or _of_committed(error))
         ending = self._worker.kill()
         return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
 
@@ -425,28 +436,42 @@ class _Flight:
         self._gauge.hear()
         if self._sign is not None:
             self._sign.beat(moves)
+        self._count()
         return self._still.of(moves) < self._job.patience_s(steps)
+
+    def _count(self) -> None:
+        """Tell the caller's progress what the worker has counted, from this thread."""
+        self._meter.reach(self._gauge.written)
+
+    def _told_all(self) -> CheckpointError | None:
+        """The last call of the caller's progress, after the commit."""
+        try:
+            self._count()
+            self._meter.finish()
+        except CheckpointError as error:
+            return _of_committed(error)
+        return None
 
     def _has_record(self) -> bool:
         """Whether the worker of another rank than the first has done its share and waits for the outcome."""
         names = control.control_of(self._job).names() or ()
         return self._job.rank > 0 and f"rank-{self._job.rank}" in names
 
-    def _speak_for_worker(self, reason: str) -> Outcome:
+    def _speak_for_worker(self, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
         """The worker is dead: say so to the other ranks, and find out what became of the save."""
         job, folder = self._job, control.control_of(self._job)
         if job.rank == 0:
             told = folder.get("outcome") if job.ranks > 1 else None
             if told is not None:
                 return told
-            outcome = control.settle(job, reason)
+            outcome = _settled(job, reason, kind)
             if job.ranks > 1:
                 return control.tell(job, folder, outcome)
             storage.discard(Path(job.ticket.staging))
             return outcome
         if not self._has_record():
             with suppress(OSError):
-                folder.put(f"rank-{job.rank}", control.settle(job, reason))
+                folder.put(f"rank-{job.rank}", _settled(job, reason, kind))
         return control.await_outcome(job, self._gauge)
 
     def _acknowledge(self) -> None:
@@ -455,6 +480,16 @@ class _Flight:
         self._sign.close()
         if self._job.rank == 0:
             control.remove(self._job, control.control_of(self._job))
+
+
+def _of_committed(error: CheckpointError) -> CheckpointError:
+    return CheckpointError(f"{error}. The checkpoint is committed all the same")
+
+
+def _settled(job: Job, reason: str, kind: type[CheckpointError]) -> Outcome:
+    """``control.settle`` with an error of a kind."""
+    outcome = control.settle(job, reason)
+    return outcome if outcome.error is None else Outcome(error=kind(str(outcome.error)))
 
 
 def async_save(
@@ -470,6 +505,7 @@ def async_save(
     if_exists: str = "replace",
     check_finite: bool = False,
     timeout_s: float = 600.0,
+    progress: Progress | None = None,
 ) -> AsyncSave:
     """``save`` that returns when the values are copied; a worker process writes and commits them.
 
@@ -478,7 +514,9 @@ def async_save(
     the largest share it has saved.
 
     Args: as ``save``. timeout_s is of standing still: a save ends as an error when nothing of it has moved for so
-        long, and goes on, however slowly, as long as it moves.
+        long, and goes on, however slowly, as long as it moves. progress is called in this process, from the thread
+        that watches the worker, some times a second, with the total after the commit; an exception in it stops the
+        worker and is raised by ``wait`` on all ranks.
     Returns:
         The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.
     Raises:
@@ -493,6 +531,7 @@ def async_save(
         if_exists=if_exists,
         check_finite=check_finite,
         timeout_s=timeout_s,
+        progress=progress,
     )
     return _saver_of(os.getpid())._start(request, sharded_strategy, common_strategy)
 

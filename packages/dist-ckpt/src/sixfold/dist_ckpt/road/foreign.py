@@ -22,6 +22,7 @@ import torch
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
 from sixfold.dist_ckpt.files import integrity, metadata
 from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import Exchange, told_to_all
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
@@ -67,10 +68,12 @@ def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: S
         mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
         if exchange.rank:
             storage.check_shared(staging)
+        meter = Meter(request.progress, lambda: agreed.content.nbytes)
         with storage.full_disk_told(staging, agreed.content.nbytes), storage.overtaken_told(staging, target):
             strategy.save(mine, staging)
             if objects:
                 common_strategy.save_sharded_objects(objects, staging)
+        meter.finish()
         return None, None
 
     def commit(_: list[None]) -> None:
@@ -157,6 +160,8 @@ class _Asked(NamedTuple):
     objects: list[plan.ObjectReport]
     stored: frozenset[str]
     mismatches: list[str]
+    without_values: set[str]
+    has_stateful: bool
 
 
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
@@ -167,33 +172,38 @@ def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: L
         folder = paths.resolved(Path(request.path))
     exchange = Exchange(request.group, request.timeout_s)
 
-    def decide(asked: list[_Asked]) -> tuple[set[str], set[str]]:
+    def decide(asked: list[_Asked]) -> tuple[set[str], set[str], bool]:
         stored = asked[0].stored
         if any(part.stored != stored for part in asked):
             raise CorruptError(f"the ranks see different checkpoints under {folder}; they share one file system")
         keys = {shard.key for part in asked for shard in part.tensors}
         keys |= {cell.stored_key for part in asked for cell in part.objects}
-        missing, unexpected = set(stored - keys), set(keys - stored)
+        missing, unexpected = set(stored - keys), set(keys - stored).union(*(part.without_values for part in asked))
         validation.check_keys(strict, missing, unexpected)
         validation.raise_problems([line for part in asked for line in part.mismatches], "asked for", MismatchError)
         if request.validate_access_integrity:
             problems = validation.tensor_problems([part.tensors for part in asked], "asked for")
             problems += validation.object_problems([part.objects for part in asked], "asked for")
             validation.raise_problems(problems, "asked for", ShardingError)
-        return missing, unexpected
+        return missing, unexpected, any(part.has_stateful for part in asked)
 
-    wanted, (missing, unexpected) = exchange.together(
+    wanted, (missing, unexpected, has_stateful) = exchange.together(
         lambda: _want(request.state, folder, strategy, common_strategy, request.dtype_policy), decide
     )
-    values, casts = exchange.together(
-        lambda: _values(wanted, unexpected, folder, strategy, common_strategy, request.dtype_policy), _union
-    )
+
+    def valued() -> tuple[dict[tree.Path, Any], set[str]]:
+        meter = Meter(request.progress, lambda: sum(map(_bytes_of, wanted.parts.records)))
+        found = _values(wanted, unexpected, folder, strategy, common_strategy, request.dtype_policy)
+        meter.finish()
+        return found
+
+    values, casts = exchange.together(valued, _union)
     if casts and request.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=3)
-    result = tree.assemble(wanted.common, wanted.expanded, values)
-    places = [path for path, _ in (*wanted.parts.records, *wanted.parts.local)]
-    factory.merge(result, wanted.merges, [path for path in places if path not in values])
-    result = {} if result is tree.GONE else result
+    result = loading.finished(
+        lambda: loading.assembled(wanted.expanded, wanted.merges, wanted.parts, wanted.common, values),
+        exchange if has_stateful else None,
+    )
     missing = missing if strict.minds_missing else set()
     if strict.logs:
         loading.warn_of_keys(missing, unexpected)
@@ -221,8 +231,25 @@ def _want(
     objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
     mismatches = [line for record in tensors if (line := _mismatch(record, stored.get(record.key), dtype_policy))]
     wanted = _Wanted(expanded, merges, parts, stored, common_strategy.load_common(folder))
-    reports = [plan.report(record) for record in tensors]
-    return wanted, _Asked(reports, [saving.object_report(record) for record in objects], frozenset(stored), mismatches)
+    asked = _Asked(
+        [plan.report(record) for record in tensors],
+        [saving.object_report(record) for record in objects],
+        frozenset(stored),
+        mismatches,
+        factory.owners_without_values(merges, parts, wanted.common),
+        any(step.owner is not None for step in merges),
+    )
+    return wanted, asked
+
+
+def _bytes_of(entry: tuple[tree.Path, ShardedBase]) -> int:
+    """Bytes of a record's tensor; of an object none are told."""
+    record = entry[1]
+    return (
+        sum(piece.box.volume for piece in record.pieces()) * record.dtype.itemsize
+        if isinstance(record, ShardedTensor)
+        else 0
+    )
 
 
 def listing(

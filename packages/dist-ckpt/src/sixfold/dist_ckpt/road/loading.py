@@ -26,11 +26,12 @@ from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.ranks.relay import Relay, relay_through
-from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, check_policy
+from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, bytes_of, check_policy
 from sixfold.dist_ckpt.road.saving import object_report
-from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint, is_complete, open_checkpoint
@@ -52,15 +53,18 @@ class _Report(NamedTuple):
     cpus: tuple[str, int]
     seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
     stored: frozenset[str]  # those keys; of the first rank only, the others send none
+    has_stateful: bool
 
 
 class _Decision(NamedTuple):
-    """What the first rank decides: the key sets, which blocks each rank hashes, and with how many threads."""
+    """What the first rank decides: the key sets, which blocks each rank hashes, with how many threads; whether any
+    rank has Stateful objects."""
 
     missing: set[str]
     unexpected: set[str]
     shares: list[list[Span]]
     threads: int
+    has_stateful: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class LoadRequest:
     verify: str = "touched"
     safe_globals: Sequence[Any] = ()
     timeout_s: float = 600.0
+    progress: Progress | None = None
 
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
@@ -116,12 +121,15 @@ def load(asked: LoadRequest, engine: LoadEngine) -> Any:
         lambda reports: _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity),
     )
     mode = validation.parse_strict(asked.strict)
-    values, casts = exchange.together(
-        lambda: _read_one_save(request, decision, exchange.rank, asked.dtype_policy, asked.safe_globals), _union
-    )
+    values, casts = exchange.together(lambda: _read_one_save(request, decision, exchange.rank, asked), _union)
     if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
-    result = _assemble(request, values)
+    if exchange.rank == 0 and not mode.logs:
+        _warn_of_stateful(request, decision)
+    result = finished(
+        lambda: assembled(request.expanded, request.merges, request.parts, request.common, values),
+        exchange if decision.has_stateful else None,
+    )
     missing = decision.missing if mode.minds_missing else set()
     if mode.logs and (missing or decision.unexpected):
         warn_of_keys(missing, decision.unexpected)
@@ -136,7 +144,7 @@ def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tupl
     looked: list[_Request] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(asked, engine.with_common))
+        looked.append(_look(asked, engine.with_common, exchange.rank))
         return looked[0].shareable()
 
     if engine.parallel:
@@ -151,10 +159,14 @@ def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tupl
     return request, _report(request, wanted, exchange.rank)
 
 
-def _look(asked: LoadRequest, with_common: bool) -> _Request:
+def _look(asked: LoadRequest, with_common: bool, rank: int) -> _Request:
     """What this rank wants of the checkpoint; records without data get some."""
     checkpoint = open_checkpoint(asked.path, verify=asked.verify)
     expanded, merges = factory.expand(tree.checked(asked.state))
+    common = _common(checkpoint, asked.safe_globals) if with_common else {}
+    manifest, objects = checkpoint.manifest, checkpoint.manifest.objects
+    is_bare = not common and with_common and _has_no_common(checkpoint)
+    expanded = by_name.ask(expanded, common, by_name.Stored(manifest.tensors, objects, is_bare, rank))
     parts = tree.split(expanded)
     for number, (place, record) in enumerate(parts.records):
         if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
@@ -168,8 +180,13 @@ def _look(asked: LoadRequest, with_common: bool) -> _Request:
     with collection_paused():
         table, pieces = tabulate(tensors)
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
-    common = _common(checkpoint, asked.safe_globals) if with_common else {}
     return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+
+
+def _has_no_common(checkpoint: Checkpoint) -> bool:
+    """Whether each value was stored under its own name: by DCP, or through its interface."""
+    names = map(by_name.record_of, checkpoint.manifest.objects)
+    return checkpoint.manifest.save_id is None or any(isinstance(record, by_name.PlainObject) for record in names)
 
 
 def _allocate(record: ShardedTensor, stored: StoredTensor) -> None:
@@ -189,6 +206,7 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     mismatches, unknown = _object_mismatches(objects, manifest)
     unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
+    unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     keys = frozenset([*manifest.tensors, *manifest.objects])
     return _Report(
         wanted.table,
@@ -199,6 +217,7 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, sha256("\0".join(sorted(keys)).encode("utf-8", "surrogatepass")).hexdigest()),
         keys if rank == 0 else frozenset(),
+        any(step.owner is not None for step in wanted.merges),
     )
 
 
@@ -254,9 +273,8 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
         problems = validation.table_problems(table, "asked for")
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
-    return _Decision(
-        missing, unexpected, plan.assign([report.touched for report in reports]), threads_of([r.cpus for r in reports])
-    )
+    shares, threads = plan.assign([report.touched for report in reports]), threads_of([r.cpus for r in reports])
+    return _Decision(missing, unexpected, shares, threads, any(report.has_stateful for report in reports))
 
 
 def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
@@ -266,13 +284,16 @@ def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
 
 
 def _read_one_save(
-    request: _Request, decision: _Decision, rank: int, dtype_policy: str, safe_globals: Sequence[Any]
+    request: _Request, decision: _Decision, rank: int, asked: LoadRequest
 ) -> tuple[dict[tree.Path, Any], set[str]]:
     """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
     try:
         window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
-        reader = Reader(request.checkpoint, dtype_policy, decision.threads, window_bytes)
-        return _read(request, reader, decision.shares[rank], safe_globals), reader.cast_keys
+        meter = Meter(asked.progress, lambda: sum(map(bytes_of, request.reads.reads)))
+        reader = Reader(request.checkpoint, asked.dtype_policy, decision.threads, window_bytes, meter.add)
+        values = _read(request, reader, decision.shares[rank], asked.safe_globals)
+        meter.finish()
+        return values, reader.cast_keys
     finally:
         request.checkpoint.check_unchanged()
 
@@ -305,11 +326,39 @@ def _read(
     return values
 
 
-def _assemble(request: _Request, values: dict[tree.Path, Any]) -> dict[Any, Any]:
-    result = tree.assemble(request.common, request.expanded, values)
-    wanted = [path for path, _ in (*request.parts.records, *request.parts.local)]
-    factory.merge(result, request.merges, [path for path in wanted if path not in values])
-    return {} if result is tree.GONE else result
+def finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], exchange: Exchange | None) -> Any:
+    """The result. Stateful objects get their values when no rank has an error left to raise.
+
+    ``exchange`` is None if no rank has such objects.
+    """
+    if exchange is None:
+        return assemble()[0]
+    (result, found), _ = exchange.together(lambda: (assemble(), None), lambda _: None)
+
+    def hand_over() -> tuple[None, None]:
+        stateful.hand_over(found)
+        return None, None
+
+    exchange.together(hand_over, lambda _: None)
+    return result
+
+
+def assembled(
+    expanded: Any, merges: Sequence[factory.Merge], parts: tree.Split, common: Any, values: dict[tree.Path, Any]
+) -> tuple[Any, list[stateful.Handover]]:
+    """The result of a load, and what its Stateful objects are to get."""
+    values = factory.keep_own(values, merges, parts, common)
+    result = tree.assemble(common, expanded, values)
+    wanted = [path for path, _ in (*parts.records, *parts.local)]
+    found = factory.merge(result, merges, [path for path in wanted if path not in values])
+    return ({} if result is tree.GONE else result), found
+
+
+def _warn_of_stateful(request: _Request, decision: _Decision) -> None:
+    """What is stored of a Stateful object and not in its own state dict, such as that of a fresh optimizer."""
+    owners = tuple(f"{tree.key_text(step.path)}." for step in request.merges if step.owner is not None)
+    if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
+        _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
 
 
 def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
@@ -358,14 +407,9 @@ def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = No
 def load_sharded_metadata(
     checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
-    """``load_tensors_metadata`` plus the objects by stored key; bytes of plain DCP without a grid are left out."""
+    """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
     found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
-    for stored_key in open_checkpoint(checkpoint_dir).manifest.objects:
-        try:
-            found[stored_key] = ShardedObject.empty_from_unique_key(stored_key)
-        except ShardingError:
-            continue
-    return found
+    return found | {key: by_name.record_of(key) for key in open_checkpoint(checkpoint_dir).manifest.objects}
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:

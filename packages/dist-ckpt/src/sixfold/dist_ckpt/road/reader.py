@@ -37,6 +37,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
 from sixfold.dist_ckpt.road.sources import Sources, comparable
+from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
@@ -82,15 +83,22 @@ class Reader:
         dtype_policy: one of ``DTYPE_POLICIES``; "strict" differences were refused by the plan.
         threads: how many read, hash and copy at once.
         window_bytes: see [Note: windows]; smaller ones tell ``on_complete`` sooner.
+        moved: told of bytes that are in their tensors, from any thread.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype_policy: str, threads: int = 1, window_bytes: int = WINDOW_BYTES
+        self,
+        checkpoint: Checkpoint,
+        dtype_policy: str,
+        threads: int = 1,
+        window_bytes: int = WINDOW_BYTES,
+        moved: Callable[[int], None] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._policy = dtype_policy
         self._threads = threads
         self._window_bytes = window_bytes
+        self._moved = moved or (lambda nbytes: None)
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
         self._handles: dict[str, int] = {}
@@ -156,7 +164,8 @@ class Reader:
             except CorruptError as error:
                 raise CorruptError(f"{name}: {error}") from error
         value = weights_only.load(bytes(view), name, safe_globals)
-        in_list = self._checkpoint.manifest.decoder is None  # a zarr object is a file of its own, without a list
+        # A zarr object is a file of its own, without a list, and so is what plain DCP wrote.
+        in_list = self._checkpoint.manifest.decoder is None and not isinstance(record_of(stored_key), PlainObject)
         return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value
 
     def _windows(
@@ -270,6 +279,7 @@ class Reader:
             hasher.update_at(source, stop - start)
             for run in wanted:
                 ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
+            self._moved(sum(run.stop - run.start for run in wanted))
 
     def _prefetch(self, place: Place, window: _Window) -> None:
         """Have the kernel read this rank's blocks of a window while it works on the one before."""
@@ -286,12 +296,15 @@ class Reader:
 
     def _fetch(self, file: str, runs: list[Run]) -> None:
         """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
+        copied = 0
         for run in runs:
             if self._hashed_elsewhere or run.stop - run.start < _DIRECT_BYTES:
                 mapped = self._checkpoint.map(file)
                 ctypes.memmove(run.address, mapped.at(run.start, run.stop), run.stop - run.start)
+                copied += run.stop - run.start
             else:
                 self._read(file, run)
+        self._moved(copied)
 
     def _read(self, file: str, run: Run) -> None:
         handle, at = self._handles[file], run.start
@@ -301,8 +314,13 @@ class Reader:
             if count == 0:
                 raise CorruptError(f"{self._checkpoint.folder / file} ends at byte {at}, while it is read")
             at += count
+            self._moved(count)
 
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
+        self._copy_part(records, step)
+        self._moved(bytes_of(step))
+
+    def _copy_part(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
             frame = step.chunk.frame
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
@@ -366,6 +384,11 @@ def _check_exact(step: Read, source: torch.Tensor, dtype: torch.dtype) -> None:
             f"{step.key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
             "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
         )
+
+
+def bytes_of(step: Read) -> int:
+    """Stored bytes that a read takes."""
+    return step.part.volume * step.stored_dtype.itemsize
 
 
 def check_policy(dtype_policy: str) -> None:

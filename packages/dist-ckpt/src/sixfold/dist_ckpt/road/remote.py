@@ -26,6 +26,7 @@ from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, MismatchError, St
 from sixfold.dist_ckpt.files import integrity, metadata
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks import agreement
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import loading, saving
@@ -120,10 +121,17 @@ def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
         agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     with TemporaryDirectory(prefix="sixfold-spool-") as spool:
         ticket = saving.Ticket(save_id, spool, url, request.if_exists, differs)
-        exchange.together(
-            lambda: (None, _upload(store, saving.write(content, ticket, exchange.rank, request.check_finite), ticket)),
-            lambda written: _commit(store, written, content, ticket),
-        )
+
+        def write() -> tuple[None, Any]:
+            meter = Meter(request.progress, lambda: saving.file_bytes(content))
+            told = saving.write(
+                content, ticket, exchange.rank, request.check_finite, lambda nbytes: meter.add(nbytes // 2)
+            )
+            written = _upload(store, told, ticket)
+            meter.finish()
+            return None, written
+
+        exchange.together(write, lambda written: _commit(store, written, content, ticket))
 
 
 def _check_target(store: Store, if_exists: str) -> None:

@@ -24,6 +24,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks import agreement
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.road import transfer
@@ -108,6 +109,7 @@ class SaveRequest:
     if_exists: str = "replace"
     check_finite: bool = False
     timeout_s: float
+    progress: Progress | None = None
 
 
 def save(request: SaveRequest, engine: SaveEngine) -> None:
@@ -116,7 +118,9 @@ def save(request: SaveRequest, engine: SaveEngine) -> None:
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
         places, _ = exchange.together(
-            lambda: _sparing(_write_shared(content, ticket, exchange.rank, request.check_finite), ticket, kept),
+            lambda: _sparing(
+                _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress), ticket, kept
+            ),
             lambda written: commit(written, content, ticket, kept),
         )
     except BaseException:
@@ -272,7 +276,7 @@ def describe(
     if request.content_metadata is not None:
         common["content_metadata"] = request.content_metadata
     stored = [
-        (record.unique_key, weights_only.dump([record.data], f"the object {record}"))
+        (record.unique_key, weights_only.dump(record.payload, f"the object {record}"))
         for record in objects
         if is_main_replica(record.replica_id)
     ]
@@ -320,11 +324,21 @@ def write(
     return written
 
 
-def _write_shared(content: Content, ticket: Ticket, rank: int, check_finite: bool) -> transfer.Written:
+def file_bytes(content: Content) -> int:
+    """What this rank writes: its file, and on the first rank the common data."""
+    return transfer.file_bytes(content.writes, content.objects) + len(content.common_bytes)
+
+
+def _write_shared(
+    content: Content, ticket: Ticket, rank: int, check_finite: bool, progress: Progress | None = None
+) -> transfer.Written:
     """``write``, where it is not known yet whether this rank sees what the first one has made."""
     if rank:
         storage.check_shared(Path(ticket.staging))
-    return write(content, ticket, rank, check_finite)
+    meter = Meter(progress, lambda: file_bytes(content))
+    written = write(content, ticket, rank, check_finite, meter.add)
+    meter.finish()
+    return written
 
 
 def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:

@@ -436,6 +436,11 @@ class ShardedObject(ShardedBase):
             raise ShardingError(f"{unique_key!r} is not of the form <key>/shard_<offsets>_<shape>")
         return cls(key, None, shape, offset, replica_id)
 
+    @property
+    def payload(self) -> Any:
+        """What is written: a list of one, as megatron-core does."""
+        return [self.data]
+
     def without_data(self) -> ShardedObject:
         """A copy with ``data=None``."""
         return replace(self, data=None)

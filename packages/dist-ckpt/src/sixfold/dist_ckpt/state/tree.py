@@ -130,13 +130,13 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
         _merge_children(found, request.items(), values, path)
         order = saved if len(found) == len(saved) else dict.fromkeys((*request, *saved))
         merged = rebuilt(saved if saved and path else request, [(name, found[name]) for name in order if name in found])
-        return merged if merged or _holds_record(request) else common
+        return merged if merged or holds_record(request) else common
     if type(request) is list:
         at: dict[int, Any] = dict(enumerate(common)) if type(common) is list else {}
         if is_dict(common) and all(isinstance(name, int) for name in common):
             at = dict(common)
         _merge_children(at, enumerate(request), values, path)
-        if at or _holds_record(request):
+        if at or holds_record(request):
             return [at.get(i) for i in range(1 + max(at, default=-1))]
     return common
 
@@ -148,7 +148,8 @@ def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any]
             into[name] = value
 
 
-def _holds_record(node: Any) -> bool:
+def holds_record(node: Any) -> bool:
+    """Whether a record or a local object stands in a node, or is it."""
     return any(isinstance(leaf, ShardedBase | LocalNonpersistentObject) for _, leaf in leaves(node))
 
 

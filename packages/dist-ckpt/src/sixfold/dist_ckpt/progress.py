@@ -1,0 +1,68 @@
+"""Progress: how far a long call is, told to the caller's own function.
+
+    bytes moved, from any thread --> Meter (this file) --> progress(bytes_done, bytes_total)
+
+[Note: what progress is told] The first call says 0, each later one more than the one before, the last one the total,
+once, when every byte is where it belongs and before anything becomes visible: an exception in it then ends a save
+like any other error, and the older checkpoint stays. Bytes are those of this rank. Calls come one at a time, from
+whichever thread of this process moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+
+from sixfold.dist_ckpt.errors import CheckpointError
+
+Progress = Callable[[int, int], None]
+
+
+class Meter:
+    """Counts bytes and tells ``progress`` of them; see [Note: what progress is told].
+
+    Args:
+        progress: the caller's function, or None for nobody.
+        total: makes the bytes in all; called only if somebody listens.
+    """
+
+    def __init__(self, progress: Progress | None, total: Callable[[], int] = lambda: 0) -> None:
+        self._progress, self._lock = progress, Lock()
+        self.total, self._done = 0 if progress is None else total(), 0
+        if self.total:
+            self._tell(0)
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more."""
+        if self._progress is not None and nbytes:
+            with self._lock:
+                self._reach(self._done + nbytes)
+
+    def reach(self, done: int) -> None:
+        """So many bytes so far."""
+        if self._progress is not None:
+            with self._lock:
+                self._reach(done)
+
+    def finish(self) -> None:
+        """All is done."""
+        with self._lock:
+            self._tell(self.total)
+
+    def _reach(self, done: int) -> None:
+        if self._done < done < self.total:  # the total itself is kept for ``finish``
+            self._done = done
+            self._tell(done)
+
+    def _tell(self, done: int) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._progress(done, self.total)
+        except CheckpointError:  # of a meter within
+            raise
+        except Exception as error:  # a bar on a terminal that is gone may raise anything
+            raise CheckpointError(
+                f"progress({done}, {self.total}) raised {type(error).__name__}: {error}; a function that may fail "
+                "catches its errors itself"
+            ) from error

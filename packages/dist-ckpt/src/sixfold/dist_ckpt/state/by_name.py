@@ -1,0 +1,130 @@
+"""What a checkpoint of plain DCP is asked for: tensors and objects by the names that DCP gives them.
+
+    state dict of a load + names of the checkpoint --> ask (this file) --> records
+
+DCP knows no common data: each leaf is stored under its path joined by dots, tensors as tensors, all else as bytes of
+``torch.save``. No files, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.geometry.manifest import StoredTensor
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+
+
+@dataclass(eq=False)
+class PlainObject(ShardedObject):
+    """An object that is stored under its bare key, as plain DCP does, and not under a cell of a grid."""
+
+    @classmethod
+    def named(cls, key: str, replica_id: Any = 0) -> PlainObject:
+        """The record of a stored key, without data."""
+        return cls(key, None, (1,), (0,), replica_id)
+
+    @property
+    def unique_key(self) -> str:
+        """Stored key: the key itself."""
+        return self.key
+
+    @property
+    def payload(self) -> Any:
+        """What is written: the object itself, as DCP writes it."""
+        return self.data
+
+
+def record_of(stored_key: str) -> ShardedObject:
+    """The record of a stored key, without data."""
+    try:
+        return ShardedObject.empty_from_unique_key(stored_key)
+    except ShardingError:
+        return PlainObject.named(stored_key)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint has, for ``ask``.
+
+    ``is_bare``: it has no common data, so that each leaf of a state dict is asked for by its name, or unexpected.
+    ``rank`` is of this process: each of them asks for the same whole.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Collection[str]
+    is_bare: bool
+    rank: int
+
+
+def ask(node: Any, common: Any, stored: Stored, path: tree.Path = ()) -> Any:
+    """A copy of ``node`` with records in place of leaves that are stored under their name and not in common data.
+
+    An empty list asks for all that is stored below its name. ``common`` is the common data at this place.
+    """
+    if isinstance(node, LocalNonpersistentObject | ShardedTensor):
+        return node
+    if isinstance(node, ShardedObject):
+        bare = node.unique_key not in stored.objects and node.key in stored.objects and prod(node.global_shape) == 1
+        return PlainObject.named(node.key, node.replica_id) if bare else node
+    if path and common is tree.GONE and not isinstance(node, ShardedBase):
+        asked = _leaf(tree.key_text(path), node, stored)
+        if asked is not None:
+            return asked
+    if not tree.is_dict(node) and type(node) is not list:
+        return node
+    copies = [
+        (name, ask(child, tree.get(common, (name,)), stored, (*path, name))) for name, child in tree.children(node)
+    ]
+    return tree.rebuilt(node, copies)
+
+
+def _leaf(name: str, node: Any, stored: Stored) -> Any:
+    """The record of a leaf that counts as asked for; None for other leaves and for what is walked through."""
+    if tree.is_dict(node):
+        return LocalNonpersistentObject(node) if stored.is_bare and not node else None  # DCP stores no empty dict
+    if type(node) is list:
+        if name in stored.objects and not tree.holds_record(node):
+            return PlainObject.named(name, stored.rank)
+        if node or not stored.is_bare:
+            return None
+        return _below(name, stored) or PlainObject.named(name, stored.rank)
+    if name in stored.tensors:
+        return _whole(name, stored.tensors[name], node, stored.rank)
+    return PlainObject.named(name, stored.rank) if stored.is_bare or name in stored.objects else None
+
+
+def _below(name: str, stored: Stored) -> list[Any]:
+    """Records of all that is stored below the name of a list: DCP goes into lists that hold dicts or tensors."""
+    prefix = f"{name}."
+    found = {
+        tuple(key.removeprefix(prefix).split(".")): PlainObject.named(key, stored.rank)
+        if key in stored.objects
+        else _whole(key, stored.tensors[key], None, stored.rank)
+        for key in sorted({*stored.tensors, *stored.objects})
+        if key.startswith(prefix)
+    }
+    nested = _with_lists(tree.nest(found))
+    return nested if type(nested) is list else []
+
+
+def _with_lists(node: Any) -> Any:
+    """Nested dicts, those with the keys "0", "1", and so on made lists."""
+    if type(node) is not dict:
+        return node
+    parts = {name: _with_lists(part) for name, part in node.items()}
+    places = [str(at) for at in range(len(parts))]
+    return [parts[at] for at in places] if parts.keys() == set(places) and parts else parts
+
+
+def _whole(name: str, stored: StoredTensor, leaf: Any, rank: int) -> ShardedTensor:
+    """A tensor asked for whole: into the caller's own, or into a new one in place of anything else."""
+    data = leaf.detach() if type(leaf) in (torch.Tensor, torch.nn.Parameter) else None
+    dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))
+    return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), rank)

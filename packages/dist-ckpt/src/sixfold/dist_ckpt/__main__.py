@@ -110,7 +110,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, int]:
     found = tools.inspect(options.dir, keys=options.keys)
     checked = "checksums for every byte" if found["integrity"] else "no checksums of its own"
-    backend = f"{found['backend']} {found['version']}" if found["version"] else f"{found['backend']}, plain DCP"
+    plain = ", plain DCP" if found["backend"] == "torch_dist" else ""
+    backend = f"{found['backend']} {found['version']}" if found["version"] else f"{found['backend']}{plain}"
     saved = f", save {found['save_id']}" if found["save_id"] else ""
     lines = [f"{found['path']}: {backend}{saved}, {checked}"]
     lines.append(f"{_count(len(found['tensors']), 'tensor')}, {_size(found['nbytes'])}")

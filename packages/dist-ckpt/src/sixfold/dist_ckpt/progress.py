@@ -49,6 +49,18 @@ class Meter:
         with self._lock:
             self._tell(self.total)
 
+    def rest(self) -> Progress:
+        """A progress function for a call that does the rest; its end is the end of all."""
+        begun = self._done
+
+        def tell(done: int, total: int) -> None:
+            if done < total:
+                self.reach(begun + (self.total - begun) * done // total)
+            else:
+                self.finish()
+
+        return tell
+
     def _reach(self, done: int) -> None:
         if self._done < done < self.total:  # the total itself is kept for ``finish``
             self._done = done

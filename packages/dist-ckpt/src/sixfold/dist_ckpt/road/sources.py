@@ -59,7 +59,7 @@ class Sources:
         chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
         decoder = self._checkpoint.manifest.decoder
         if decoder is not None:
-            return 0 if decoder.is_plain(chunk) else None
+            return frame.offset if decoder.is_plain(chunk) else None
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
         if frame.length == template.nbytes:

@@ -28,7 +28,7 @@ from sixfold.dist_ckpt.files import metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths, zarr_format
+from sixfold.dist_ckpt.stores import paths, safetensors_folder, zarr_format
 from sixfold.dist_ckpt.stores.maps import Mapped, Maps
 
 LOOKS = 5  # at a folder that others write to meanwhile
@@ -139,6 +139,8 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
         backend = _at(folder / "metadata.json", lambda: metadata.check_config(config))
         if backend == "zarr":
             return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
+    if safetensors_folder.is_one(folder):
+        return Checkpoint(folder, safetensors_folder.read_manifest(folder), None, verify, identity)
     manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
     if config is None and manifest.needs_metadata_json:
         raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")

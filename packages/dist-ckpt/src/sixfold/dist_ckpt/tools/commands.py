@@ -7,7 +7,7 @@ One plain process, no group. Tensors pass in batches of rows, so that memory sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -18,15 +18,15 @@ import torch
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
 from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road import foreign
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import paths, safetensors_folder
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.tools import conversion, probe, standin
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
 
 
@@ -38,7 +38,8 @@ def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
     Returns:
         path, backend, version, save_id, nbytes (of the tensors listed), tensors [key, dtype, shape, nbytes, chunks],
         objects [key, shape], common [top-level keys], files [name, nbytes], integrity (whether each byte has a
-        checksum). backend and version are those of metadata.json, "torch_dist" and None for a plain DCP folder.
+        checksum). backend and version are those of metadata.json, "torch_dist" and None for a plain DCP folder,
+        "safetensors" and None for one of Hugging Face.
     Raises:
         CheckpointError: no such folder, or it cannot be read.
     """
@@ -49,7 +50,8 @@ def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
 def _inspect(folder: Path, keys: str) -> dict[str, Any]:
     config = foreign.read_config(folder)
     backend, version = config[0] if config else ("torch_dist", None)
-    is_ours = backend == "torch_dist"
+    backend = safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend
+    is_ours = backend in ("torch_dist", safetensors_folder.BACKEND)
     checkpoint = open_checkpoint(folder) if is_ours else None
     chunks = {} if checkpoint is None else {k: len(t.chunks) for k, t in checkpoint.manifest.tensors.items()}
     tensors = [
@@ -93,7 +95,7 @@ def verify(path: str | Path, *, quick: bool = False, progress: Progress | None =
 
     Args:
         quick: names, sizes and metadata only; otherwise every byte that has a checksum.
-        progress: called with bytes checked and bytes in all.
+        progress: called with bytes checked and in all, as of ``save``; an exception in it ends the call.
     Returns:
         path, ok, checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
         (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
@@ -102,7 +104,7 @@ def verify(path: str | Path, *, quick: bool = False, progress: Progress | None =
         MismatchError: there is no such folder.
     """
     with probe.opened(path, whole=not quick) as folder:
-        problems, checked = probe.problems(folder, quick=quick, progress=progress or (lambda done, total: None))
+        problems, checked = probe.problems(folder, quick=quick, progress=progress)
         name = probe.name_of(path, folder)
     return {"path": name, "ok": not problems, "checked_bytes": checked, "problems": problems}
 
@@ -124,7 +126,7 @@ def convert(
         to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone.
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
-        progress: called with bytes of tensors done and in all.
+        progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
         safe_globals: as in ``load``.
     Returns:
         src, dst, to, tensors (their number), nbytes (of tensors), files (names).
@@ -138,18 +140,17 @@ def convert(
     if to != "torch_dist":
         paths.local(dst, f"{to} is written into a local folder; upload it")
     paths.located(dst, "dst")
-    tell = progress or (lambda done, total: None)
     with probe.opened(src, whole=True) as source:
         wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
         objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
         _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
+        total = sum(map(conversion.nbytes_of, wanted.values()))
+        meter = Meter(progress, lambda: total)
         if to == "safetensors":
-            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, tell)
+            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, meter)
         else:
-            target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, tell, safe_globals)
+            target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, meter, safe_globals)
         name = probe.name_of(src, source)
-    total = sum(map(conversion.nbytes_of, wanted.values()))
-    tell(total, total)
     return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
 
 
@@ -184,10 +185,10 @@ def diff(
     if not rtol >= 0:
         raise CheckpointError(f"rtol is {rtol}; it is >= 0")
     with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
-        return _diff((first, second), rtol, keys, progress or (lambda done, total: None))
+        return _diff((first, second), rtol, keys, progress)
 
 
-def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress) -> dict[str, Any]:
+def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress | None) -> dict[str, Any]:
     left, right = (_all_keys(folder, keys) for folder in folders)
     _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
     different: list[dict[str, Any]] = []
@@ -222,17 +223,17 @@ def _all_keys(folder: Path, keys: str) -> dict[str, ShardedTensor | None]:
 
 
 def _different_values(
-    folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress
+    folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress | None
 ) -> Iterator[dict[str, Any]]:
     counts: dict[str, int] = {}
     largest: dict[str, float] = {}
-    total, done = sum(map(conversion.nbytes_of, tensors.values())), 0
+    meter = Meter(progress, lambda: sum(map(conversion.nbytes_of, tensors.values())))
     for batch in conversion.batches(tensors):
         for key, count, max_abs in _compare_batch(folders, batch, rtol):
             counts[key] = counts.get(key, 0) + count
             largest[key] = max(largest.get(key, 0.0), max_abs)
-        done += sum(prod(part.local_shape) * part.dtype.itemsize for part in batch)
-        progress(done, total)
+        meter.add(sum(prod(part.local_shape) * part.dtype.itemsize for part in batch))
+    meter.finish()
     for key in sorted(counts):
         yield {"key": key, "reason": "values", "count": counts[key], "max_abs": largest[key]}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,6 +23,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError, typed
 from sixfold.dist_ckpt.geometry.manifest import StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans.plan import Read
+from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.road import remote
 from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.road.sources import Sources
@@ -33,7 +34,6 @@ from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.tools import safetensors_export, standin
 
 BATCH_BYTES = 256 * 2**20
-Progress = Callable[[int, int], None]
 
 
 def nbytes_of(record: ShardedTensor) -> int:
@@ -94,7 +94,7 @@ def to_safetensors(
     destination: str | Path,
     tensors: Mapping[str, ShardedTensor],
     max_shard_bytes: int | None,
-    progress: Progress,
+    meter: Meter,
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files."""
     target = paths.local(destination, "safetensors are written into a local folder").resolve()
@@ -102,11 +102,9 @@ def to_safetensors(
     plan = safetensors_export.plan(tensors, max_shard_bytes)
 
     def values() -> Iterator[torch.Tensor]:
-        done, total = 0, sum(map(nbytes_of, tensors.values()))
         for batch in batches({key: tensors[key] for file in plan.files for key in file.keys}):
             yield from read(source, batch)
-            done += sum(prod(part.local_shape) * part.dtype.itemsize for part in batch)
-            progress(done, total)
+            meter.add(sum(prod(part.local_shape) * part.dtype.itemsize for part in batch))
 
     def write() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +114,7 @@ def to_safetensors(
         try:
             with storage.full_disk_told(staging, sum(map(nbytes_of, tensors.values()))):
                 safetensors_export.write(staging, plan, values())
+                meter.finish()
                 storage.commit(staging, target, save_id)
         except BaseException:
             storage.discard(staging)
@@ -131,7 +130,7 @@ def to_checkpoint(
     tensors: Mapping[str, ShardedTensor],
     objects: Sequence[str],
     to: str,
-    progress: Progress,
+    meter: Meter,
     safe_globals: Sequence[Any],
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files, relative."""
@@ -150,16 +149,14 @@ def to_checkpoint(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.tmp-", dir=beside) as scratch:
         if checkpoint is not None and checkpoint.integrity is not None:
             checkpoint.integrity.check_blocks(checkpoint.folder, checkpoint.integrity.all_blocks())
-        done, total = 0, sum(map(nbytes_of, tensors.values()))
         for name, (key, record) in zip(names[0], tensors.items(), strict=True):
             mapped = None if checkpoint is None else _mapped(checkpoint, key, regular=to == "zarr")
             state[name] = mapped or [_assembled(source, record, Path(scratch))]
-            done += nbytes_of(record) // 2  # the other half is the save's
-            progress(done, total)
+            meter.add(nbytes_of(record) // 2)  # the other half is the save's
         for name, stored_key in zip(names[1], objects, strict=True):
             _add_object(state, name, stored_key, source, checkpoint, safe_globals)
         where: str | Path = destination if is_url else target
-        serialization.save(state, where, (to, 1), group=None, if_exists="error")
+        serialization.save(state, where, (to, 1), group=None, if_exists="error", progress=meter.rest())
     if is_url:
         return str(destination), sorted(remote.Store(str(destination)).files())
     return str(target), sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())

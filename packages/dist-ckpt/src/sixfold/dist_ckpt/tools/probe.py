@@ -17,13 +17,13 @@ from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchErro
 from sixfold.dist_ckpt.files import frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import Manifest
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road import foreign, remote
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import paths, safetensors_folder
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
-Progress = Callable[[int, int], None]
 Problem = dict[str, Any]
 
 
@@ -54,7 +54,9 @@ def name_of(path: str | Path, folder: Path) -> str:
 
 
 def files(folder: Path) -> list[tuple[str, int]]:
-    """Relative names and sizes of all files below."""
+    """Relative names and sizes of all files below; of a folder of safetensors those that belong to the tensors."""
+    if safetensors_folder.is_one(folder):
+        return [(name, (folder / name).stat().st_size) for name in safetensors_folder.file_names(folder)]
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in found)
 
@@ -68,10 +70,11 @@ def count_chunks(folder: Path, key: str) -> int | None:
         return None
 
 
-def problems(folder: Path, *, quick: bool, progress: Progress) -> tuple[list[Problem], int]:
+def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[list[Problem], int]:
     """All problems of a folder, and the bytes whose checksums were compared."""
     config = foreign.read_config(folder)
-    if config is not None and config[0][0] != "torch_dist":
+    if safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist"):
+        Meter(progress).finish()
         return _problems_of_other_backend(folder), 0
     probe = _Probe(folder)
     probe.look()
@@ -106,7 +109,7 @@ class _Probe:
             self._attempt("unreadable", None, lambda: open_checkpoint(self.folder))
             self._attempt("unreadable", "common.pt", lambda: serialization.load_common_state_dict(self.folder))
 
-    def hash(self, progress: Progress) -> None:
+    def hash(self, progress: Progress | None) -> None:
         """Every byte that has a checksum."""
         if self._integrity is not None:
             self._hash_blocks(self._integrity, progress)
@@ -183,10 +186,9 @@ class _Probe:
             elif place.offset + place.length > sizes[place.file] and self._integrity is None:
                 self._add("size", place.file, f"{place} lies behind the end of the file", key)
 
-    def _hash_blocks(self, expected: Integrity, progress: Progress) -> None:
+    def _hash_blocks(self, expected: Integrity, progress: Progress | None) -> None:
         sizes = dict(files(self.folder))
-        total = sum(sizes.get(name, 0) for name in expected.files)
-        done = 0
+        meter = Meter(progress, lambda: sum(sizes.get(name, 0) for name in expected.files))
         for block in sorted(expected.all_blocks()):
             if block.file not in sizes:
                 continue
@@ -199,8 +201,8 @@ class _Probe:
                 for key in keys:
                     self._add("checksum", block.file, str(error), key)
             self.checked_bytes += count
-            done += count
-            progress(done, total)
+            meter.add(count)
+        meter.finish()
 
     def _keys_in(self, file: str, start: int, stop: int) -> Sequence[str | None]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file, or None alone."""
@@ -211,23 +213,22 @@ class _Probe:
             inside = {k for k, p in places if p.file == file and p.offset < stop and p.offset + p.length > start}
             return sorted(inside) or [None]
 
-    def _check_foreign_frames(self, manifest: Manifest, progress: Progress) -> None:
+    def _check_foreign_frames(self, manifest: Manifest, progress: Progress | None) -> None:
         """Frames of torch and megatron carry a CRC-32 that torch never looks at (pytorch#126952)."""
         try:
             checkpoint = open_checkpoint(self.folder, verify="off")
         except CheckpointError:
             return  # look() has said why
         frames = list(manifest.frames_by_key())
-        total = sum(place.length for _, place in frames)
-        done = 0
+        meter = Meter(progress, lambda: sum(place.length for _, place in frames))
         for key, place in frames:
             try:
                 frame.check_records(checkpoint.frame(place))
             except CorruptError as error:
                 self._add("checksum", place.file, f"{place}: {error}", key)
             self.checked_bytes += place.length
-            done += place.length
-            progress(done, total)
+            meter.add(place.length)
+        meter.finish()
 
 
 def _problems_of_other_backend(folder: Path) -> list[Problem]:

@@ -21,28 +21,10 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError
 from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.files.safetensors import INDEX_NAME, NAMES
 from sixfold.dist_ckpt.state.records import ShardedTensor
 
-INDEX_NAME = "model.safetensors.index.json"
 _ALIGNMENT = 8
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.complex64: "C64",
-}
 
 
 class File(NamedTuple):
@@ -73,7 +55,7 @@ def plan(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> E
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
     for key, record in tensors.items():
-        if record.dtype not in _NAMES:
+        if record.dtype not in NAMES:
             raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
     groups: list[list[str]] = [[]]
     filled = 0
@@ -107,7 +89,7 @@ def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> F
     for key in ordered:
         size = _nbytes(tensors[key])
         header[key] = {
-            "dtype": _NAMES[tensors[key].dtype],
+            "dtype": NAMES[tensors[key].dtype],
             "shape": list(tensors[key].global_shape),
             "data_offsets": [at, at + size],
         }

@@ -1,6 +1,6 @@
 """Workers for tests, forked from their trainer: one that is started as a program imports torch for a second or two.
 
-    background._start_worker --> Forked (this file) --> _worker.main, or odd_worker.py
+    process._start_worker --> Forked (this file) --> _worker.main, or odd_worker.py
 
 Tests of what starting a program brings (no ``__main__`` of the user, no memory of the trainer) start one.
 """
@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 
 from sixfold.dist_ckpt import _worker
-from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.background import process
 
 
 class Forked:
@@ -23,7 +23,7 @@ class Forked:
 
     def __init__(self, fds):
         self._status = None
-        arguments = [*background._WORKER, *map(str, fds), str(os.getpid())]
+        arguments = [*process._WORKER, *map(str, fds), str(os.getpid())]
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:

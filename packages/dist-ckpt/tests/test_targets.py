@@ -18,6 +18,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
+from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.reader import Reader
@@ -246,7 +247,7 @@ def test_a_save_that_another_one_to_the_same_folder_overtakes_says_so(tmp_path, 
 def shared_saver():
     """Workers are forked: one that is started as a program imports torch first. In-own-mounts tests start such ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background, "_start_worker", Forked)
+        patch.setattr(process, "_start_worker", Forked)
         with background.AsyncSaver(group=None, timeout_s=60) as saver:
             yield saver
 

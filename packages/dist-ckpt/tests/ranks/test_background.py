@@ -17,7 +17,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -137,17 +137,17 @@ def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
 
 def start_no_worker(rank, ranks, folder, victim):
     """One rank has lost its worker and may start no process."""
-    start = background._start_worker
+    start = process._start_worker
 
     def refuse(fds):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     if rank == victim:
-        background._start_worker = refuse
+        process._start_worker = refuse
     try:
         return ending_of(lambda: dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=20))
     finally:
-        background._start_worker = start
+        process._start_worker = start
 
 
 LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
@@ -162,7 +162,7 @@ def live_through_everything(rank, ranks, folder):
         "error": fail_on_one_rank(rank, ranks, folder),
         "unshared": save_where_one_rank_sees_another_file_system(rank, ranks, folder),
     }
-    background._start_worker = Forked
+    process._start_worker = Forked
     for victim, signals in LOSSES:
         dist.barrier()
         seen[victim, signals] = lose_a_worker(rank, ranks, folder, victim, signals)
@@ -218,7 +218,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):
 
 
 def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
-    background._start_worker = start_worker
+    process._start_worker = start_worker
     worker = first_save(rank, ranks, folder)
     if rank == victim:
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
@@ -241,8 +241,8 @@ def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
 
 def lose_the_first_rank_before_its_worker_writes(rank, ranks, folder):
     orphan = folder / "orphan"
-    background._WORKER = (ODD_WORKER, f"orphan:{orphan}" if rank == 0 else "slow:0.4")
-    background._start_worker = Forked
+    process._WORKER = (ODD_WORKER, f"orphan:{orphan}" if rank == 0 else "slow:0.4")
+    process._start_worker = Forked
     first_save(rank, ranks, folder)
     orphan.touch()
     saved = state(rank, ranks, 2)
@@ -263,9 +263,9 @@ def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tm
 
 
 def lose_a_rank_without_locks(rank, ranks, folder):
-    control.is_locked = lambda *_: False  # this rank says so before the save, and no rank relies on locks then
-    control.STALE_S = 1.5
-    found = lose_a_rank(rank, ranks, folder, 0, background._start_worker)  # a forked one would say so, too
+    board.is_locked = lambda _: False  # this rank says so before the save, and no rank relies on locks then
+    board.STALE_S = 1.5
+    found = lose_a_rank(rank, ranks, folder, 0, process._start_worker)  # a forked one would say so, too
     return found, time.time() - (folder / "worker").stat().st_mtime  # since the death
 
 
@@ -281,8 +281,8 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
 
 def slow_saves(rank, ranks, folder):
     """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
-    background._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
-    background._start_worker = Forked
+    process._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
+    process._start_worker = Forked
     seen, saver = {}, background.AsyncSaver(timeout_s=60)
     one_thread = TorchDistSaveShardedStrategy(thread_count=1)
 
@@ -325,8 +325,8 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     given_up = folder / "given-up"
-    background._WORKER = (ODD_WORKER, f"held:{given_up}" if rank == 0 else "slow:0")
-    background._start_worker = Forked
+    process._WORKER = (ODD_WORKER, f"held:{given_up}" if rank == 0 else "slow:0")
+    process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
     given_up.touch()
     saver.save(state(rank, ranks, 1), folder / "c").wait(60)
@@ -358,8 +358,8 @@ def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_
 
 def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
     """The verdict is to commit, and then nothing of rank 0 goes on until the others have ended."""
-    background._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
-    background._start_worker = Forked
+    process._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
+    process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=1.6)
     handle = saver.save(state(rank, ranks, 1), folder / "c")
     if rank == 0:
@@ -382,8 +382,8 @@ def test_nobody_says_that_the_older_checkpoint_stays_once_the_first_rank_has_beg
 
 def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
     """Worker and trainer of rank 0 die at once, when its worker comes to ``where``."""
-    background._WORKER = (ODD_WORKER, f"stops:{where}" if rank == 0 else "slow:0")
-    background._start_worker = Forked
+    process._WORKER = (ODD_WORKER, f"stops:{where}" if rank == 0 else "slow:0")
+    process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
     handle = saver.save(state(rank, ranks, 1), folder / "c")
     if rank == 0:
@@ -405,10 +405,10 @@ def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, wher
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):
-    ours, theirs = (control.ControlFolder(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
+    ours, theirs = (board.FolderBoard(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):
         ours.verdict(control.COMMIT)
-    ours.path.mkdir()
+    ours.make()
     assert [theirs.verdict(control.GIVE_UP), ours.verdict(control.COMMIT), theirs.verdict(control.GIVE_UP)] == [
         control.GIVE_UP
     ] * 3

@@ -15,7 +15,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.reader import Reader
@@ -131,11 +131,11 @@ STAGES = [
 
 
 def test_a_worker_that_dies_at_any_stage_leaves_the_old_checkpoint_or_the_new_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_start_worker", Forked)
+    monkeypatch.setattr(process, "_start_worker", Forked)
     dist_ckpt.save(state(0), tmp_path / "c", group=None)
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         for value, (stage, expected) in enumerate(STAGES, 1):
-            monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), f"dies:{stage}"))
+            monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), f"dies:{stage}"))
             before = value_of(tmp_path / "c")
             handle = saver.save(state(value), tmp_path / "c")
             if expected == "old":
@@ -190,12 +190,12 @@ def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, cal
 
 def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp_path):
     """The first rank's last wait, for the others to acknowledge the outcome."""
-    folder = control.ControlFolder(tmp_path / "c", "01", b"k" * 32)
-    folder.path.mkdir()
-    sign = control.Alive(folder, 1)
-    job = type("Job", (), {"ranks": 2, "locks_work": False, "stale_s": 60.0, "beat_s": 0.1})()
+    left = board.FolderBoard(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
+    left.make()
+    sign = left.sign(1)
+    job = type("Job", (), {"ranks": 2, "look_s": 0.1})()
     start = time.monotonic()
-    control.remove(job, folder)
+    control.remove(job, left)
     assert 1 < time.monotonic() - start < control._ACKNOWLEDGED_S + 1
-    assert not folder.path.exists()
+    assert not left.path.exists()
     sign.close()

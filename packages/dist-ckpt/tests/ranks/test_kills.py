@@ -19,6 +19,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, retention
+from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.stores import local as storage
 
@@ -109,7 +110,7 @@ def lose_workers(rank, ranks, folder, kills, seed, first):
     worker = save_in_background(rank, ranks, folder, first + 1).worker_pid
     journal.note(first + 1)
     usual_s = time.perf_counter() - start
-    background._start_worker = Forked
+    process._start_worker = Forked
     for value in range(first + 2, first + 2 + 2 * kills, 2):
         victim, after_s = rng.randrange(ranks), 1.2 * rng.random() * usual_s
         killer = threading.Timer(

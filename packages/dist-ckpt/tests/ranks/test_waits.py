@@ -16,7 +16,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject
-from sixfold.dist_ckpt.background import channel
+from sixfold.dist_ckpt.background import channel, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -31,7 +31,7 @@ def large_job():
 
 @pytest.fixture
 def forked(monkeypatch):
-    monkeypatch.setattr(background, "_start_worker", Forked)
+    monkeypatch.setattr(process, "_start_worker", Forked)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_stopped_worker_ends_a_save_whose_job_does_not_fit_into_the_socket_and
 
 def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, monkeypatch):
     saver, _ = stopped
-    monkeypatch.setattr(background, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(process, "_CLOSE_S", 0.3)
     start = time.monotonic()
     saver.save(large_job(), tmp_path / "c")
     with pytest.warns(UserWarning, match="nobody waited for it: the worker of rank 0 hangs"):
@@ -80,7 +80,7 @@ def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, 
 
 def test_close_ends_a_stopped_worker_that_has_nothing_to_do(stopped, monkeypatch):
     saver, pid = stopped
-    monkeypatch.setattr(background, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(process, "_CLOSE_S", 0.3)
     start = time.monotonic()
     saver.close()
     assert time.monotonic() - start < 3
@@ -111,7 +111,7 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
 
 
 def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch, forked):
-    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
+    monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
     with background.AsyncSaver(group=None, timeout_s=30) as saver:
         saver.save({"it": 1}, tmp_path / "c").wait(60)  # the worker is up
         saver._timeout_s = 2.0
@@ -135,7 +135,7 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
 
 
 def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_its_start_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_WORKER", (str(ODD_WORKER), "late:1.5"))
+    monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), "late:1.5"))
     with background.AsyncSaver(group=None, timeout_s=1.0) as saver:
         handle = saver.save({"it": 1}, tmp_path / "c")
         time.sleep(1.4)
@@ -200,4 +200,4 @@ def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_
     seconds = time.monotonic() - start
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert seconds < background._CLOSE_S / 2
+    assert seconds < process._CLOSE_S / 2

@@ -20,7 +20,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import board, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 
@@ -49,7 +49,7 @@ def shared_saver():
     """Workers take a second to start, so that most tests use one; those that take its place are forked."""
     with background.AsyncSaver(group=None, timeout_s=60) as saver, pytest.MonkeyPatch.context() as patch:
         saver._ready_worker()
-        patch.setattr(background, "_start_worker", Forked)
+        patch.setattr(process, "_start_worker", Forked)
         yield saver
 
 
@@ -340,7 +340,7 @@ def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
 
 
 def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "_start_worker", Forked)
+    monkeypatch.setattr(process, "_start_worker", Forked)
     pids = set()
     for value in (1, 2):
         handle = dist_ckpt.async_save(state(value), tmp_path / "c", group=None)
@@ -358,11 +358,12 @@ def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeyp
 
 
 def test_a_control_file_of_somebody_else_is_not_unpickled(tmp_path):
-    ours = control.ControlFolder(tmp_path / "c", "01", b"k" * 32)
-    ours.path.mkdir()
+    ours, theirs = (board.FolderBoard(tmp_path / "c", "01", key * 32) for key in (b"k", b"x"))
+    ours.make()
     ours.put("rank-1", Outcome(value=3))
-    assert ours.get("rank-1").value == 3
+    ours.put("rank-1", Outcome(value=5))
+    assert ours.get("rank-1").value == 3, "what is there first stays"
     assert ours.get("rank-2") is None
-    control.ControlFolder(tmp_path / "c", "01", b"x" * 32).put("rank-1", Outcome(value=4))
+    theirs.put("rank-2", Outcome(value=4))
     with pytest.raises(CheckpointError, match="not written by this save"):
-        ours.get("rank-1")
+        ours.get("rank-2")

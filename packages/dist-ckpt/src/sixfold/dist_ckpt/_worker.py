@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import socket
 import sys
 import threading
@@ -26,7 +25,7 @@ from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import MappedArena
 from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Job
-from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.stores import local as storage
@@ -40,18 +39,20 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
         if outcome.error is not None:
             storage.discard(Path(job.ticket.staging))
         return outcome if outcome.error is not None else Outcome()
-    folder = control.control_of(job)
+    board = control.board_of(job)
     if share.error is not None:
-        # A full disk must have room for the record that says so.
+        # A full disk must have room for the word that says so.
         for file in Path(job.ticket.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
+        return control.fail(job, board, share.error, has_trainer)
+    if job.rank == 0:
+        return control.decide(job, share.value, gauge, has_trainer)
     try:
-        folder.put(f"rank-{job.rank}", share)
+        board.put(f"rank-{job.rank}", share)
     except OSError as error:
-        if job.rank == 0:
-            return control.tell(job, folder, Outcome(error=share.error or CheckpointError(str(error))))
-    return control.decide(job, gauge, has_trainer) if job.rank == 0 else control.await_outcome(job, gauge)
+        return control.fail(job, board, StorageError(str(error), error.errno), has_trainer)
+    return control.await_outcome(job, gauge)
 
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
@@ -81,9 +82,8 @@ class _Parent:
             while (message := self._channel.receive(self.lives)) is not None:
                 self.jobs.put(pickle.loads(message))
         job = self.current
-        if job is not None and job.rank == 0:
-            storage.discard(Path(job.ticket.staging))
-            shutil.rmtree(control.control_of(job).path, ignore_errors=True)  # the other ranks see that it is gone
+        if job is not None:
+            control.speak_for_trainer(job)
         os._exit(0)
 
     def report(self, outcome: Outcome) -> None:

@@ -2,48 +2,43 @@
 
     worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
 
-A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they meet
-in a hidden folder ``.<name>.job-<save_id>`` beside the checkpoint: each rank's worker puts a record there, the first
-rank's worker waits for all, commits, and puts the outcome. Files appear by rename, whole. Each is signed with a key
-that travelled over the group, so that nothing is unpickled that a rank of this very save did not write.
+A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they leave
+word on a board (board.py): each rank's worker puts a record there, the first rank's worker waits for all, commits, and
+puts the outcome. A trainer speaks for its dead worker.
 
-[Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
-writes a counter there each second. A rank whose lock is free is dead. Where locks do not work between the hosts
-(tried before each save) its counter must stand still for ``STALE_S`` besides. A trainer speaks for
-its worker: it puts the record or the outcome that a dead worker cannot put.
+[Note: quiet waiting] Who waits looks once a turn of ``look_s``, at names that it knows: at the outcome, at one other
+rank, and the first one at the next record that it needs. No rank looks at all: each looks at the one before it, at
+the first one now and then, and passes over a rank that is lost but has put its record. Of any ranks that die
+together a living one stands behind the last, and sees it. Who sees it ends the save for all. What happens on this
+host rings a bell, and costs no look.
 
 [Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
-it writes in its gauge, which its trainer sees, and the trainer shows the count beside its sign of life. Until a worker
-counts, its processor time is the count: it may take a minute to import torch on a busy machine. The first
-rank's worker counts what it sees move in the ranks that it waits for, so that its own count moves as long as the
-save does: that one number is what all others look at.
+it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its sign of life.
+Until a worker counts, its processor time is the count: it may take a minute to import torch on a busy machine.
 
-[Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps
-before, the first rank's worker stops waiting for a record; one step before, a trainer kills its own worker if that has
-not put its record, or is the first rank's; then a worker stops waiting for the outcome, and at the end a trainer
-waits for its worker no longer. In this order the first rank's verdict reaches all while they still listen. A first
-rank's worker whose trainer has been silent as long commits no more.
+[Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
+looks at a rank without a record gives the save up; one step before, a trainer kills its own worker if that has not put
+its record, or is the first rank's; then who looks at the first rank gives up, and at the end a trainer waits for its
+worker no longer. A first rank's worker whose trainer has been silent as long commits no more.
 
 [Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
 committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
-verdict, a symbolic link: the system lets one of them make it, and that one holds for all.
+verdict: the board lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
+outcome, so that all hear the same.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hmac
-import os
-import shutil
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sixfold.dist_ckpt.background.arena import Place
+from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.files import integrity
@@ -52,16 +47,20 @@ from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.store import overtaken
 
-COMMIT, GIVE_UP = "commit", "give-up"  # verdicts
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
-_BEAT_S = 1.0
-STALE_S = 8.0
+COMMIT, GIVE_UP = "commit", "give-up"  # verdicts; behind the second stands which rank made it
+OUTCOME_NAME = "outcome"
+# At most 2 operations of the file system a second, and a death told within 10: a turn takes 4.5 in the mean, a beat 2.
+_LOOK_S, _BEAT_S = 3.2, 4.0
+_ROUND = 4  # of so many turns one is of the first rank, and two show what has moved
 # Steps before the end, see [Note: who gives up when].
 RECORDS, OWN_WORKER, OUTCOME, UNKNOWN, END = 2.0, 1.0, 0.25, 0.1, 0.0
 _STEP_S = 5.0
-_ACKNOWLEDGED_S = 2.0
-_ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the folder away; one that does not is dead too
-_SHORTEST_S, _LONGEST_S = 0.001, 0.02
+_ACKNOWLEDGED_S = 2.0  # and two turns
+_WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
+_ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
+_ADVICE = "the folder holds the older checkpoint, if there was one"
+_SILENT = "rank 0 died, or gave no outcome in time"
+_Found = TypeVar("_Found", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,177 +90,258 @@ class Job:
     @property
     def beat_s(self) -> float:
         """Seconds between two signs of life."""
-        return min(_BEAT_S, self.timeout_s / 20)
+        return min(_BEAT_S if self.locks_work else self.stale_s / 3, self.timeout_s / 20)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds of a turn. See [Note: quiet waiting]."""
+        return min(_LOOK_S, self.timeout_s / 40)
 
 
-class Stillness:
-    """For how long a value has been what it is, as far as this process has looked."""
+class Loss(NamedTuple):
+    """A rank that will do its part no more, and why the save fails of it."""
 
-    def __init__(self) -> None:
-        self._last: object = self
-        self._since = 0.0
-
-    def of(self, value: object) -> float:
-        """Seconds; 0.0 if the value has changed since the last look."""
-        if value != self._last:
-            self._last, self._since = value, time.monotonic()
-        return time.monotonic() - self._since
+    rank: int
+    state: State
+    still_s: float
+    error: LostPeerError
 
 
-class ControlFolder:
-    """The files of one save's control folder.
+class Watcher:
+    """Whom one rank looks at, turn by turn. See [Note: quiet waiting]."""
 
-    Args:
-        target: the checkpoint folder. save_id: of the save. key: signs each file.
-    """
+    def __init__(self, job: Job, board: Board) -> None:
+        self._job, self._board = job, board
+        self._at = (job.rank - 1) % job.ranks
+        self._still = {0: Stillness(), self._at: Stillness()}
+        self._moves: dict[int, bytes] = {}
+        self._turn, self._is_first_lost = 0, False
 
-    def __init__(self, target: Path, save_id: str, key: bytes) -> None:
-        self.path = target.with_name(f".{target.name}.job-{save_id}")
-        self._key = key
+    @property
+    def names(self) -> set[str]:
+        """What tells of those it looks at."""
+        return {"alive-0", f"alive-{self._at}"} if self._job.rank else {f"alive-{self._at}"}
 
-    def put(self, name: str, outcome: Outcome) -> None:
-        """Make file ``name`` appear, whole and signed."""
-        data = outcome.encode()
-        hidden = self.path / f"{name}.part-{os.getpid()}"
-        hidden.write_bytes(hmac.digest(self._key, data, "sha256") + data)
-        hidden.rename(self.path / name)
+    def look(self, changed: AbstractSet[str] = frozenset()) -> Loss | None:
+        """One look at one rank, at those of ``changed`` first."""
+        turn, self._turn = self._turn % _ROUND, self._turn + 1
+        if self._job.rank == 0 and turn % 2 and not changed & self.names:
+            return None  # it looks at records, too
+        if self._job.rank and (turn == _ROUND - 1 or self._is_first_lost or "alive-0" in changed):
+            return self._lost(0, True)
+        while self._at != self._job.rank:
+            loss = self._lost(self._at, turn >= _ROUND / 2)
+            if loss is None or loss.rank == 0 or not self._board.has(f"rank-{loss.rank}"):
+                return loss
+            self._at = (self._at - 1) % self._job.ranks  # it is lost, and its share is not
+            self._still.setdefault(self._at, Stillness())
+        return None
 
-    def get(self, name: str) -> Outcome | None:
-        """What was put under ``name``; None if nothing was.
+    def _lost(self, rank: int, with_moves: bool) -> Loss | None:
+        job, life = self._job, self._board.life(rank, with_moves)
+        self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
+        still_s = self._still[rank].of(moves)
+        is_late = still_s > job.patience_s(RECORDS if rank else OUTCOME)
+        if life.state is State.LIVES and not is_late:
+            return None
+        self._is_first_lost = self._is_first_lost or rank == 0
+        if rank == 0:
+            return Loss(0, life.state, still_s, _blame(job, _SILENT))
+        text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
+        if life.state is State.LIVES:
+            text = (
+                f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
+                f"their disk hangs; {_ADVICE}"
+            )
+        return Loss(rank, life.state, still_s, LostPeerError(text))
+
+
+class Gathering:
+    """The first rank's worker while it waits for the records of all."""
+
+    def __init__(self, job: Job, board: Board, gauge: Gauge, share: Any) -> None:
+        self._job, self._board, self._gauge = job, board, gauge
+        self._shares, self._watcher = [share], Watcher(job, board)
+
+    @property
+    def names(self) -> set[str]:
+        """What it waits for."""
+        return {OUTCOME_NAME, f"rank-{len(self._shares)}"} | self._watcher.names
+
+    def turn(self, changed: AbstractSet[str] = frozenset()) -> list[Any] | None:
+        """The shares of all ranks, in rank order; None if some are missing yet.
 
         Raises:
-            CheckpointError: somebody else wrote the file.
+            CheckpointError: a rank is lost, or the save was given up.
         """
+        self._gauge.add(0)
+        if not self._board.is_there():
+            raise overtaken(Path(self._job.ticket.target))
+        while len(self._shares) < self._job.ranks:
+            record = self._board.get(f"rank-{len(self._shares)}")
+            if record is None:
+                break
+            self._shares.append(record.value)
+            self._gauge.add(0)
+        else:
+            return self._shares
+        if (told := self._board.get(OUTCOME_NAME)) is not None and told.error is not None:
+            raise told.error
+        if (loss := self._watcher.look(changed)) is not None:
+            raise loss.error
+        return None
+
+
+class Waiting:
+    """Another rank's worker, its record put, while it waits for the outcome; or the trainer in its place."""
+
+    def __init__(self, job: Job, board: Board, gauge: Gauge) -> None:
+        self._job, self._board, self._gauge = job, board, gauge
+        self._watcher, self._gone = Watcher(job, board), Stillness()
+
+    @property
+    def names(self) -> set[str]:
+        """What it waits for."""
+        return {OUTCOME_NAME} | self._watcher.names
+
+    def turn(self, changed: AbstractSet[str] = frozenset()) -> Outcome | None:
+        """The outcome; None if it goes on."""
+        self._gauge.add(0)
+        if not self._board.is_there():
+            return settle(self._job, _SILENT)
+        told = _told(self._board)
+        loss = self._watcher.look(changed) if told is None else None
+        return told if loss is None else self._ended_by(loss)
+
+    def _ended_by(self, loss: Loss) -> Outcome | None:
+        job, board = self._job, self._board
+        if (told := _told(board)) is not None:
+            return told
         try:
-            data = (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        if not hmac.compare_digest(hmac.digest(self._key, data[32:], "sha256"), data[:32]):
-            raise CheckpointError(f"{self.path / name} was not written by this save; nothing of it was read")
-        return Outcome.decode(data[32:])
-
-    def verdict(self, wanted: str) -> str:
-        """The one that holds for this save: ``wanted``, or what was made before. See [Note: one verdict].
-
-        Raises:
-            FileNotFoundError: the folder is gone.
-        """
-        link = self.path / "verdict"
-        with suppress(FileExistsError):
-            try:
-                link.symlink_to(wanted)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                return wanted  # no links on this file system: the order of the waits has to do
-        return os.readlink(link)
-
-    def names(self) -> set[str] | None:
-        """The files; None if the folder is gone. Listing asks the server where a look-up may be cached (NFS)."""
-        try:
-            return set(os.listdir(self.path))
-        except FileNotFoundError:
-            return None
+            ended = give_up(job, board, loss.error)
+        except OSError:  # such as a full disk: each rank is told by who looks at it
+            return Outcome(error=loss.error)
+        if ended is not None or loss.rank:
+            return ended
+        # The first rank was lost when it had begun to commit.
+        gone_s = self._gone.of(loss.state) if loss.state is not State.LIVES else 0.0
+        if is_committed(job):
+            return tell(board, Outcome())
+        if gone_s > _ORPHANED_S or loss.still_s > job.patience_s(UNKNOWN):
+            error = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
+            return tell(board, Outcome(error=error))
+        return None
 
 
-class Alive:
-    """A trainer's sign of life in a control folder: a lock and a counter, until ``close``."""
-
-    def __init__(self, folder: ControlFolder, rank: int) -> None:
-        self._path = folder.path / f"alive-{rank}"
-        self._file = self._path.open("x+")
-        with suppress(OSError):  # no locks on this file system: the counter will do
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._beats = 0
-
-    def beat(self, moves: int) -> None:
-        """Count on, and show what the worker has counted. The file is never opened a second time by this process:
-        that would free the lock."""
-        self._beats += 1
-        with suppress(OSError):
-            os.pwrite(self._file.fileno(), f"{self._beats:>12}{moves:>20}".encode(), 0)
-            os.utime(self._file.fileno())  # sent at once, also where data waits in a client's cache
-
-    def close(self) -> None:
-        """Acknowledge the outcome: the sign goes."""
-        with suppress(OSError):
-            self._path.unlink()
-        self._file.close()
-
-    def remove_folder(self) -> None:
-        """Remove the control folder of a save that comes to nothing in the call."""
-        shutil.rmtree(self._path.parent, ignore_errors=True)
+def board_of(job: Job) -> FolderBoard:
+    """The board of a job."""
+    target, save_id = Path(job.ticket.target), job.ticket.save_id
+    return FolderBoard(target, save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
 
 
-def is_locked(folder: ControlFolder, rank: int) -> bool:
-    """Whether another process holds the lock of ``rank``, as far as this host can tell."""
-    return storage.is_held(folder.path / f"alive-{rank}")
-
-
-@dataclass(slots=True)
-class Watch:
-    """Which ranks are dead, asked again and again; see [Note: who is dead]."""
-
-    folder: ControlFolder
-    job: Job
-    _seen: dict[int, tuple[Any, float]] = field(default_factory=dict)
-    _moves: dict[int, tuple[bytes, float]] = field(default_factory=dict)  # and when they were read
-
-    def moves(self, rank: int) -> bytes:
-        """What the worker of a rank has counted, as its trainer shows it; read at most once a beat."""
-        last, at = self._moves.get(rank, (b"", 0.0))
-        if time.monotonic() - at < self.job.beat_s:
-            return last
-        with suppress(OSError):
-            last = (self.folder.path / f"alive-{rank}").read_bytes()[12:] or last
-        self._moves[rank] = last, time.monotonic()
-        return last
-
-    def dead(self, ranks: set[int], names: set[str]) -> list[int]:
-        """Those of ``ranks`` that are dead; a rank that has taken its sign away has acknowledged and is not."""
-        return [r for r in sorted(ranks) if f"alive-{r}" in names and self._is_dead(r)]
-
-    def _is_dead(self, rank: int) -> bool:
-        if is_locked(self.folder, rank):
-            return False
-        if self.job.locks_work:
-            return (self.folder.path / f"alive-{rank}").exists()  # else it went between listing and looking
-        try:
-            status = (self.folder.path / f"alive-{rank}").stat()
-        except OSError:
-            return False
-        sign, now = (status.st_mtime_ns, status.st_size), time.monotonic()
-        last, since = self._seen.get(rank, (None, now))
-        if sign != last:
-            self._seen[rank] = sign, now
-            return False
-        return now - since > self.job.stale_s
-
-
-def control_of(job: Job) -> ControlFolder:
-    """The control folder of a job."""
-    return ControlFolder(Path(job.ticket.target), job.ticket.save_id, job.key)
-
-
-def decide(job: Job, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
-    """What the first rank's worker does when its own record is there: wait for all, commit, tell.
-
-    Without a trainer the worker is ending, and removes what was written: that is then the reason, not what it met.
-    """
-    folder = control_of(job)
+def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
+    """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
+    board = board_of(job)
 
     def gathered() -> list[Any]:
-        shares = _gather(job, folder, gauge)
-        if gauge.silent_s > job.patience_s(OWN_WORKER) or folder.verdict(COMMIT) != COMMIT:
+        shares = _in_turns(job, board, Gathering(job, board, gauge, share))
+        if gauge.silent_s > job.patience_s(OWN_WORKER) or board.verdict(COMMIT) != COMMIT:
             raise LostPeerError(f"rank 0 was stopped during a background save; {_ADVICE}")
         return shares
 
     outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
-    if outcome.error is None:
-        outcome = commit(job, outcome.value)
-    if outcome.error is not None and not has_trainer():
-        outcome = Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
-    return tell(job, folder, outcome)
+    if outcome.error is not None:
+        return fail(job, board, outcome.error, has_trainer)
+    outcome = commit(job, outcome.value)
+    if outcome.error is not None:
+        storage.discard(Path(job.ticket.staging))
+        outcome = Outcome(error=_reason(job, board, outcome.error, has_trainer))
+    with suppress(FileNotFoundError):  # the others then look at the target
+        tell(board, outcome)
+    return outcome
+
+
+def await_outcome(job: Job, gauge: Gauge) -> Outcome:
+    """What ranks other than the first do: wait for the outcome, or find out without it."""
+    board = board_of(job)
+    return _in_turns(job, board, Waiting(job, board, gauge))
+
+
+class _Turns(Protocol[_Found]):
+    @property
+    def names(self) -> set[str]: ...
+
+    def turn(self, changed: AbstractSet[str]) -> _Found | None: ...
+
+
+def _in_turns(job: Job, board: Board, waiter: _Turns[_Found]) -> _Found:
+    """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over."""
+    changed = set[str]()
+    with board.bell() as bell:
+        while (found := waiter.turn(changed)) is None:
+            changed = bell.wait(job.look_s, waiter.names)
+    return found
+
+
+def fail(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> Outcome:
+    """A worker has met an error: it ends the save for all, unless another rank has done so."""
+    if job.rank == 0:
+        storage.discard(Path(job.ticket.staging))  # which also frees the disk for what is put now
+    error = _reason(job, board, error, has_trainer)
+    try:
+        return give_up(job, board, error) or tell(board, Outcome(error=error))
+    except OSError:
+        return Outcome(error=error)
+
+
+def _reason(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> CheckpointError:
+    """Where the first rank's trainer is dead its worker removes what was written: that is then the reason."""
+    is_orphaned = not has_trainer() if job.rank == 0 else board.life(0, False).state is not State.LIVES
+    return LostPeerError(f"rank 0 died during a background save; {_ADVICE}") if is_orphaned else error
+
+
+def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = True) -> Outcome | None:
+    """End the save for all with ``error``, or with that of who was faster; None if it is being committed.
+
+    Args:
+        waits: for the word of another who was faster.
+    """
+    own = f"{GIVE_UP}-{job.rank}"
+    try:
+        made = board.verdict(own)
+        if made == COMMIT:
+            return None
+        if made == own or not waits:
+            return tell(board, Outcome(error=error)) if made == own else None
+        return _word(job, board) or tell(board, Outcome(error=error))  # who was faster has died of it
+    except FileNotFoundError:
+        return settle(job, _SILENT)
+
+
+def _word(job: Job, board: Board) -> Outcome | None:
+    """The outcome that another rank is about to put."""
+    until = time.monotonic() + _WORD_S + 2 * job.look_s
+    with board.bell() as bell:
+        while (told := _told(board)) is None and time.monotonic() < until:
+            bell.wait(job.look_s, {OUTCOME_NAME})
+    return told
+
+
+def tell(board: Board, outcome: Outcome) -> Outcome:
+    """Put the outcome for the other ranks; what was told first holds for them.
+
+    Raises:
+        OSError: it cannot be put; the board may be gone.
+    """
+    board.put(OUTCOME_NAME, outcome)
+    return outcome
+
+
+def _told(board: Board) -> Outcome | None:
+    try:
+        return board.get(OUTCOME_NAME)
+    except CheckpointError as error:
+        return Outcome(error=error)
 
 
 def commit(job: Job, written: list[Any]) -> Outcome:
@@ -269,98 +349,55 @@ def commit(job: Job, written: list[Any]) -> Outcome:
     return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
 
 
-def tell(job: Job, folder: ControlFolder, outcome: Outcome) -> Outcome:
-    """Put the outcome for the other ranks; after an error the staging folder goes first, which also frees the disk."""
+def speak_for_worker(
+    job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError
+) -> Outcome:
+    """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
+    board = board_of(job)
+    if job.ranks == 1:
+        outcome = settle(job, reason, kind)
+        storage.discard(Path(job.ticket.staging))
+        return outcome
+    if job.rank:
+        if not board.has(f"rank-{job.rank}"):
+            with suppress(OSError):
+                return give_up(job, board, kind(str(_blame(job, reason)))) or await_outcome(job, gauge)
+        return await_outcome(job, gauge)
+    if (told := _told(board)) is not None:
+        return told
+    outcome = settle(job, reason, kind)
     if outcome.error is not None:
         storage.discard(Path(job.ticket.staging))
-    with suppress(FileNotFoundError):  # the others then look at the target
-        folder.put("outcome", outcome)
+    with suppress(OSError):
+        ended = None if outcome.error is None else give_up(job, board, outcome.error)
+        return ended or tell(board, outcome)
     return outcome
 
 
-def _gather(job: Job, folder: ControlFolder, gauge: Gauge) -> list[Any]:
-    """The shares of all ranks, in rank order."""
-    shares: dict[int, Any] = {}
-    watch, pause_s = Watch(folder, job), _SHORTEST_S
-    still = [Stillness() for _ in range(job.ranks)]
-    last: dict[int, bytes] = {}
-    while True:
-        names = folder.names()
-        if names is None:
-            raise overtaken(Path(job.ticket.target))
-        for rank in set(range(job.ranks)) - set(shares):
-            if f"rank-{rank}" in names and (record := folder.get(f"rank-{rank}")) is not None:
-                if record.error is not None:
-                    raise record.error
-                shares[rank] = record.value
-                gauge.add(0)
-        missing = set(range(job.ranks)) - set(shares)
-        if not missing:
-            return [shares[rank] for rank in range(job.ranks)]
-        for rank in watch.dead(missing - {0}, names):
-            if f"rank-{rank}" not in (folder.names() or ()):  # its record may have come just before its end
-                raise LostPeerError(f"rank {rank} of {job.ranks} died during a background save; {_ADVICE}")
-        shown = {rank: watch.moves(rank) for rank in sorted(missing)}
-        if shown != last:
-            gauge.add(0)
-            last = shown
-        if late := [rank for rank in shown if still[rank].of(shown[rank]) > job.patience_s(RECORDS)]:
-            raise LostPeerError(
-                f"ranks {late} of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
-                f"their disk hangs; {_ADVICE}"
-            )
-        time.sleep(pause_s)
-        pause_s = min(_LONGEST_S, 2 * pause_s)
+def speak_for_trainer(job: Job) -> None:
+    """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
+
+    The first rank takes all away, which the others see.
+    """
+    board = board_of(job)
+    if job.rank == 0:
+        storage.discard(Path(job.ticket.staging))
+        board.remove()
+    elif job.ranks > 1 and not board.has(f"rank-{job.rank}"):
+        text = f"rank {job.rank} of {job.ranks} died during a background save; {_ADVICE}"
+        with suppress(OSError):
+            give_up(job, board, LostPeerError(text), waits=False)
 
 
-_ADVICE = "the folder holds the older checkpoint, if there was one"
-
-
-def await_outcome(job: Job, gauge: Gauge) -> Outcome:
-    """What ranks other than the first do: wait for the outcome, or find out without it."""
-    folder = control_of(job)
-    watch, pause_s, still, gone = Watch(folder, job), _SHORTEST_S, Stillness(), Stillness()
-    seen, given_up = b"", None
-    while True:
-        names = folder.names()
-        if seen != (seen := watch.moves(0)):
-            gauge.add(0)
-        dead = names is not None and bool(watch.dead({0}, names))
-        dead_s = gone.of(dead) if dead else 0.0
-        over = names is None or dead or still.of(seen) > job.patience_s(OUTCOME)
-        try:
-            outcome = folder.get("outcome")
-        except CheckpointError as error:
-            return Outcome(error=error)
-        if outcome is not None:
-            return outcome
-        if over and given_up is None:
-            given_up = names is None or _given_up(folder)
-        if over and (names is None or given_up or is_committed(job)):
-            return settle(job, "rank 0 died, or gave no outcome in time")
-        if over and (dead_s > _ORPHANED_S or still.of(seen) > job.patience_s(UNKNOWN)):
-            return settle(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
-        time.sleep(pause_s)
-        pause_s = min(_LONGEST_S, 2 * pause_s)
-
-
-def _given_up(folder: ControlFolder) -> bool:
-    """Whether nobody commits any more. Asking decides it, unless the first rank was faster."""
-    try:
-        return folder.verdict(GIVE_UP) == GIVE_UP
-    except FileNotFoundError:
-        return True  # it has ended
-
-
-def settle(job: Job, reason: str, advice: str = _ADVICE) -> Outcome:
+def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The outcome of a save whose first rank can commit no more: what the target says."""
-    if is_committed(job):
-        return Outcome()
-    return Outcome(
-        error=LostPeerError(
-            f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {advice}. "
-            "The next save starts a fresh worker"
-        )
+    return Outcome() if is_committed(job) else Outcome(error=kind(str(_blame(job, reason))))
+
+
+def _blame(job: Job, reason: str, advice: str = _ADVICE) -> LostPeerError:
+    return LostPeerError(
+        f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {advice}. "
+        "The next save starts a fresh worker"
     )
 
 
@@ -373,12 +410,13 @@ def is_committed(job: Job) -> bool:
         return False
 
 
-def remove(job: Job, folder: ControlFolder) -> None:
-    """The first rank's last act: when all have acknowledged, or soon, the folder goes."""
-    watch, until = Watch(folder, job), time.monotonic() + _ACKNOWLEDGED_S
-    while names := folder.names():
-        waiting = {rank for rank in range(1, job.ranks) if f"alive-{rank}" in names}
-        if waiting <= set(watch.dead(waiting, names)) or time.monotonic() > until:
-            break
-        time.sleep(_SHORTEST_S)
-    shutil.rmtree(folder.path, ignore_errors=True)
+def remove(job: Job, board: Board) -> None:
+    """The first rank's last act: when all have acknowledged, or soon, the board goes."""
+    until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
+    with board.bell() as bell:
+        while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
+            if board.life(rank, False).state is State.LIVES:
+                bell.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
+            else:
+                rank += 1
+    board.remove()

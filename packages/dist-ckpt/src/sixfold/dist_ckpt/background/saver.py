@@ -16,31 +16,29 @@ target stays.
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import board as boards
 from sixfold.dist_ckpt.background.arena import Arena, Place
-from sixfold.dist_ckpt.background.channel import Channel, Gauge
-from sixfold.dist_ckpt.background.control import Alive, ControlFolder, Job
-from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
-from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.ranks.exchange import Group, Outcome, told_to_all
+from sixfold.dist_ckpt.background.board import FolderBoard, Sign, State
+from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.flight import Flight
+from sixfold.dist_ckpt.background.handle import AsyncSave
+from sixfold.dist_ckpt.background.process import Worker
+from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.progress import Progress
+from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
@@ -50,63 +48,20 @@ from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
 
-_WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
-_CLOSE_S = 5.0
-_NEARLY = 0.99  # progress of what is written whole and not yet committed
 
+@dataclass(slots=True)
+class _Mine:
+    """What a rank has made for a save that is being handed over."""
 
-class AsyncSave:
-    """Handle of a save that ``async_save`` started.
+    board: FolderBoard | None = None
+    sign: Sign | None = None
 
-    Attributes:
-        checkpoint_dir: the folder; the checkpoint is there when ``wait`` returns.
-        blocked_s: how long the call took, seconds; the wait for an earlier save included.
-        worker_pid: process that writes for this rank.
-    """
-
-    def __init__(self, checkpoint_dir: Path, started: float, worker_pid: int, flight: _Flight) -> None:
-        self.checkpoint_dir = checkpoint_dir
-        self.blocked_s = time.monotonic() - started
-        self._started = started
-        self.worker_pid = worker_pid
-        self._flight, self._pid = flight, os.getpid()
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not. Never blocks, no collective."""
-        return self._flight.ended.is_set()
-
-    @property
-    def total_s(self) -> float | None:
-        """Seconds from the call until the checkpoint was committed or the save had failed; None until then."""
-        ended = self._flight.ended_at
-        return None if ended is None else ended - self._started
-
-    def progress(self) -> float:
-        """Share of this rank's bytes that its worker has written, 0 to 1. Never blocks, never goes back.
-
-        1.0 when the save has ended, well or not, and not before: at the end it waits for the disk and the other ranks.
-        """
-        return 1.0 if self.done() else self._flight.written_share()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the checkpoint is committed. May be called again, also after an error.
-
-        Raises:
-            LostPeerError: not committed ``timeout_s`` seconds from now, and it goes on; or a rank or worker is dead or
-                has stood still for the ``timeout_s`` of the save.
-            CheckpointError: what went wrong with the save, the same on every rank.
-        """
-        if self._pid != os.getpid():
-            raise CheckpointError(f"the save to {self.checkpoint_dir} is of process {self._pid}; wait for it there")
-        if not self._flight.ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
-            raise LostPeerError(
-                f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
-                "it goes on, wait again"
-            )
-        self._flight.raise_error()
-
-    def __repr__(self) -> str:
-        return f"AsyncSave({str(self.checkpoint_dir)!r}, {'done' if self.done() else 'in flight'})"
+    def take_back(self, rank: int) -> None:
+        """The save comes to nothing in the call."""
+        if self.sign is not None:
+            self.sign.close()
+        if self.board is not None and rank == 0:
+            self.board.remove()
 
 
 class AsyncSaver:
@@ -122,8 +77,8 @@ class AsyncSaver:
     def __init__(self, group: Group = "world", *, timeout_s: float = 600.0) -> None:
         self._group, self._timeout_s = group, timeout_s
         self._arena = Arena()
-        self._worker: _Worker | None = None
-        self._flight: _Flight | None = None
+        self._worker: Worker | None = None
+        self._flight: Flight | None = None
         self._is_closed, self._pid = False, os.getpid()
         self._turn, self._is_busy = threading.RLock(), False
         _open_savers(os.getpid()).add(self)
@@ -205,24 +160,21 @@ class AsyncSaver:
             finally:
                 self._is_busy = False
 
-    def _launched(self, request: SaveRequest, engine: SaveEngine) -> _Flight:
+    def _launched(self, request: SaveRequest, engine: SaveEngine) -> Flight:
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()  # it may have been closed meanwhile
             self._let_go()
             await_saves_to(paths.local(request.path, ""))
             worker = typed(self._ready_worker)
         agreed = saving.agree_on(request, engine)
-        sign: list[Alive] = []
+        mine = _Mine()
         try:
-            job = self._hand_over(agreed, request.check_finite, request.timeout_s, sign)
+            job = self._hand_over(agreed, request.check_finite, request.timeout_s, mine)
         except BaseException:
-            for alive in sign:
-                alive.close()
-                if agreed.exchange.rank == 0:
-                    alive.remove_folder()
+            mine.take_back(agreed.exchange.rank)
             agreed.abandon()
             raise
-        self._flight = _Flight(self, worker, job, sign[0] if sign else None, request.progress)
+        self._flight = Flight(self, worker, job, mine.sign, request.progress)
         return self._flight
 
     def _check_is_usable(self) -> None:
@@ -242,36 +194,36 @@ class AsyncSaver:
         if flight.error is not None and not flight.told:
             warnings.warn(f"a background save failed and nobody waited for it: {flight.error}", stacklevel=5)
 
-    def _ready_worker(self) -> _Worker:
+    def _ready_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_alive():
             old, self._worker = self._worker, None
             if old is not None:
                 old.stop()
-            self._worker = _Worker(self._arena.fd)
+            self._worker = Worker(self._arena.fd)
         return self._worker
 
-    def _hand_over(self, agreed: saving.Agreed, check_finite: bool, timeout_s: float, sign: list[Alive]) -> Job:
+    def _hand_over(self, agreed: saving.Agreed, check_finite: bool, timeout_s: float, mine: _Mine) -> Job:
         """Copy the tensors and try the shared folder, both on every rank or on none."""
         exchange, ticket = agreed.exchange, agreed.ticket
-        rank, target = exchange.rank, Path(ticket.target)
+        rank = exchange.rank
 
-        def make_folder(_: object) -> bytes:
+        def make_board(_: object) -> bytes:
             key = secrets.token_bytes(32)
             if exchange.ranks > 1:
-                folder = ControlFolder(target, ticket.save_id, key)
-                folder.path.mkdir()
-                sign.append(Alive(folder, 0))
+                board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
+                board.make()
+                mine.sign = board.sign(0)
             return key
 
         def meet() -> tuple[None, bool]:
             storage.check_shared(Path(ticket.staging))
             if rank == 0:
                 return None, True
-            folder = ControlFolder(target, ticket.save_id, key)
-            sign.append(Alive(folder, rank))
-            return None, control.is_locked(folder, 0)
+            board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
+            mine.sign = board.sign(rank)
+            return None, board.life(0).state is State.LIVES
 
-        (content, places), key = exchange.together(lambda: (self._copy(agreed.content), None), make_folder)
+        (content, places), key = exchange.together(lambda: (self._copy(agreed.content), None), make_board)
         locks_work = exchange.together(meet, all)[1] if exchange.ranks > 1 else True
         return Job(
             rank=rank,
@@ -284,7 +236,7 @@ class AsyncSaver:
             key=key,
             locks_work=locks_work,
             timeout_s=timeout_s,
-            stale_s=control.STALE_S,
+            stale_s=boards.STALE_S,
         )
 
     def _copy(self, content: saving.Content) -> tuple[saving.Content, dict[int, Place]]:
@@ -302,194 +254,6 @@ def _without_data(record: ShardedTensor) -> ShardedTensor:
     twin = object.__new__(type(record))
     twin.__dict__.update(record.__dict__, data=None)
     return twin
-
-
-def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *_WORKER, *map(str, fds), str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-
-
-class _Worker:
-    """The process, started and not waited for: it imports torch while the trainer copies."""
-
-    def __init__(self, arena_fd: int) -> None:
-        ours, theirs = socket.socketpair()
-        self.channel, self.gauge = Channel(ours), Gauge()
-        self._is_killed = False
-        fds = theirs.fileno(), self.gauge.fd, arena_fd
-        # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
-        # process group, and a trainer answers them by ending in order, after its save in flight.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            self.process = _start_worker(fds)
-        except BaseException:
-            self.channel.close()
-            self.gauge.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-
-    def is_alive(self) -> bool:
-        return not self._is_killed and self.process.poll() is None
-
-    def processor_ticks(self) -> int:
-        """Processor time that it has used, in clock ticks; 0 if it is gone."""
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0
-        return int(fields[11]) + int(fields[12])  # utime and stime of proc(5), counted from the state on
-
-    def stop(self) -> None:
-        """Close the connection, which ends it, and see that it does."""
-        self.channel.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_CLOSE_S)
-        self.kill()
-        self.gauge.close()
-
-    def kill(self) -> str:
-        """End it at once, if it has not ended; says how it ended."""
-        self.process.kill()
-        self._is_killed = True  # also if it hangs in the system, where SIGKILL waits
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_CLOSE_S)
-        return f"exit code {self.process.poll()}"
-
-
-class _Flight:
-    """One save in flight: a thread hands the job to the worker and waits for what becomes of it.
-
-    It keeps its saver alive, whoever else does: the end of the interpreter waits for the saves of all savers.
-    """
-
-    def __init__(
-        self, saver: AsyncSaver, worker: _Worker, job: Job, sign: Alive | None, progress: Progress | None = None
-    ) -> None:
-        self._progress, self._meter = progress, Meter(None)  # the first call is made in the thread
-        self.ended = threading.Event()
-        self.ended_at: float | None = None  # on the monotonic clock
-        self.error: CheckpointError | None = None
-        self.told = False
-        self._saver: AsyncSaver | None = saver
-        self._worker, self._job, self._sign = worker, job, sign
-        self.target, self.worker_pid = Path(job.ticket.target), worker.process.pid
-        self._gauge, self._still = worker.gauge, control.Stillness()
-        self._gauge.reset()
-        self._idle_moves = self._gauge.moves
-        self._worker.channel.look_s = job.beat_s
-        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        """Wait for the end, which has a deadline of its own."""
-        self._thread.join()
-
-    def written_share(self) -> float:
-        """As the worker counts; what is written is neither on disk nor committed for that."""
-        return min(_NEARLY, self._gauge.share)
-
-    def raise_error(self) -> None:
-        """What went wrong, if anything did."""
-        self.told = True
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-
-    def _watch(self) -> None:
-        try:
-            self.error = self._outcome().error or self._told_all()
-        except Exception as error:  # whatever it is, the trainer must hear of it
-            self.error = CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
-        finally:
-            self.ended_at = time.monotonic()
-            self._acknowledge()
-            self.ended.set()
-            self._saver = None
-
-    def _outcome(self) -> Outcome:
-        channel = self._worker.channel
-        try:
-            self._meter = Meter(self._progress, lambda: saving.file_bytes(self._job.content))
-            # Pickled here, where the trainer does not wait for it.
-            if channel.send(pickle.dumps(self._job, protocol=5), lambda: self._moves_on(control.OWN_WORKER)):
-                report = channel.receive(lambda: self._moves_on(control.OWN_WORKER))
-                if report is None and self._has_record():
-                    report = channel.receive(lambda: self._moves_on(control.END))
-                if report is not None:
-                    return Outcome.decode(report)
-            reason = "hangs and was killed"
-        except (OSError, EOFError):
-            reason = "died"
-        except CheckpointError as error:  # of the caller's progress
-            self._worker.kill()
-            outcome = self._speak_for_worker(f"rank {self._job.rank}: {error}", CheckpointError)
-            return Outcome(error=outcome.error or _of_committed(error))
-        ending = self._worker.kill()
-        return self._speak_for_worker(f"the worker of rank {self._job.rank} {reason} ({ending})")
-
-    def _moves_on(self, steps: float) -> bool:
-        """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
-        moves = self._gauge.moves
-        if moves == self._idle_moves:  # it imports torch, or takes the job apart
-            moves += self._worker.processor_ticks()
-        self._gauge.hear()
-        if self._sign is not None:
-            self._sign.beat(moves)
-        self._count()
-        return self._still.of(moves) < self._job.patience_s(steps)
-
-    def _count(self) -> None:
-        """Tell the caller's progress what the worker has counted, from this thread."""
-        self._meter.reach(self._gauge.written)
-
-    def _told_all(self) -> CheckpointError | None:
-        """The last call of the caller's progress, after the commit."""
-        try:
-            self._count()
-            self._meter.finish()
-        except CheckpointError as error:
-            return _of_committed(error)
-        return None
-
-    def _has_record(self) -> bool:
-        """Whether the worker of another rank than the first has done its share and waits for the outcome."""
-        names = control.control_of(self._job).names() or ()
-        return self._job.rank > 0 and f"rank-{self._job.rank}" in names
-
-    def _speak_for_worker(self, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
-        """The worker is dead: say so to the other ranks, and find out what became of the save."""
-        job, folder = self._job, control.control_of(self._job)
-        if job.rank == 0:
-            told = folder.get("outcome") if job.ranks > 1 else None
-            if told is not None:
-                return told
-            outcome = _settled(job, reason, kind)
-            if job.ranks > 1:
-                return control.tell(job, folder, outcome)
-            storage.discard(Path(job.ticket.staging))
-            return outcome
-        if not self._has_record():
-            with suppress(OSError):
-                folder.put(f"rank-{job.rank}", _settled(job, reason, kind))
-        return control.await_outcome(job, self._gauge)
-
-    def _acknowledge(self) -> None:
-        if self._sign is None:
-            return
-        self._sign.close()
-        if self._job.rank == 0:
-            control.remove(self._job, control.control_of(self._job))
-
-
-def _of_committed(error: CheckpointError) -> CheckpointError:
-    return CheckpointError(f"{error}. The checkpoint is committed all the same")
-
-
-def _settled(job: Job, reason: str, kind: type[CheckpointError]) -> Outcome:
-    """``control.settle`` with an error of a kind."""
-    outcome = control.settle(job, reason)
-    return outcome if outcome.error is None else Outcome(error=kind(str(outcome.error)))
 
 
 def async_save(

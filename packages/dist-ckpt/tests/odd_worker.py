@@ -7,6 +7,7 @@ python odd_worker.py orphan:PATH <arguments of the worker>              once PAT
 python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
 python odd_worker.py stops:MODULE.FUNCTION <arguments of the worker>    SIGSTOP before the first call
+python odd_worker.py counts:PATH <arguments of the worker>              it notes each operation of the file system
 """
 
 import importlib
@@ -23,6 +24,11 @@ while kind == "late" and time.process_time() < float(what):
 from sixfold.dist_ckpt import _worker  # noqa: E402 - as late as the worker
 
 if kind == "late":
+    _worker.main()
+if kind == "counts":
+    from counted import note_operations
+
+    note_operations(what)
     _worker.main()
 if kind == "held":
     path, decide = what, _worker.control.decide

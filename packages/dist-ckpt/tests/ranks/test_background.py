@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from counted import LISTING, note_operations
 from dist_ckpt_helpers import names
 from forked_worker import Forked
 
@@ -402,6 +403,42 @@ def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, wher
     (found, text, seconds) = run_ranks(a_first_rank_that_is_lost_at, 2, tmp_path, where, timeout=90, allow_exit=(0,))[1]
     assert found == kind and said in text
     assert seconds < 20, "the save's own deadline is 60 s"
+
+
+def operations_of_a_wait(rank, ranks, folder):
+    """What trainer and worker of each rank do in the file system while the other one's worker is stopped."""
+    process._WORKER = (ODD_WORKER, f"counts:{folder / f'worker-{rank}'}")
+    process._start_worker = Forked
+    saver, found = background.AsyncSaver(timeout_s=60), {}
+    worker = saver.save(state(rank, ranks, 1), folder / "c").worker_pid
+    saver._let_go()
+    note_operations(folder / f"trainer-{rank}")
+    for victim in range(ranks):
+        dist.barrier()
+        if rank == victim:
+            os.kill(worker, signal.SIGSTOP)
+        handle = saver.save(state(rank, ranks, 2), folder / "c")
+        dist.barrier()
+        time.sleep(0.5)  # all is written
+        job, start = saver._flight._job, time.monotonic()
+        time.sleep(3.0)
+        stop = time.monotonic()
+        dist.barrier()
+        if rank == victim:
+            os.kill(worker, signal.SIGCONT)
+        handle.wait(30)
+        lines = [line.split() for side in ("trainer", "worker") for line in open(folder / f"{side}-{rank}")]
+        names = [name for at, name in lines if start < float(at) < stop]
+        # In 3 s one turn more may begin than there is time for, and one beat.
+        found[victim] = names, 2 * (stop - start) * control._LOOK_S / job.look_s + 5 + 2
+    return found
+
+
+def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
+    for found in run_ranks(operations_of_a_wait, 2, tmp_path, timeout=60):
+        for names, allowed in found.values():
+            assert 0 < len(names) <= allowed < 25
+            assert not LISTING & {*names}
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):

@@ -1,6 +1,6 @@
 """Operations of the file system, counted where Python hands them to the system.
 
-    os.open, os.read, fcntl.lockf, ... --> counting, note_operations (this file) --> tests of what a wait costs
+os.open, os.read, fcntl.lockf, ... --> counting, note_operations (this file) --> tests of what a wait costs
 """
 
 import fcntl

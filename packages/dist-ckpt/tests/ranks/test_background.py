@@ -427,18 +427,19 @@ def operations_of_a_wait(rank, ranks, folder):
         if rank == victim:
             os.kill(worker, signal.SIGCONT)
         handle.wait(30)
-        lines = [line.split() for side in ("trainer", "worker") for line in open(folder / f"{side}-{rank}")]
-        names = [name for at, name in lines if start < float(at) < stop]
+        notes = [(folder / f"{side}-{rank}").read_text().splitlines() for side in ("trainer", "worker")]
+        seen = [line.split() for lines in notes for line in lines]
         # In 3 s one turn more may begin than there is time for, and one beat.
-        found[victim] = names, 2 * (stop - start) * control._LOOK_S / job.look_s + 5 + 2
+        operations = [name for at, name in seen if start < float(at) < stop]
+        found[victim] = operations, 2 * (stop - start) * control._LOOK_S / job.look_s + 5 + 2
     return found
 
 
 def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
     for found in run_ranks(operations_of_a_wait, 2, tmp_path, timeout=60):
-        for names, allowed in found.values():
-            assert 0 < len(names) <= allowed < 25
-            assert not LISTING & {*names}
+        for operations, allowed in found.values():
+            assert 0 < len(operations) <= allowed < 25
+            assert not LISTING & {*operations}
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):

@@ -4,8 +4,8 @@
     trainer --> sign of life -->
 
 A hidden folder ``.<name>.job-<save_id>`` beside the checkpoint. Every name in it is known: nobody lists it. Files
-appear by rename or link, whole. Each is signed with a key that travelled over the group, so that nothing is unpickled that a
-rank of this very save did not write.
+appear by rename or link, whole. Each is signed with a key that travelled over the group, so that nothing is unpickled
+that a rank of this very save did not write.
 
 [Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
 writes a counter there every few seconds. A rank whose lock is free is dead. Where locks do not work between the hosts

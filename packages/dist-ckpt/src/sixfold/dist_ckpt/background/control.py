@@ -349,9 +349,7 @@ def commit(job: Job, written: list[Any]) -> Outcome:
     return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
 
 
-def speak_for_worker(
-    job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError
-) -> Outcome:
+def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
     board = board_of(job)
     if job.ranks == 1:

@@ -21,6 +21,7 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
 
+_GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
 _NEARLY = 0.99  # progress of what is written whole and not yet committed
 
 
@@ -30,7 +31,9 @@ class Flight:
     It keeps its saver alive, whoever else does: the end of the interpreter waits for the saves of all savers.
     """
 
-    def __init__(self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None = None) -> None:
+    def __init__(
+        self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None = None
+    ) -> None:
         self._progress, self._meter = progress, Meter(None)  # the first call is made in the thread
         self.ended = threading.Event()
         self.ended_at: float | None = None  # on the monotonic clock
@@ -42,7 +45,7 @@ class Flight:
         self._gauge, self._still = worker.gauge, Stillness()
         self._gauge.reset()
         self._idle_moves = self._gauge.moves
-        self._worker.channel.look_s = job.beat_s
+        self._worker.channel.look_s, self._beat_at = min(_GLANCE_S, job.beat_s), 0.0
         self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
         self._thread.start()
 
@@ -100,7 +103,8 @@ class Flight:
         if moves == self._idle_moves:  # it imports torch, or takes the job apart
             moves += self._worker.processor_ticks()
         self._gauge.hear()
-        if self._sign is not None:
+        if self._sign is not None and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + self._job.beat_s
             self._sign.beat(moves)
         self._count()
         return self._still.of(moves) < self._job.patience_s(steps)

@@ -128,6 +128,27 @@ def test_a_purge_by_name_never_sees_a_save_that_is_under_way(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
+def first_weights(rank, ranks, folder):
+    titan = module_of("dcp_titan", False)
+    trainer = titan.Trainer(str(folder / "run"), seed=5, asynchronous=False)
+    trainer.checkpoints.load_hf(str(folder / "hf"))
+    trainer.checkpoints.close()
+    return {key: value.full_tensor().tolist() for key, value in trainer.model.state_dict().items()}
+
+
+def test_the_first_weights_come_from_a_hugging_face_folder_at_any_layout(tmp_path):
+    safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+    torch.manual_seed(9)
+    whole = {"0.weight": (7, 6), "0.bias": (7,), "2.weight": (3, 7), "2.bias": (3,)}
+    whole = {key: torch.randn(shape) for key, shape in whole.items()}
+    (tmp_path / "hf").mkdir()
+    safe.save_file(whole, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    expected = {key: value.tolist() for key, value in whole.items()}
+    for ranks in (1, 2):
+        assert run_ranks(first_weights, ranks, tmp_path) == [expected] * ranks
+
+
 def named_by_retention(rank, ranks, folder):
     titan = module_of("dcp_titan", False)
     for step in (1, 2, 3):

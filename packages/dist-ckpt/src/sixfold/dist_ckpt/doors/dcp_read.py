@@ -6,6 +6,9 @@ torch's ``load`` calls, on each rank: read_metadata, set_up_storage_reader, prep
 prepare_global_plan; on each: read_data. Between them torch gathers and scatters: with its plan each rank sends which
 blocks it will touch, and gets back which of them it is to hash, each block one rank. An error of one rank ends the
 load on all.
+
+What lies behind a URL is read through a local mirror of each rank, which then hashes all that it touches: another rank
+has other copies.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ import os
 import socket
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +31,28 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, ShardingError, typed
+from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
+from sixfold.dist_ckpt.errors import (
+    BY_NAME,
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    ShardingError,
+    StorageError,
+    typed,
+)
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span
-from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.road.remote import Mirror
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
 
 
@@ -82,7 +96,7 @@ class Reader(StorageReader):
     planner sees them.
 
     Args:
-        path: the folder. "" if each call names a ``checkpoint_id``.
+        path: the folder; a URL that fsspec opens; a Store. "" if each call names a ``checkpoint_id``.
         verify: as of ``sixfold.dist_ckpt.load``: "touched" checks each block that is read, on one rank, "full" all
             blocks, "off" none.
         dtype_policy: where the dtype asked for is not the stored one: "cast" converts as torch does and warns once,
@@ -95,7 +109,7 @@ class Reader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Place,
         *,
         verify: str = "touched",
         dtype_policy: str = "cast",
@@ -109,19 +123,18 @@ class Reader(StorageReader):
         self.verify, self.dtype_policy, self.safe_globals = verify, dtype_policy, tuple(safe_globals)
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
+        self._mirror: Mirror | None = None
         self._failure: CheckpointError | None = None
         self._wished: list[Span] = []
+        self._chunks: dict[str, dict[Ints, StoredChunk]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_failure": None, "_wished": []}
+        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_failure": None, "_wished": [], "_chunks": {}}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is the place of a checkpoint that can be read from."""
-        try:
-            return isinstance(paths.located(checkpoint_id, "checkpoint_id"), Path)
-        except CheckpointError:
-            return False
+        """Whether this is the place of a checkpoint."""
+        return is_place(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, of ``checkpoint_id`` if that is given."""
@@ -132,8 +145,8 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder of the next load."""
-        return self.path
+        """The place of the next load."""
+        return self.path.name if isinstance(self.path, Store) else self.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Each rank: open the folder, small files and sizes checked, as torch's ``Metadata``.
@@ -157,16 +170,37 @@ class Reader(StorageReader):
         return found
 
     def _open(self) -> Metadata:
-        what = "a Reader loads local folders; sixfold.dist_ckpt.load takes URLs"
-        checkpoint = open_checkpoint(paths.local(self.path, what), verify=self.verify)
-        data = checkpoint.small_file(".metadata")
-        trusted = checkpoint.integrity is not None and self.verify != "off"
-        try:
-            found = dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted)
-        except CheckpointError as error:
-            raise BY_NAME[type(error).__name__](f"{checkpoint.folder / '.metadata'}: {error}") from error
+        store = store_at(self.path)
+        self._checkpoint, self._chunks = None, {}
+        if self._mirror is not None:
+            self._mirror.close()
+        self._mirror = None if isinstance(store, LocalStore) else Mirror(store.name)
+        if self._mirror is not None:
+            weakref.finalize(self, self._mirror.close)  # also where nothing is read
+        with self._named():
+            place = self._mirror.folder if self._mirror is not None else store.name
+            checkpoint = open_checkpoint(place, verify=self.verify)
+            data = checkpoint.small_file(".metadata")
+            trusted = checkpoint.integrity is not None and self.verify != "off"
+            try:
+                found = dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted)
+            except CheckpointError as error:
+                raise BY_NAME[type(error).__name__](f"{checkpoint.folder / '.metadata'}: {error}") from error
         self._checkpoint = checkpoint
         return found
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors inside name the URL and not its mirror."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._mirror is None:
+                raise
+            text = str(error).replace(str(self._mirror.folder), str(self.checkpoint_id))
+            if isinstance(error, StorageError):
+                raise StorageError(text, error.errno) from error
+            raise BY_NAME[type(error).__name__](text) from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Each rank. The metadata is that of ``read_metadata``, which has opened the folder."""
@@ -219,20 +253,32 @@ class Reader(StorageReader):
             fit. UnsafeError: a value names a class that was not allowed. StorageError: the folder was replaced
             meanwhile.
         """
-        checkpoint = self._opened()
-        share = plan.storage_data
+        checkpoint, share, touched = self._opened(), plan.storage_data, self._touched(plan.items)
         if not isinstance(share, _Share):
-            share = _Share(self._touched(plan.items), 1)
-        elif more := _outside(self._touched(plan.items), self._wished):  # a planner has added items
+            share = _Share(touched, 1)
+        elif self._mirror is not None:
+            share = _Share(touched, share.threads)
+        elif more := _outside(touched, self._wished):  # a planner has added items
             share = _Share([*share.spans, *more], share.threads)
         try:
-            typed(lambda: self._read(checkpoint, plan.items, planner, share))
+            with self._named():
+                typed(lambda: self._read(checkpoint, plan.items, planner, share))
         finally:
-            self._checkpoint = None  # its maps hold the files
-            checkpoint.check_unchanged()
+            self._close(checkpoint)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _close(self, checkpoint: Checkpoint) -> None:
+        """Let go of maps and mirror. StorageError if another save has taken the place meanwhile: that explains all."""
+        mirror, self._mirror, self._checkpoint = self._mirror, None, None
+        if mirror is None:
+            checkpoint.check_unchanged()
+            return
+        try:
+            mirror.check_unchanged()
+        finally:
+            mirror.close()
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
         targets, reads = list[_Target](), list[plans.Read]()
@@ -249,6 +295,8 @@ class Reader(StorageReader):
         reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
         blocks = [block for span in share.spans for block in span.blocks()]
         records = [target.record for target in targets]
+        if self._mirror is not None:
+            self._mirror.fetch({self._frame(item) for item in items}, blocks)
         reader.run(records, planned, blocks, lambda index: targets[index].complete(planner))
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -263,18 +311,14 @@ class Reader(StorageReader):
             raise MismatchError(f"{item.storage_index.fqn}: asked for {asked}, stored is {stored.dtype}")
 
     def _stored(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[StoredTensor, StoredChunk]:
-        index = item.storage_index
-        stored = checkpoint.manifest.tensors.get(index.fqn)
-        hint, offset = index.index, tuple(index.offset or ())
+        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        stored = checkpoint.manifest.tensors.get(key)
         if stored is not None:
-            if hint is not None and hint < len(stored.chunks) and stored.chunks[hint].box.offset == offset:
-                return stored, stored.chunks[hint]
-            for chunk in stored.chunks:
-                if chunk.box.offset == offset:
-                    return stored, chunk
-        raise MismatchError(
-            f"{index.fqn}: the planner asks for a chunk at {offset}, which the checkpoint does not hold"
-        )
+            if key not in self._chunks:
+                self._chunks[key] = {chunk.box.offset: chunk for chunk in stored.chunks}
+            if offset in self._chunks[key]:
+                return stored, self._chunks[key][offset]
+        raise MismatchError(f"{key}: the planner asks for a chunk at {offset}, which the checkpoint does not hold")
 
     def _frame(self, item: ReadItem) -> ByteRange:
         checkpoint, key = self._opened(), item.storage_index.fqn

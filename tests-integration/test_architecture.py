@@ -4,6 +4,7 @@ Everything is read from syntax trees, so that a rule holds for code that no test
 """
 
 import ast
+import graphlib
 import tomllib
 
 import pytest
@@ -46,6 +47,8 @@ DEFAULT_GROUP = {
     "GroupMember.WORLD",
     "distributed_c10d._get_default_group",
 }
+# What `python -m` of the left runs stands above it.
+DOORS = {("sixfold.fsdp.cost_model", "sixfold.fsdp.cost_command")}
 MOST_FUNCTION_LINES = 110
 MOST_FILE_LINES = 600
 
@@ -192,6 +195,27 @@ def default_group_use(node: ast.AST) -> str:
             return f"{name}() without a group"
     name = dotted(node)
     return name if any(name == text or name.endswith(f".{text}") for text in DEFAULT_GROUP) else ""
+
+
+@below_gpt
+def test_modules_import_each_other_in_no_circle(package: Package):
+    """An import inside a function counts, too."""
+    names = {}
+    for file in package.files:
+        parts = file.path.relative_to(package.folder / "src").with_suffix("").parts
+        names[".".join(parts).removesuffix(".__init__")] = file
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for name, file in names.items():
+        for_types = {line.line for line in file.imports if line.for_types}
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.lineno not in for_types:
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    module = whole if whole in names else node.module
+                    if module in names and module != name and (name, module) not in DOORS:
+                        graph[name].add(module)
+    assert sum(map(len, graph.values())) > len(names) / 2, "imports were not found"
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
 @each_package

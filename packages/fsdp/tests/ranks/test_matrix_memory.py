@@ -298,12 +298,20 @@ STEADY = [
     for strategy in STRATEGIES
     for low in (True, False)
     for grad_sum, low_wire in (("backend", False), ("backend", True), ("rank_order", True))
-] + [Case(gathered="all"), Case(gathered=900_000, low=False), Case(bucket=100_000)]
+] + [
+    Case(gathered="all"),
+    Case(gathered=900_000, low=False),
+    Case(bucket=100_000),
+    Case(fp8=True),
+    Case(offload=True),
+    Case(low_grads=True),
+]
 
 
 def test_a_steady_step_allocates_nothing_beyond_the_plain_step() -> None:
     more = []
     for case, counts in zip(STEADY, run_ranks(count_allocations, 1, STEADY)[0], strict=True):
-        parts = {name: counts[name] for name in ("forward and backward", "step")}
+        # The README's exception: narrow main gradients are widened to be scaled on a CPU, and for the step.
+        parts = {"forward and backward": counts["forward and backward"]} if case.low_grads else counts
         more += [f"{case}: {name}: plain {a}, sharded {b}" for name, (a, b) in parts.items() if b > a]
     assert more == []

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.alloc import TemporaryBucketAllocator
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.reduce import Reduction
 
 _OWNER = "the norm"
 _PART_NUMEL = 1 << 16  # elements in float64 at a time: 512 KiB stay in a cache
@@ -49,18 +49,17 @@ def _squares(records: Sequence[ParamRecord], engine: Engine) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":
-        return _squares_in_parts(gradients, engine.reduction.pool)
+        return _squares_in_parts(gradients, engine.reduction)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
-def _squares_in_parts(gradients: Sequence[Tensor], pool: TemporaryBucketAllocator) -> Tensor:
+def _squares_in_parts(gradients: Sequence[Tensor], reduction: Reduction) -> Tensor:
     """On a CPU, whose norms make a whole copy in float64 first: part by part, in a slot that no reduction needs now."""
+    pool = reduction.pool
     slot = pool.allocate(_OWNER, 0) if pool.slot_bytes else None
     try:
-        wide = torch.empty(0, dtype=torch.uint8) if slot is None else pool.memory(slot)
-        wide = wide[: min(_PART_NUMEL, wide.numel() // 8) * 8].view(torch.float64)
-        if not wide.numel():
-            wide = torch.empty(_PART_NUMEL, dtype=torch.float64)
+        memory = reduction.spare() if slot is None or pool.slot_bytes[slot] < 8 else pool.memory(slot)
+        wide = memory[: min(_PART_NUMEL, memory.numel() // 8) * 8].view(torch.float64)
         total = torch.zeros((), dtype=torch.float64)
         with torch._C.DisableTorchFunctionSubclass():
             for gradient in gradients:

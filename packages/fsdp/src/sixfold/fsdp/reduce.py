@@ -33,6 +33,7 @@ from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.ways import Kind, Sections, Way, Ways
 
 _WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
+_SPARE_BYTES = 2**16  # for a norm where no slot is: parts of 8,192 float64
 
 
 class GradReducePipeline:
@@ -191,11 +192,19 @@ class Reduction:
         self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=main, device=device)
         self.pipeline = GradReducePipeline(self._by_name, self._start)
         self.reductions = 0
+        self._device = device
+        self._spare: Tensor | None = None
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch of mixed additions."""
-        return 0 if self.wide is None else self.wide.nbytes
+        """Bytes of the scratch of mixed additions, and of the norm's."""
+        return sum(one.nbytes for one in (self.wide, self._spare) if one is not None)
+
+    def spare(self) -> Tensor:
+        """Bytes for who needs some between steps and finds no slot; made once."""
+        if self._spare is None:
+            self._spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self._device)
+        return self._spare
 
     def flying_bytes(self, unit: str) -> int:
         """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces that were on the way."""

@@ -363,7 +363,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``bytes.gather_source`` | bytes | main weights once more, as they travel |
         | ``bytes.kept_gathered`` ``bytes.gather_arena`` | bytes | gathered weights that stay; that take turns |
         | ``bytes.local_gradients`` | bytes | sums of full size that one stream has for itself |
-        | ``bytes.reduce_buffers`` ``bytes.reduce_scratch`` | bytes | slots of sums and pieces; of mixed additions |
+        | ``bytes.reduce_buffers`` ``bytes.reduce_scratch`` | bytes | slots of sums; of mixed additions and norms |
         | ``bytes.fp8_scratch`` ``bytes.fp8_transposed`` | bytes | amaxes, scales and scratch; transposed copies |
         | ``bytes.offload_slots`` | bytes | on the device for optimizer state of the host; with ``offload`` only |
         | ``fp8.tensors`` ``fp8.scale_reductions`` ``fp8.transposes_made`` | count | |

@@ -176,7 +176,8 @@ def test_metadata_json_and_common_pt_are_beside_the_tensors(tmp_path):
         content_metadata={"layout": "tp1"},
     )
     names = {path.name for path in Path(tmp_path / "c").iterdir()}
-    assert names == {"metadata.json", "common.pt", ".metadata", "integrity.json", "__0_0.distcp"}
+    index = {".metadata", "shard_manifest.pt"}
+    assert names == {"metadata.json", "common.pt", "integrity.json", "__0_0.distcp"} | index
     assert json.loads((tmp_path / "c" / "metadata.json").read_text()) == {  # megatron-core refuses any further key
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,

@@ -20,6 +20,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 
-_BATCH_ROWS = 1 << 16
+BATCH_ROWS = 1 << 16
 _LIMIT32 = 1 << 31
 _METADATA = "torch.distributed.checkpoint.metadata"
 _GLOBALS = {
@@ -47,15 +48,28 @@ _GLOBALS = {
 _NAMES = ("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length")  # of attributes of each chunk
 
 
+class Part(NamedTuple):
+    """Some rows of an ``Index``, in its order."""
+
+    tensor_M: torch.Tensor
+    offsets_MD: torch.Tensor
+    sizes_MD: torch.Tensor
+    file_M: torch.Tensor
+    start_M: torch.Tensor
+    length_M: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """What a checkpoint holds, as arrays: N chunks of K tensors of at most D axes.
+    """What a checkpoint holds, as arrays: rows for its chunks, K tensors of at most D axes.
 
     Attributes:
         tensors: key, dtype and shape of each.
-        tensor_N: which tensor a chunk is of, ascending.
+        tensor_N: which tensor a chunk is of.
         offsets_ND, sizes_ND: its box; axes that its tensor does not have are not looked at.
         files: names; file_N: which of them holds the chunk; start_N, length_N: where in it.
+        order: numbers of the M chunks, by tensor and then by place: among the N rows of the first three arrays, and
+            among those of the last three; None: as they stand.
         objects: frames by stored key.
         planner_data: what a planner of DCP keeps there, plain values; its own has the path of each key.
     """
@@ -71,22 +85,61 @@ class Index:
     objects: Mapping[str, ByteRange]
     save_id: str | None
     planner_data: object = None
+    order: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def chunk_count(self) -> int:
+        """M."""
+        return len(self.tensor_N if self.order is None else self.order[0])
+
+    @property
+    def dims(self) -> int:
+        """D."""
+        return self.offsets_ND.shape[1]
+
+    def part(self, rows: slice) -> Part:
+        """The chunks of these numbers: nothing as long as all of them is made."""
+        at, place = (rows, rows) if self.order is None else (self.order[0][rows], self.order[1][rows])
+        return Part(
+            self.tensor_N[at],
+            self.offsets_ND[at],
+            self.sizes_ND[at],
+            self.file_N[place],
+            self.start_N[place],
+            self.length_N[place],
+        )
+
+    def parts(self) -> Iterator[Part]:
+        """All chunks, a batch at a time."""
+        for low in range(0, self.chunk_count, BATCH_ROWS):
+            yield self.part(slice(low, low + BATCH_ROWS))
+
+    def counts(self) -> list[int]:
+        """Chunks of each tensor."""
+        count_K = torch.zeros(len(self.tensors), dtype=torch.int64, device="cpu")
+        for part in self.parts():
+            count_K += torch.bincount(part.tensor_M, minlength=len(self.tensors))
+        found: list[int] = count_K.tolist()
+        return found
 
     @classmethod
     def of(cls, manifest: Manifest) -> Index:
         """The same of a manifest."""
-        dims = max((len(tensor.shape) for tensor in manifest.tensors.values()), default=0)
+        tensors = sorted(manifest.tensors.items(), key=lambda item: sort_key(item[0]))
+        dims = max((len(tensor.shape) for _, tensor in tensors), default=0)
         files: dict[str, int] = {}
         rows, boxes = [], []
-        for number, tensor in enumerate(manifest.tensors.values()):
+        for number, (_, tensor) in enumerate(tensors):
             more = (0,) * (dims - len(tensor.shape))
-            for box, frame, _ in tensor.chunks:
+            for box, frame, _ in sorted(tensor.chunks):
                 boxes.append(((*box.offset, *more), (*box.size, *more)))
                 rows.append((number, files.setdefault(frame.file, len(files)), frame.offset, frame.length))
+        for frame in manifest.objects.values():
+            files.setdefault(frame.file, len(files))
         rows_N4 = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 4)
         boxes_N2D = torch.tensor(boxes, dtype=torch.int64, device="cpu").view(len(boxes), 2, dims)
         return cls(
-            tensors=[(key, tensor.dtype, tensor.shape) for key, tensor in manifest.tensors.items()],
+            tensors=[(key, tensor.dtype, tensor.shape) for key, tensor in tensors],
             tensor_N=rows_N4[:, 0],
             offsets_ND=boxes_N2D[:, 0],
             sizes_ND=boxes_N2D[:, 1],
@@ -97,6 +150,11 @@ class Index:
             objects=manifest.objects,
             save_id=manifest.save_id,
         )
+
+
+def sort_key(key: str) -> bytes:
+    """Keys stand in the order of their bytes."""
+    return key.encode("utf-8", "surrogatepass")
 
 
 def encode(index: Index, dcp_version: str | None) -> Iterator[bytes]:
@@ -118,14 +176,14 @@ class _Writer:
         yield b"\x80\x04" + b"".join(name + b"0" for name in names)  # each into the memo, and off the stack
         yield b"".join((self._new("Metadata"), b"}(", self._text("state_dict_metadata"), b"}("))
         axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64, device="cpu")
-        count_K = torch.bincount(index.tensor_N, minlength=len(index.tensors)).tolist()
-        for first, last, low, high in _batches(count_K):
-            yield from self._entries(index, axes_K, slice(low, high), range(first, last), count_K)
+        for rows, shares in _batches(index.counts()):
+            yield from self._entries(index, axes_K, index.part(rows), shares)
         yield b"".join(self._text(key) + self._new("BytesStorageMetadata") for key in index.objects)
         yield b"".join((b"u", self._text("planner_data"), _plain(index.planner_data)))
         yield self._text("storage_data") + b"}("
-        for first, last, low, high in _batches(count_K):
-            yield from self._places(index, axes_K, slice(low, high), range(first, last))
+        keys_K = torch.tensor([self._numbers[key] for key, _, _ in index.tensors], dtype=torch.int64, device="cpu")
+        for part in index.parts():
+            yield from self._places(index, axes_K, keys_K, part)
         for key, frame in index.objects.items():
             file = (self._text("relative_path"), self._text(frame.file))
             where = (self._text("offset"), integer(frame.offset), self._text("length"), integer(frame.length))
@@ -138,43 +196,40 @@ class _Writer:
             parts += [self._text("sixfold_save_id"), self._text(index.save_id)]
         yield b"".join([*parts, b"ub."])
 
-    def _entries(
-        self, index: Index, axes_K: torch.Tensor, rows: slice, tensors: range, count_K: Sequence[int]
-    ) -> Iterator[bytes]:
-        """Entries of ``state_dict_metadata``: a batch of tensors, each with its chunks."""
+    def _entries(self, index: Index, axes_K: torch.Tensor, part: Part, shares: Sequence[_Share]) -> Iterator[bytes]:
+        """Entries of ``state_dict_metadata``: a batch of chunks, and where a tensor of it begins or ends."""
         new, size = self._new("ChunkStorageMetadata") + b"}(" + self._text("offsets"), self._text("sizes")
         blobs: dict[int, memoryview] = {}
         widths: dict[int, int] = {}
-        for axes, row_M in _by_axes(index, axes_K, rows):
-            offsets, sizes = index.offsets_ND[row_M, :axes], index.sizes_ND[row_M, :axes]
+        for axes, row_M in _by_axes(part, axes_K):
+            offsets, sizes = part.offsets_MD[row_M, :axes], part.sizes_MD[row_M, :axes]
             form = [new, *self._sizes(offsets), size, *self._sizes(sizes), b"ub"]
             blob, widths[axes] = _rows(form, len(row_M))
             blobs[axes] = memoryview(blob)
-        for number in tensors:
+        for number, chunks, begins, ends in shares:
             key, dtype, shape = index.tensors[number]
-            parts = [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
-            parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
-            axes, count = len(shape), count_K[number]
-            taken = count * widths[axes] if count else 0
-            if count:
-                yield b"".join((*parts, blobs[axes][:taken], b"eub"))
-                blobs[axes] = blobs[axes][taken:]
-            else:
-                yield b"".join((*parts, b"eub"))
+            parts: list[bytes | memoryview] = []
+            if begins:
+                parts += [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
+                parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
+            if chunks:
+                taken = chunks * widths[len(shape)]
+                parts.append(blobs[len(shape)][:taken])
+                blobs[len(shape)] = blobs[len(shape)][taken:]
+            if ends:
+                parts.append(b"eub")
+            yield b"".join(parts)
 
-    def _places(self, index: Index, axes_K: torch.Tensor, rows: slice, tensors: range) -> Iterator[bytes]:
-        """Entries of ``storage_data``: where the chunks of a batch of tensors lie."""
-        keys_K = torch.tensor(
-            [self._numbers[index.tensors[number][0]] for number in tensors], dtype=torch.int64, device="cpu"
-        )
+    def _places(self, index: Index, axes_K: torch.Tensor, keys_K: torch.Tensor, part: Part) -> Iterator[bytes]:
+        """Entries of ``storage_data``: where the chunks of a batch lie."""
         files_F = torch.tensor([self._numbers[name] for name in index.files], dtype=torch.int64, device="cpu")
-        for axes, row_M in _by_axes(index, axes_K, rows):
-            key, file = keys_K[index.tensor_N[row_M] - tensors.start], files_F[index.file_N[row_M]]
+        for axes, row_M in _by_axes(part, axes_K):
+            key, file = keys_K[part.tensor_M[row_M]], files_F[part.file_M[row_M]]
             form: list[bytes | torch.Tensor] = [self._new("MetadataIndex") + b"}(" + self._text("fqn"), _fetch(key)]
-            form += [self._text("index") + b"N" + self._text("offset"), *self._sizes(index.offsets_ND[row_M, :axes])]
+            form += [self._text("index") + b"N" + self._text("offset"), *self._sizes(part.offsets_MD[row_M, :axes])]
             form += [b"ub" + self._new("_StorageInfo") + b"}(" + self._text("relative_path"), _fetch(file)]
-            form += [self._text("offset"), _integers(index.start_N[row_M])]
-            form += [self._text("length"), _integers(index.length_N[row_M]), b"ub"]
+            form += [self._text("offset"), _integers(part.start_M[row_M])]
+            form += [self._text("length"), _integers(part.length_M[row_M]), b"ub"]
             yield _rows(form, len(row_M))[0]
 
     def _sizes(self, values_ND: torch.Tensor) -> list[bytes | torch.Tensor]:
@@ -227,23 +282,39 @@ class _Writer:
         return b"q" + bytes([number]) if short else b"r" + struct.pack("<I", number)
 
 
-def _batches(count_K: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Tensors [first, last) and their rows [low, high), some ``_BATCH_ROWS`` or the rows of one tensor at a time."""
-    first = low = high = 0
+class _Share(NamedTuple):
+    """The chunks of tensor ``number`` in a batch, and whether its first and its last ones are among them."""
+
+    number: int
+    chunks: int
+    begins: bool
+    ends: bool
+
+
+def _batches(count_K: Sequence[int]) -> Iterator[tuple[slice, list[_Share]]]:
+    """Rows, at most ``BATCH_ROWS`` at a time, and whose they are."""
+    low = rows = 0
+    shares: list[_Share] = []
     for number, count in enumerate(count_K):
-        if high > low and high - low + count > _BATCH_ROWS:
-            yield first, number, low, high
-            first, low = number, high
-        high += count
-    if first < len(count_K):
-        yield first, len(count_K), low, high
+        left = count
+        while True:
+            taken = min(left, BATCH_ROWS - rows)
+            shares.append(_Share(number, taken, left == count, left == taken))
+            left, rows = left - taken, rows + taken
+            if rows == BATCH_ROWS:
+                yield slice(low, low + rows), shares
+                low, rows, shares = low + rows, 0, []
+            if not left:
+                break
+    if shares:
+        yield slice(low, low + rows), shares
 
 
-def _by_axes(index: Index, axes_K: torch.Tensor, rows: slice) -> Iterator[tuple[int, torch.Tensor]]:
+def _by_axes(part: Part, axes_K: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """The rows of tensors of 0, 1, 2, .. axes."""
-    axes_N = axes_K[index.tensor_N[rows]]
-    for axes in torch.unique(axes_N).tolist():
-        yield axes, torch.nonzero(axes_N == axes)[:, 0] + rows.start
+    axes_M = axes_K[part.tensor_M]
+    for axes in torch.unique(axes_M).tolist():
+        yield axes, torch.nonzero(axes_M == axes)[:, 0]
 
 
 def _integers(values_N: torch.Tensor) -> torch.Tensor:

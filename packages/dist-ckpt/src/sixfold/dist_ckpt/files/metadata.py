@@ -10,6 +10,7 @@ layout of before 0.15 becomes ordinary boxes here, so that nothing else knows of
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from math import prod
 from typing import Any, TypeGuard
 
@@ -19,7 +20,7 @@ from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.files import dcp_pickle
 from sixfold.dist_ckpt.files.unpickle import Node, kind_of, loads, shown
 from sixfold.dist_ckpt.geometry.box import Box, range_boxes
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, Stored, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.pause import collection_paused
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
@@ -78,12 +79,17 @@ def check_common_config(data: bytes) -> None:
 
 
 def encode(index: dcp_pickle.Index) -> bytes:
-    """The bytes of ``.metadata``: a protocol 4 pickle of torch DCP's ``Metadata``.
+    """The bytes of ``.metadata``, of few chunks."""
+    return b"".join(encode_parts(index))
+
+
+def encode_parts(index: dcp_pickle.Index) -> Iterator[bytes]:
+    """The parts of ``.metadata``, each made when it is asked for: a protocol 4 pickle of torch DCP's ``Metadata``.
 
     One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
     megatron writes it: that nearly doubles the file and nobody needs it.
     """
-    return b"".join(dcp_pickle.encode(index, _DCP_VERSION))
+    return dcp_pickle.encode(index, _DCP_VERSION)
 
 
 def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:
@@ -103,7 +109,7 @@ def _decode(root: Any) -> Manifest:
     entries = _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata")
     places = _places(_typed(root.get("storage_data"), dict, "storage_data"))
     legacy = root.get("mcore_data")
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, Stored] = {}
     objects: dict[str, ByteRange] = {}
     for key, entry in entries.items():
         kind = kind_of(entry)

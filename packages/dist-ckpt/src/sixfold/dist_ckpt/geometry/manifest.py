@@ -5,8 +5,10 @@ plan + written frames --> manifest.py (this file) <--> metadata.py <--> .metadat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,6 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sixfold.dist_ckpt.geometry.box import Box, Ints
+
+FEW_CHUNKS = 16  # of a tensor are all looked at
 
 
 class ByteRange(NamedTuple):
@@ -61,13 +65,64 @@ class StoredChunk(NamedTuple):
         return prod(self.frame_shape)
 
 
+class Stored(Protocol):
+    """A tensor of the checkpoint; its chunks cover it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+
+    @property
+    def shape(self) -> Ints:
+        """Of the whole tensor."""
+
+    @property
+    def chunks(self) -> Sequence[StoredChunk]:
+        """All of them, in the order of their places."""
+
+    @property
+    def chunk_count(self) -> int:
+        """How many they are."""
+
+    def near(self, wanted: Box) -> Sequence[StoredChunk]:
+        """The chunks that may share an element with a box, and perhaps others."""
+
+
+class _Search(NamedTuple):
+    """The chunks of one tensor by their starts on the axis that tells them apart best."""
+
+    axis: int
+    starts: list[int]
+    longest: int
+    chunks: list[StoredChunk]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the checkpoint; its chunks cover it."""
+    """``Stored`` with all its chunks in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
+    _searches: list[_Search] = field(default_factory=list, compare=False, repr=False)  # one, from the first use on
+
+    @property
+    def chunk_count(self) -> int:
+        return len(self.chunks)
+
+    def near(self, wanted: Box) -> Sequence[StoredChunk]:
+        if len(self.chunks) < FEW_CHUNKS or not self.shape:
+            return self.chunks
+        if not self._searches:
+            boxes = [chunk.box for chunk in self.chunks]
+            axis = max(range(len(self.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+            ordered = sorted(self.chunks, key=lambda chunk: chunk.box.offset[axis])
+            longest = max(box.size[axis] for box in boxes)
+            self._searches.append(_Search(axis, [c.box.offset[axis] for c in ordered], longest, ordered))
+        search = self._searches[0]
+        start = wanted.offset[search.axis]
+        low = bisect_right(search.starts, start - search.longest)
+        return search.chunks[low : bisect_left(search.starts, start + wanted.size[search.axis])]
 
 
 class ChunkDecoder(Protocol):
@@ -87,21 +142,30 @@ class Manifest:
     ``needs_metadata_json`` is true if the writer was not plain DCP: then a folder without
     metadata.json is a save that never finished. ``decoder`` is set where chunks and objects are bare files and no
     frames (zarr).
+
+    The two mappings may be read from a file as they are asked (compact.py): what looks at a few keys costs as much as
+    those, and what iterates over them costs as much as the checkpoint has. Then ``files`` names all files of frames,
+    and each frame is checked to lie in its file when it is read; else it is None.
     """
 
-    tensors: dict[str, StoredTensor]
-    objects: dict[str, ByteRange]
+    tensors: Mapping[str, Stored]
+    objects: Mapping[str, ByteRange]
     save_id: str | None = None
     needs_metadata_json: bool = False
     decoder: ChunkDecoder | None = None
-
-    def frames(self) -> list[ByteRange]:
-        """Every frame, tensors first."""
-        return [chunk.frame for tensor in self.tensors.values() for chunk in tensor.chunks] + [*self.objects.values()]
+    files: tuple[str, ...] | None = None
 
     def frames_by_key(self) -> Iterator[tuple[str, ByteRange]]:
-        """Every frame with its key, which for an object is the stored one."""
+        """Every frame with its key, which for an object is the stored one; tensors first."""
         for key, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 yield key, chunk.frame
         yield from self.objects.items()
+
+    @property
+    def keys_digest(self) -> str:
+        """Equal for equal keys. Cost: all keys, unless a save id names the checkpoint."""
+        if self.save_id is not None:
+            return f"{len(self.tensors)} {len(self.objects)}"
+        names = "\0".join(sorted([*self.tensors, *self.objects]))
+        return sha256(names.encode("utf-8", "surrogatepass")).hexdigest()

@@ -8,7 +8,6 @@ Pure: no files, no ranks, no tensor data. Each step prints as one line.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, intersect, whole
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
 
@@ -125,7 +124,6 @@ def plan_load(
     zeroed: list[tuple[int, Piece]] = []
     unexpected: list[int] = []
     mismatches: list[str] = []
-    searches: dict[int, _Search] = {}
     for index, record in enumerate(records):
         stored = manifest.tensors.get(record.key)
         if stored is None:
@@ -143,7 +141,7 @@ def plan_load(
             if wanted is None:
                 continue
             found, begin = 0, len(reads)
-            for chunk in _near(wanted, stored, searches):
+            for chunk in stored.near(wanted):
                 part = wanted if wanted == chunk.box else intersect(wanted, chunk.box)
                 if part is not None:
                     found += part.volume
@@ -161,31 +159,6 @@ def plan_load(
     return LoadPlan(
         reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
     )
-
-
-class _Search(NamedTuple):
-    """The chunks of one tensor by their starts on the axis that tells them apart best."""
-
-    axis: int
-    starts: list[int]
-    longest: int
-    chunks: list[StoredChunk]
-
-
-def _near(wanted: Box, stored: StoredTensor, searches: dict[int, _Search]) -> Sequence[StoredChunk]:
-    """The chunks that may share an element with ``wanted``."""
-    if len(stored.chunks) < 16 or not stored.shape:
-        return stored.chunks
-    search = searches.get(id(stored))
-    if search is None:
-        boxes = [chunk.box for chunk in stored.chunks]
-        axis = max(range(len(stored.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
-        ordered = sorted(stored.chunks, key=lambda chunk: chunk.box.offset[axis])
-        longest = max(box.size[axis] for box in boxes)
-        search = searches[id(stored)] = _Search(axis, [c.box.offset[axis] for c in ordered], longest, ordered)
-    start = wanted.offset[search.axis]
-    low = bisect_right(search.starts, start - search.longest)
-    return search.chunks[low : bisect_left(search.starts, start + wanted.size[search.axis])]
 
 
 def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:

@@ -19,9 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from sixfold.dist_ckpt.files.dcp_pickle import sort_key
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
+
+_AT_ONCE = 1 << 18  # rows that stay in the cache
 
 
 class Kind(NamedTuple):
@@ -144,20 +147,22 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
 
 
 def merge(tables: Sequence[Encoded]) -> Table:
-    """The tables of all ranks, in rank order, as one."""
+    """The tables of all ranks, in rank order, as one; kinds in the order of their keys' bytes."""
     dims = max((table.dims for table in tables), default=0)
     counts = [len(table.rows) // (8 * (2 + 2 * table.dims)) for table in tables]
     rows_NW = torch.empty(sum(counts), 2 + 2 * dims, dtype=torch.int64, device="cpu")
-    ranks_N = torch.empty(sum(counts), dtype=torch.int64, device="cpu")
-    kinds: dict[Kind, int] = {}
-    known: dict[bytes, torch.Tensor] = {}
+    ranks_N = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    own: dict[bytes, list[Kind]] = {}
+    for names in dict.fromkeys(table.names for table in tables):
+        own[names] = [Kind(*kind) for kind in zip(*pickle.loads(names), strict=True)]  # from a rank of this job
+    kinds = sorted({kind for known in own.values() for kind in known}, key=lambda kind: sort_key(kind.key))
+    number = {kind: n for n, kind in enumerate(kinds)}
+    known = {
+        names: torch.tensor([number[kind] for kind in found], dtype=torch.int64, device="cpu")
+        for names, found in own.items()
+    }
     at = 0
-    for rank, (table, count) in enumerate(zip(tables, counts, strict=True)):
-        if table.names not in known:
-            own = [Kind(*kind) for kind in zip(*pickle.loads(table.names), strict=True)]  # from a rank of this job
-            known[table.names] = torch.tensor(
-                [kinds.setdefault(kind, len(kinds)) for kind in own], dtype=torch.int64, device="cpu"
-            )
+    for table, count in zip(tables, counts, strict=True):
         if count:
             part, more = rows_NW[at : at + count], dims - table.dims
             rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
@@ -167,7 +172,6 @@ def merge(tables: Sequence[Encoded]) -> Table:
                 part[:, 2 + table.dims : 2 + dims] = 0
                 part[:, 2 + dims + table.dims :] = 1
             part[:, 0] = known[table.names][rows[:, 0]]
-            ranks_N[at : at + count] = rank
             at += count
     return Table(tuple(kinds), dims, rows_NW, ranks_N)
 
@@ -181,10 +185,9 @@ def covered_once(table: Table) -> torch.Tensor:
     numbers, which is the weight of the whole by an accident of about 2**-60. No sorting and no pairs of boxes.
     """
     total_K = torch.zeros(len(table.kinds), dtype=torch.int64, device="cpu")
-    main = table.rows_NW[:, 1] != 0
-    rows = table.rows_NW if bool(main.all()) else table.rows_NW[main]
     dims = table.dims
-    for part in torch.split(rows, 1 << 18):  # in the cache
+    for rows in torch.split(table.rows_NW, _AT_ONCE):
+        part = rows[rows[:, 1] != 0]
         total_K.index_add_(0, part[:, 0], _weights(part[:, 2 : 2 + dims], part[:, 2 + dims :]))
     shapes = table.shapes_KD
     return total_K == _weights(torch.zeros_like(shapes), shapes)
@@ -213,8 +216,10 @@ def _shifted(values_N: torch.Tensor, bits: int) -> torch.Tensor:
 
 def inside(table: Table) -> torch.Tensor:
     """Which kinds have no box that leaves the tensor: (K,) bool."""
-    ends_ND = table.offsets_ND + table.sizes_ND
-    bad_N = ((table.offsets_ND < 0) | (table.sizes_ND < 0) | (ends_ND > table.shapes_KD[table.rows_NW[:, 0]])).any(1)
     fine_K = torch.ones(len(table.kinds), dtype=torch.bool, device="cpu")
-    fine_K[table.rows_NW[bad_N, 0]] = False
+    dims = table.dims
+    for part in torch.split(table.rows_NW, _AT_ONCE):
+        offsets_ND, sizes_ND = part[:, 2 : 2 + dims], part[:, 2 + dims :]
+        bad_N = ((offsets_ND < 0) | (sizes_ND < 0) | (offsets_ND + sizes_ND > table.shapes_KD[part[:, 0]])).any(1)
+        fine_K[part[bad_N, 0]] = False
     return fine_K

@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import Block, Span
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
@@ -52,7 +51,7 @@ class _Report(NamedTuple):
     touched: list[Span]
     cpus: tuple[str, int]
     seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
-    stored: frozenset[str]  # those keys; of the first rank only, the others send none
+    manifest: Manifest | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
 
 
@@ -189,7 +188,7 @@ def _has_no_common(checkpoint: Checkpoint) -> bool:
     return checkpoint.manifest.save_id is None or any(isinstance(record, by_name.PlainObject) for record in names)
 
 
-def _allocate(record: ShardedTensor, stored: StoredTensor) -> None:
+def _allocate(record: ShardedTensor, stored: Stored) -> None:
     """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
     nbytes = prod(record.local_shape) * record.dtype.itemsize
     if nbytes > _DOUBTFUL_BYTES and prod(stored.shape) > sum(chunk.box.volume for chunk in stored.chunks):
@@ -207,7 +206,6 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
     mismatches, unknown = _object_mismatches(objects, manifest)
     unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
     unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
-    keys = frozenset([*manifest.tensors, *manifest.objects])
     return _Report(
         wanted.table,
         [object_report(record) for record in objects],
@@ -215,8 +213,8 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
         [*wanted.reads.mismatches, *mismatches],
         _touched(checkpoint, request.reads, objects),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
-        (manifest.save_id, sha256("\0".join(sorted(keys)).encode("utf-8", "surrogatepass")).hexdigest()),
-        keys if rank == 0 else frozenset(),
+        (manifest.save_id, manifest.keys_digest),
+        manifest if rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
     )
 
@@ -253,7 +251,7 @@ def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[Sha
         return integrity.all_spans()
     stored = checkpoint.manifest.objects
     frames = reads.frames() | {stored[record.unique_key] for record in objects if record.unique_key in stored}
-    return integrity.spans_of(frames)
+    return integrity.spans_of([*frames, *checkpoint.unread])
 
 
 def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool) -> _Decision:
@@ -265,7 +263,11 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
     table = merge([report.table for report in reports])
     asked = table.keys | {cell.stored_key for report in reports for cell in report.objects}
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
-    missing = set(reports[0].stored - asked)
+    manifest = reports[0].manifest
+    assert manifest is not None, "the first rank's report"
+    # All keys are looked at only if they are asked about: for a mode that minds them, or for a guess at what was meant.
+    counts = strict.minds_missing or (unexpected and strict.raises_unexpected)
+    missing = {key for keys in (manifest.tensors, manifest.objects) for key in keys} - asked if counts else set[str]()
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)

@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.road.loading import LoadRequest
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.stores import folder as folder_of
 from sixfold.dist_ckpt.stores import paths
-from sixfold.dist_ckpt.stores.store import is_checkpoint_file, overtaken
+from sixfold.dist_ckpt.stores.store import is_checkpoint_file, overtaken, pieces_of
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine, owns_file
 
 _MIRROR = "sixfold-mirror-"
@@ -164,7 +164,8 @@ def _commit(store: Store, written: list[Any], content: saving.Content, ticket: s
         raise overtaken(store.url)
     if lost:
         raise StorageError(f"{store.url}/{lost[0]} is not the file that its rank wrote", errno.EIO)
-    small = {".metadata": saving.index_of(written, ticket.save_id, None), "common.pt": content.common_bytes}
+    index = saving.index_of(written, ticket.save_id, None)
+    small = {name: b"".join(pieces_of(data)) for name, data in index.items()} | {"common.pt": content.common_bytes}
     config = metadata.encode_config()
     digests = files | {name: integrity.digest_of(data) for name, data in {**small, "metadata.json": config}.items()}
     small[integrity.FILE_NAME] = integrity.Integrity(save_id=ticket.save_id, files=digests).encode()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
-from sixfold.dist_ckpt.files import metadata, weights_only
+from sixfold.dist_ckpt.files import compact, metadata, weights_only
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
@@ -33,7 +33,11 @@ from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.store import Content as FileContent
+from sixfold.dist_ckpt.stores.store import pieces_of
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
+
+_KEPT_CHUNKS = 1 << 16  # of the last save
 
 
 class _Report(NamedTuple):
@@ -67,7 +71,7 @@ class _Kept:
     keys: frozenset[str] = frozenset()
     places: bytes | None = None
     written: list[transfer.Written] = field(default_factory=list)
-    index: tuple[str, list[list[tuple[str, ByteRange]]], bytes] | None = None  # save id, objects, .metadata
+    index: tuple[str, list[list[tuple[str, ByteRange]]], dict[str, bytes]] | None = None  # save id, objects, files
 
 
 class Ticket(NamedTuple):
@@ -366,29 +370,42 @@ def _write_index(
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
             raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    for name, data in ({".metadata": index_of(written, save_id, kept)} | small).items():
+    for name, data in (index_of(written, save_id, kept) | small).items():
         files[name] = storage.write_file(staging, name, data)
     storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
 
 
-def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> bytes:
-    """The bytes of ``.metadata``; the last ones with another save id if nothing has moved. See [Note: plan cache]."""
+def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> dict[str, FileContent]:
+    """The index files by name, streamed if they are large; the last ones with another save id if nothing has moved.
+
+    See [Note: plan cache].
+    """
     if kept is None:
-        with collection_paused():
-            return metadata.encode(_index(written, save_id))
+        return _streams(_index(written, save_id))
     objects, last_index = [part.objects for part in written], kept.index
     unmoved = all(part.table is None and part.places is None for part in written)
     if unmoved and last_index is not None and objects == last_index[1]:
-        before, _, data = last_index
-        if data.count(before.encode()) == 1:
-            return data.replace(before.encode(), save_id.encode())
-    for part, last in zip(written, kept.written or written, strict=True):
-        part.table = last.table if part.table is None else part.table
-        part.places = last.places if part.places is None else part.places
+        before, _, last = last_index
+        if all(data.count(before.encode()) == 1 for data in last.values()):
+            return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
+    for part, one in zip(written, kept.written or written, strict=True):
+        part.table = one.table if part.table is None else part.table
+        part.places = one.places if part.places is None else part.places
+    index = _index(written, save_id)
+    kept.written, kept.index = written, None
+    if index.chunk_count > _KEPT_CHUNKS:
+        return _streams(index)
     with collection_paused():
-        data = metadata.encode(_index(written, save_id))
-    kept.written, kept.index = written, (save_id, objects, data)
-    return data
+        made = {name: b"".join(pieces_of(data)) for name, data in _streams(index).items()}
+    kept.index = (save_id, objects, made)
+    return dict(made)
+
+
+def _streams(index: Index) -> dict[str, FileContent]:
+    return {
+        ".metadata": lambda: metadata.encode_parts(index),
+        compact.FILE_NAME: lambda: compact.encode(index),
+    }
 
 
 def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:
@@ -419,19 +436,22 @@ def _index(written: list[transfer.Written], save_id: str) -> Index:
         torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
     )
     row_M, order_M = table.main_rows()
-    places_M2, rows_MW = places_M2.view(-1, 2)[order_M], table.rows_NW[row_M]
     names = [next(iter(part.files), "") for part in written]
     files = {name: number for number, name in enumerate(filter(None, names))}
     file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
+    places_M2 = places_M2.view(-1, 2)
+    file_N = torch.empty_like(order_M)
+    file_N[order_M] = file_R[table.ranks_N[row_M]]
     return Index(
         tensors=table.kinds,
-        tensor_N=rows_MW[:, 0],
-        offsets_ND=rows_MW[:, 2 : 2 + table.dims],
-        sizes_ND=rows_MW[:, 2 + table.dims :],
+        tensor_N=table.rows_NW[:, 0],
+        offsets_ND=table.offsets_ND,
+        sizes_ND=table.sizes_ND,
         files=list(files),
-        file_N=file_R[table.ranks_N[row_M]],
+        file_N=file_N,
         start_N=places_M2[:, 0],
         length_N=places_M2[:, 1],
         objects=dict(entry for part in written for entry in part.objects),
         save_id=save_id,
+        order=(row_M, order_M),
     )

@@ -22,9 +22,9 @@ from sixfold.dist_ckpt.errors import (
     StorageError,
     typed,
 )
+from sixfold.dist_ckpt.files import compact, metadata
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import integrity as checks
-from sixfold.dist_ckpt.files import metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.stores import local as storage
@@ -32,6 +32,7 @@ from sixfold.dist_ckpt.stores import paths, safetensors_folder, zarr_format
 from sixfold.dist_ckpt.stores.maps import Mapped, Maps
 
 LOOKS = 5  # at a folder that others write to meanwhile
+_SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -49,6 +50,7 @@ class Checkpoint:
     integrity: Integrity | None
     verify: str
     identity: tuple[int, ...]
+    unread: tuple[ByteRange, ...] = ()  # large files that say what others say too: a load hashes them as it does data
     _maps: Maps = field(default_factory=Maps)
 
     def map(self, name: str) -> Mapped:
@@ -141,12 +143,18 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
             return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
     if safetensors_folder.is_one(folder):
         return Checkpoint(folder, safetensors_folder.read_manifest(folder), None, verify, identity)
-    manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
+    maps, unread = Maps(), tuple[ByteRange, ...]()
+    if integrity is not None and compact.FILE_NAME in integrity.files:
+        manifest = _open_compact(folder, integrity, verify, maps)
+        unread = _unread(folder, integrity, verify)
+    else:
+        manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
     if config is None and manifest.needs_metadata_json:
         raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")
-    _check_identity(folder, manifest, integrity)
-    _check_ranges(folder, manifest)
-    return Checkpoint(folder, manifest, integrity, verify, identity)
+    files = _files_of(manifest)
+    _check_identity(folder, manifest, integrity, files)
+    _check_ranges(folder, files)
+    return Checkpoint(folder, manifest, integrity, verify, identity, unread, maps)
 
 
 @contextmanager
@@ -257,27 +265,70 @@ def _inside(folder: Path) -> str:
     return f"; it holds checkpoints: name one, such as {folder / found[-1]}" if found else ""
 
 
-def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None) -> None:
+def _open_compact(folder: Path, integrity: Integrity, verify: str, maps: Maps) -> Manifest:
+    """The compact manifest, mapped; its blocks are hashed when something in them is looked at."""
+    path, done = folder / compact.FILE_NAME, set[int]()
+
+    def size(name: str) -> int:
+        if name not in integrity.files:
+            if (folder / name).exists():
+                raise CorruptError(f"{folder / name} is not in {checks.FILE_NAME}: the save did not write it")
+            raise CorruptError(f"{folder / name} is missing; {path.name} names bytes of it")
+        return integrity.files[name].size
+
+    def check(start: int, stop: int) -> None:
+        for number in range(start // integrity.block_bytes, -(-stop // integrity.block_bytes)):
+            if number not in done:
+                integrity.check_blocks(folder, [checks.Block(path.name, number)])
+                done.add(number)
+
+    storage.check_regular(path)
+    if not integrity.files[path.name].size:
+        raise CorruptError(f"{path} is empty")
+    return _at(path, lambda: compact.read(maps.get(path).data, size, (lambda *_: None) if verify == "off" else check))
+
+
+def _unread(folder: Path, integrity: Integrity, verify: str) -> tuple[ByteRange, ...]:
+    """``.metadata``, which is not decoded here, if it is too large to be hashed at once."""
+    path, expected = folder / ".metadata", integrity.files.get(".metadata")
+    if expected is None or verify == "off":
+        return ()
+    if expected.size > _SMALL_BYTES:
+        return (ByteRange(path.name, 0, expected.size),)
+    integrity.check_file_bytes(path, _read(path) or b"")
+    return ()
+
+
+def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None, files: dict[str, ByteRange]) -> None:
     if manifest.save_id is not None and integrity is None:
         raise CorruptError(f"{folder / checks.FILE_NAME} is missing; save {manifest.save_id} wrote one")
+    name = ".metadata" if manifest.files is None else compact.FILE_NAME
     if integrity is not None and integrity.save_id != manifest.save_id:
         raise CorruptError(
-            f"{folder / '.metadata'} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "
+            f"{folder / name} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "
             "files of two saves are mixed"
         )
     if integrity is not None:
-        needed = {".metadata", "common.pt", "metadata.json", *(frame.file for frame in manifest.frames())}
+        # A .metadata that was made later is not looked at before it is in integrity.json too.
+        needed = {name, "common.pt", "metadata.json", *files}
         if unknown := sorted(name for name in needed - integrity.files.keys() if (folder / name).exists()):
             raise CorruptError(f"{folder / unknown[0]} is not in {checks.FILE_NAME}: the save did not write it")
 
 
-def _check_ranges(folder: Path, manifest: Manifest) -> None:
+def _files_of(manifest: Manifest) -> dict[str, ByteRange]:
+    """The files that hold frames, and what ends last of each; nothing where each frame is checked when it is read."""
+    if manifest.files is not None:
+        return {name: ByteRange(name, 0, 0) for name in manifest.files}
     ends: dict[str, ByteRange] = {}
-    for frame in manifest.frames():
+    for _, frame in manifest.frames_by_key():
         last = ends.setdefault(frame.file, frame)
         if frame.offset + frame.length > last.offset + last.length:
             ends[frame.file] = frame
-    for name, frame in sorted(ends.items()):
+    return ends
+
+
+def _check_ranges(folder: Path, files: dict[str, ByteRange]) -> None:
+    for name, frame in sorted(files.items()):
         try:
             storage.check_regular(folder / name)
             size = (folder / name).stat().st_size

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
+from sixfold.dist_ckpt.files import compact
 from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, FileDigest, decode
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores.stream import Sink, StreamFile
 
 POINTER = "metadata.json"
-_OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", FILE_NAME])
+_OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
 
 
 #: The content of a file: its bytes, or what gives them piece by piece, each time that it is called.

@@ -21,7 +21,7 @@ import torch
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError, typed
-from sixfold.dist_ckpt.geometry.manifest import StoredChunk, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import Stored, StoredChunk
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.road import remote
@@ -192,11 +192,11 @@ def _mapped(checkpoint: Checkpoint, key: str, *, regular: bool) -> list[ShardedT
     ]
 
 
-def _whole(key: str, stored: StoredTensor, chunk: StoredChunk) -> Read:
+def _whole(key: str, stored: Stored, chunk: StoredChunk) -> Read:
     return Read(0, key, Piece(chunk.box, None), chunk, chunk.box, stored.dtype, stored.shape)
 
 
-def _grid(stored: StoredTensor) -> tuple[int, ...] | None:
+def _grid(stored: Stored) -> tuple[int, ...] | None:
     """Parts per axis if all chunks are alike and equal, else None."""
     sizes = {chunk.box.size for chunk in stored.chunks}
     if len(sizes) != 1:

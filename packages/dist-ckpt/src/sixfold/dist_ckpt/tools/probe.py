@@ -14,7 +14,7 @@ from typing import Any
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, typed
-from sixfold.dist_ckpt.files import frame, integrity, metadata
+from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import Manifest
 from sixfold.dist_ckpt.progress import Meter, Progress
@@ -136,6 +136,10 @@ class _Probe:
 
     def _open_manifest(self) -> None:
         path = self.folder / ".metadata"
+        if self._integrity is not None and compact.FILE_NAME in self._integrity.files:
+            self._check_compact(self._integrity)
+            if not path.exists() and path.name not in self._integrity.files:
+                return
         if not path.exists():
             started = any(self.folder.glob("*.distcp")) or (self.folder / "metadata.json").exists()
             text = "a save never ended, or the file was lost" if started else "the folder is not a checkpoint"
@@ -152,6 +156,24 @@ class _Probe:
             self._add("missing", own.name, f"{own} is missing; save {manifest.save_id} wrote one")
         if self._integrity is not None and self._integrity.save_id != manifest.save_id:
             self._add("mixed", ".metadata", f".metadata is of save {manifest.save_id}, {own.name} of another")
+
+    def _check_compact(self, expected: Integrity) -> None:
+        """Every entry of the compact manifest, of which a load checks those that it looks at."""
+        path = self.folder / compact.FILE_NAME
+
+        def size(name: str) -> int:
+            if name not in expected.files:
+                raise CorruptError(f"{path} names bytes of {name}, which {integrity.FILE_NAME} does not name")
+            return expected.files[name].size
+
+        def look() -> Manifest:
+            manifest = compact.read(memoryview(storage.read_small(path)), size, lambda start, stop: None)
+            for _ in manifest.frames_by_key():
+                pass
+            return manifest
+
+        if path.exists():
+            self._manifest = self._attempt("unreadable", path.name, look)
 
     def _check_sizes(self) -> None:
         if self._integrity is None:

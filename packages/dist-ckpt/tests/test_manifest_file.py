@@ -1,0 +1,302 @@
+"""The compact manifest: what is written is read back, what is asked for is looked at, and nothing in it is believed."""
+
+import json
+import random
+import struct
+import zlib
+
+import pytest
+import torch
+from dist_ckpt_helpers import EXAMPLES, in_child, one, peak_growth_mib
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, CorruptError, UnsafeError
+from sixfold.dist_ckpt.files import compact, dcp_pickle, metadata
+from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.stores import folder as opening
+from sixfold.dist_ckpt.tools import commands as tools
+
+SIZE = 1 << 50
+FRAMES = st.builds(ByteRange, st.just("o.distcp"), st.integers(0, 99), st.integers(0, 99))
+KEYS = st.text(st.characters(codec=None), max_size=6)
+
+
+@st.composite
+def grids(draw):
+    """A tensor cut into a grid by places on each axis."""
+    shape, cuts = [], []
+    for _ in range(draw(st.integers(0, 4))):
+        lengths = draw(st.lists(st.integers(1, 1 << 35), min_size=1, max_size=5))
+        cuts.append([(sum(lengths[:i]), length) for i, length in enumerate(lengths)])
+        shape.append(sum(lengths))
+    boxes = [((), ())]
+    for axis in cuts:
+        boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in axis]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn]))
+    if draw(st.booleans()):
+        return StoredTensor(dtype, tuple(shape), ())
+    frames = [ByteRange(f"__{n % 3}_0.distcp", 7 * n, draw(st.integers(0, 1 << 40))) for n in range(len(boxes))]
+    return StoredTensor(dtype, tuple(shape), tuple(StoredChunk(Box(*b), f) for b, f in zip(boxes, frames, strict=True)))
+
+
+def written(manifest):
+    return bytearray(b"".join(compact.encode(Index.of(manifest))))
+
+
+def read(data, check=lambda start, stop: None):
+    return compact.read(memoryview(data), lambda name: SIZE, check)
+
+
+def plain(manifest):
+    """All of it, one by one."""
+    tensors = {key: (t.dtype, tuple(t.shape), sorted(t.chunks)) for key, t in manifest.tensors.items()}
+    return tensors, dict(manifest.objects), manifest.save_id
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.dictionaries(KEYS, grids(), max_size=6),
+    st.dictionaries(
+        KEYS, st.builds(ByteRange, st.just("o.distcp"), st.integers(0, 99), st.integers(0, 99)), max_size=3
+    ),
+    st.sampled_from(["", "0123456789abcdef"]),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_written_is_read_back_and_a_box_finds_the_chunks_that_it_shares_elements_with(
+    tensors, objects, id, rng
+):
+    manifest = Manifest(tensors, objects, id or None)
+    found = read(written(manifest))
+    assert plain(found) == plain(manifest)
+    assert list(found.tensors) == sorted(tensors, key=lambda key: key.encode("utf-8", "surrogatepass"))
+    assert "no such key" not in found.tensors and 5 not in found.tensors and len(found.tensors) == len(tensors)
+    for key, stored in tensors.items():
+        start = tuple(rng.randrange(n) for n in stored.shape)
+        wanted = Box(start, tuple(rng.randint(1, n - at) for n, at in zip(stored.shape, start, strict=True)))
+        shared = {
+            chunk
+            for chunk in stored.chunks
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(wanted.offset, wanted.size, chunk.box.offset, chunk.box.size, strict=True)
+            )
+        }
+        for asked in (stored, found.tensors[key]):
+            near = list(asked.near(wanted))
+            assert shared <= set(near) and len(near) == len(set(near))
+
+
+def cut(columns, *, axis, tensors=1):
+    """Tensors of 8 by 8 for each of ``columns`` chunks, cut along one axis."""
+    shape = tuple(8 * columns if axis == d else 8 for d in range(2))
+    chunks = [
+        StoredChunk(Box(tuple(8 * n if axis == d else 0 for d in range(2)), (8, 8)), ByteRange("f", 300 * n, 300))
+        for n in range(columns)
+    ]
+    return Manifest({f"layer.{n:05}": StoredTensor(torch.int8, shape, tuple(chunks)) for n in range(tensors)}, {}, "id")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
+    looked = []
+    data = written(cut(2000, axis=axis, tensors=20))
+    manifest = read(data, lambda start, stop: looked.append(stop - start))
+    near = manifest.tensors["layer.00007"].near(Box((8, 800) if axis else (800, 0), (8, 8)))
+    assert [chunk.frame.offset for chunk in near] == [30_000]
+    assert sum(looked) < 2000 * 8 + 3000 < len(data) / 100
+
+
+def looked_at(manifest):
+    for key, stored in manifest.tensors.items():
+        for chunk in stored.chunks:
+            assert chunk.box.within(stored.shape) and chunk.box.volume
+            place = chunk.frame
+            assert place.file in manifest.files and 0 <= place.offset <= place.offset + place.length <= SIZE, key
+        list(stored.near(Box((0,) * len(stored.shape), stored.shape)))
+    dict(manifest.objects)
+
+
+def test_a_mangled_manifest_whose_digest_is_right_gives_our_errors_or_what_lies_inside(mangled):
+    whole = cut(30, axis=1, tensors=4)
+    objects = {f"o/shard_{n}_3": ByteRange("g", n, 5) for n in range(3)}
+    data = written(Manifest(whole.tensors, objects, "0123456789abcdef"))
+    looked_at(read(data))
+    rng, refused = random.Random(5), 0
+    for _ in range(mangled):
+        twisted = bytearray(data)
+        for _ in range(rng.choice([1, 1, 4])):
+            at = 8 * rng.randrange(len(data) // 8) if rng.random() < 0.5 else 8 * rng.randrange(120)
+            value = rng.choice([-1, 0, 1, 2, 5, 255, 2**31, 2**62, 2**63 - 1, -(2**63), rng.randrange(2**63)])
+            twisted[at : at + 8] = struct.pack("<q", value)
+        if rng.random() < 0.1:
+            twisted = twisted[: rng.randrange(len(twisted))]
+        try:
+            looked_at(read(twisted))
+        except (CorruptError, UnsafeError):
+            refused += 1
+    assert refused > mangled / 4
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", "a\nb", "/etc/passwd"])
+def test_a_file_name_that_leaves_the_folder_is_unsafe(name):
+    chunk = StoredChunk(Box((0,), (4,)), ByteRange(name, 0, 9))
+    with pytest.raises(UnsafeError, match="leaves the folder"):
+        read(written(Manifest({"w": StoredTensor(torch.int8, (4,), (chunk,))}, {}, None)))
+
+
+def test_a_dtype_that_is_none_is_corrupt():
+    data = written(cut(1, axis=0))
+    with pytest.raises(CorruptError, match="no dtype"):
+        read(data.replace(b"int8", b"load"))
+
+
+def test_an_empty_or_foreign_file_is_corrupt():
+    for data in (b"", b"x" * 8, bytes(64), b"PK\x03\x04" + bytes(200)):
+        with pytest.raises(CorruptError):
+            read(bytearray(data))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    state = {f"w{n}": one(f"w{n}", torch.arange(4.0) + n) for n in range(3)}
+    dist_ckpt.save({**state, "it": 3}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def load(folder, **options):
+    return dist_ckpt.load({"w1": one("w1", torch.zeros(4))}, folder, **options)
+
+
+def forge(folder, change):
+    """Change the manifest and put all digests right."""
+    path = folder / compact.FILE_NAME
+    data = change(bytearray(path.read_bytes()))
+    path.write_bytes(data)
+    content = json.loads((folder / "integrity.json").read_bytes())
+    del content["self"]
+    content["files"][compact.FILE_NAME] = {"size": len(data), "digests": [f"{zlib.crc32(data):08x}"]}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["self"] = f"{zlib.crc32(text.encode()):08x}"
+    (folder / "integrity.json").write_text(json.dumps(content, sort_keys=True, separators=(",", ":")))
+
+
+def test_a_load_reads_the_manifest_and_decodes_no_metadata(folder, monkeypatch):
+    monkeypatch.setattr(metadata, "decode", None)
+    assert load(folder)["w1"].tolist() == [1, 2, 3, 4]
+    assert list(dist_ckpt.load_tensors_metadata(folder)) == ["w0", "w1", "w2"]
+
+
+def test_a_folder_without_it_loads_as_it_did(folder):
+    (folder / compact.FILE_NAME).rename(folder.parent / "kept")
+    with pytest.raises(CorruptError, match=r"shard_manifest\.pt is missing"):
+        load(folder)
+    content = json.loads((folder / "integrity.json").read_bytes())
+    del content["self"], content["files"][compact.FILE_NAME]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["self"] = f"{zlib.crc32(text.encode()):08x}"
+    (folder / "integrity.json").write_text(json.dumps(content, sort_keys=True, separators=(",", ":")))
+    assert load(folder)["w1"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("verify", ["touched", "full", "off"])
+def test_a_forged_manifest_is_refused_and_nothing_is_read_beyond_a_file(folder, verify):
+    data = (folder / compact.FILE_NAME).read_bytes()
+    length = (folder / "__0_0.distcp").stat().st_size
+    head = struct.unpack_from("<8q", data)
+    width = 2 * head[6] + 3
+    at_rows = len(data) - head[7] - 8 * head[5] * width
+
+    def change(data):
+        struct.pack_into("<q", data, at_rows + 8 * (width + width - 1), length)  # of the second chunk the length
+        return data
+
+    forge(folder, change)
+    with pytest.raises(CorruptError, match=rf"w1: bytes .* which has {length}"):
+        load(folder, verify=verify)
+    assert not tools.verify(folder)["ok"]
+
+
+@pytest.mark.parametrize("verify", ["touched", "full"])
+def test_a_flipped_bit_of_the_manifest_is_found(folder, verify):
+    path = folder / compact.FILE_NAME
+    intact = path.read_bytes()
+    for position in range(0, len(intact), 37):
+        data = bytearray(intact)
+        data[position] ^= 4
+        path.write_bytes(data)
+        with pytest.raises(CorruptError, match=r"shard_manifest\.pt"):
+            load(folder, verify=verify)
+
+
+def test_a_large_metadata_is_hashed_by_the_load_and_not_read_at_once(folder, monkeypatch):
+    """Its blocks are shared out among the ranks as those of data are."""
+    real, seen = opening.checks.Integrity.check_file_bytes, []
+
+    def seen_bytes(self, path, data):
+        seen.append(path.name)
+        return real(self, path, data)
+
+    monkeypatch.setattr(opening.checks.Integrity, "check_file_bytes", seen_bytes)
+    integrity = opening.open_checkpoint(folder).integrity
+    assert ".metadata" in seen and opening.open_checkpoint(folder).unread == ()
+    monkeypatch.setattr(opening, "_SMALL_BYTES", 100)
+    seen.clear()
+    expected = ByteRange(".metadata", 0, integrity.files[".metadata"].size)
+    assert opening.open_checkpoint(folder).unread == (expected,) and ".metadata" not in seen
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(CorruptError, match=r"\.metadata"):
+        load(folder)
+
+
+def many(chunks):
+    """An index of one tensor in ``chunks`` chunks, whose rows are not sorted."""
+    number_N = torch.randperm(chunks)
+    zeros_N = torch.zeros_like(number_N)
+    return Index(
+        tensors=[("w", torch.bfloat16, (chunks * 4, 64))],
+        tensor_N=zeros_N,
+        offsets_ND=torch.stack([number_N * 4, zeros_N], 1),
+        sizes_ND=torch.stack([zeros_N + 4, zeros_N + 64], 1),
+        files=["__0_0.distcp"],
+        file_N=zeros_N,
+        start_N=number_N * 1088,
+        length_N=zeros_N + 1088,
+        objects={},
+        save_id="f" * 16,
+        order=(number_N.argsort(),) * 2,
+    )
+
+
+@pytest.mark.parametrize("encode", [metadata.encode_parts, compact.encode])
+def test_the_index_files_are_written_in_bounded_memory(encode):
+    """200,000 chunks make 30 and 14 MB; a batch of 8,192 rows is there at a time."""
+
+    def grown():
+        dcp_pickle.BATCH_ROWS = 1 << 13
+        index = many(200_000)
+        for _ in encode(many(100)):
+            pass
+        total = 0
+
+        def stream():
+            nonlocal total
+            for part in encode(index):
+                total += len(part)
+
+        return peak_growth_mib(stream), total / 2**20
+
+    grown_mib, total_mib = in_child(grown)
+    assert total_mib > 12
+    assert grown_mib < 9, f"{grown_mib:.1f} MiB for a file of {total_mib:.1f}"
+
+
+def test_keys_that_are_not_sorted_are_told():
+    data = written(cut(2, axis=0, tensors=3))
+    with pytest.raises(CheckpointError, match="not sorted"):
+        list(read(data.replace(b"layer.00001", b"layer.00009")).tensors)

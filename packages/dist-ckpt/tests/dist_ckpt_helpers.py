@@ -8,11 +8,13 @@ Nothing here shares code with the package: local parts come from ``torch.narrow`
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import random
 import threading
 import traceback
+import zlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -109,6 +111,16 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def as_of_0_1_0(folder: Path) -> None:
+    """Make a checkpoint what 0.1.0 would have written: without the compact manifest."""
+    (folder / "shard_manifest.pt").unlink()
+    content = json.loads((folder / "integrity.json").read_bytes())
+    del content["self"], content["files"]["shard_manifest.pt"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["self"] = f"{zlib.crc32(text.encode()):08x}"
+    (folder / "integrity.json").write_text(json.dumps(content, sort_keys=True, separators=(",", ":")))
 
 
 def in_child(action: Callable[[], Any]) -> Any:

@@ -99,6 +99,8 @@ def test_a_metadata_file_of_another_save_is_found(folder, tmp_path):
     shutil.copy(tmp_path / "d" / ".metadata", folder / ".metadata")
     with pytest.raises(CorruptError, match=r"files of two saves|not those that were saved"):
         load_all(folder)
+    assert load_all(folder, verify="off")["it"] == 1.0, "the manifest of this save is looked at, and no other"
+    shutil.copy(tmp_path / "d" / "shard_manifest.pt", folder / "shard_manifest.pt")
     with pytest.raises(CorruptError, match="files of two saves"):
         load_all(folder, verify="off")
 

@@ -164,7 +164,7 @@ def test_views_of_a_file_outlive_the_checkpoint_and_its_maps(of_ranks):
     frames = [chunk.frame for chunk in checkpoint.manifest.tensors["w"].chunks]
     for frame in frames:
         checkpoint.frame(frame)
-    assert 0 < Path("/proc/self/maps").read_text().count(str(of_ranks)) <= KEPT_MAPS
+    assert 0 < Path("/proc/self/maps").read_text().count(str(of_ranks)) <= KEPT_MAPS + 1, "and the manifest"
     views = [checkpoint.frame(frame) for frame in frames]
     opened = len(list(Path("/proc/self/fd").iterdir()))
     assert opened < LIMIT

@@ -283,7 +283,7 @@ def test_a_folder_that_cannot_be_read_is_no_missing_checkpoint(here, monkeypatch
     is_looked_at = Path.read_bytes
 
     def refuse(path):
-        if path.name == ".metadata":
+        if path.name in (".metadata", "integrity.json"):
             raise PermissionError(13, "Permission denied", str(path))
         return is_looked_at(path)
 

@@ -89,7 +89,7 @@ def test_metadata_json_is_written_last_and_an_older_checkpoint_goes_whole(memory
     first = names(memory)
     dist_ckpt.save(state(2.0), "memory://run/c")
     second = names(memory)
-    assert len(second) == len(first) == 5
+    assert len(second) == len(first) == 6
     assert len(first & second) == 4, "data files have names of their own"
     assert dist_ckpt.load_common_state_dict("memory://run/c") == {"step": 2.0}
 
@@ -121,7 +121,7 @@ def test_a_save_that_dies_leaves_the_old_checkpoint_or_one_that_is_refused(memor
             dist_ckpt.load(state(0.0), "memory://run/c")
     dist_ckpt.save(state(3.0), "memory://run/c")
     assert dist_ckpt.load(state(0.0), "memory://run/c")["step"] == 3.0
-    assert len(names(memory)) == 5
+    assert len(names(memory)) == 6
 
 
 def test_damage_in_a_store_is_named_with_its_url(memory):
@@ -149,7 +149,7 @@ def test_a_save_that_another_one_to_the_same_url_overtakes_says_so(memory, monke
     with pytest.raises(StorageError, match=r"memory://run/c were removed .* another save to the same folder has ended"):
         dist_ckpt.save(state(3.0), "memory://run/c", group=None)
     assert dist_ckpt.load_common_state_dict("memory://run/c") == {"step": 2.0}
-    assert len(names(memory)) == 5
+    assert len(names(memory)) == 6
 
 
 def test_what_a_url_refuses(memory):

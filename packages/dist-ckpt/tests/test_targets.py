@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_ckpt_helpers import names, one, state, value_of
+from dist_ckpt_helpers import as_of_0_1_0, names, one, state, value_of
 from forked_worker import Forked
 
 from sixfold import dist_ckpt
@@ -343,6 +343,7 @@ def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_ma
     from sixfold.dist_ckpt.stores import folder
 
     dist_ckpt.save(state(1), tmp_path / "c", group=None)
+    as_of_0_1_0(tmp_path / "c")
     decoded, plain = [], metadata.decode
 
     def decode(data, *, trusted_bytes):

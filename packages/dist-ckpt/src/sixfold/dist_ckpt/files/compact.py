@@ -7,7 +7,8 @@
 
 [Note: the form] Little-endian int64 throughout, text apart. In this order:
 
-- head: ``MAGIC``, then the numbers of dtypes, files, objects O, tensors K, chunks N, axes D, and the bytes of text
+- head: ``MAGIC``, 1 if the save wrote no ``.metadata``, then the numbers of dtypes, files, objects O, tensors K,
+  chunks N, axes D, and the bytes of text
 - ends of the texts in the text: save id ("" for none), dtypes, files, keys of objects, keys of tensors; keys sorted
 - objects: O x (file, start, length)
 - tensors: K + 1 x (first chunk, dtype, axes, search axis, longest, shape[D]); the last one ends the chunks
@@ -40,15 +41,18 @@ from sixfold.dist_ckpt.geometry.manifest import FEW_CHUNKS, ByteRange, Manifest,
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"
 MAGIC = int.from_bytes(b"6FCKPT\x00\x01", "little")
-_HEAD = 8  # integers
+_HEAD = 9  # integers
 _FIXED = 5  # integers of a tensor before its shape
 _MOST_AXES = 1 << 12
 _KEPT_TENSORS = 1 << 16
 _TEXT_BYTES = 1 << 20  # at once
 
 
-def encode(index: Index) -> Iterator[bytes]:
-    """The parts of the file. Memory: a batch of rows besides what each tensor takes."""
+def encode(index: Index, *, is_alone: bool = False) -> Iterator[bytes]:
+    """The parts of the file. Memory: a batch of rows besides what each tensor takes.
+
+    ``is_alone``: the save writes no ``.metadata``.
+    """
     keys = [sort_key(key) for key, _, _ in index.tensors]
     assert keys == sorted(keys), "an index is sorted by key"
     objects = sorted(index.objects.items(), key=lambda item: sort_key(item[0]))
@@ -58,7 +62,7 @@ def encode(index: Index) -> Iterator[bytes]:
     texts += keys
     ends = list(accumulate(map(len, texts)))
     chunks, dims = index.chunk_count, index.dims
-    yield _int64s([MAGIC, len(dtypes), len(index.files), len(objects), len(keys), chunks, dims, ends[-1]])
+    yield _int64s([MAGIC, is_alone, len(dtypes), len(index.files), len(objects), len(keys), chunks, dims, ends[-1]])
     yield _int64s(ends)
     files = {name: number for number, name in enumerate(index.files)}
     yield _int64s([part for _, frame in objects for part in (files[frame.file], frame.offset, frame.length)])
@@ -117,6 +121,7 @@ def _bytes(values: torch.Tensor) -> bytes:
 class _Head(NamedTuple):
     """Numbers of the head, and where what follows begins, in bytes."""
 
+    is_alone: int
     dtypes: int
     files: int
     objects: int
@@ -179,6 +184,11 @@ def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, in
         needs_metadata_json=True,
         files=tuple(names),
     )
+
+
+def is_alone(data: memoryview) -> bool:
+    """Whether the save of a file that ``read`` takes wrote no ``.metadata``: one that is there was made later."""
+    return struct.unpack_from("<q", data, 8) == (1,)
 
 
 def index_of(manifest: Manifest) -> Index:

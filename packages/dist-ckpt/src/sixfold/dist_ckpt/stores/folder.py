@@ -143,9 +143,9 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
             return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
     if safetensors_folder.is_one(folder):
         return Checkpoint(folder, safetensors_folder.read_manifest(folder), None, verify, identity)
-    maps, unread = Maps(), tuple[ByteRange, ...]()
+    unread = tuple[ByteRange, ...]()
     if integrity is not None and compact.FILE_NAME in integrity.files:
-        manifest = _open_compact(folder, integrity, verify, maps)
+        manifest = _open_compact(folder, integrity, verify)
         unread = _unread(folder, integrity, verify)
     else:
         manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
@@ -154,7 +154,7 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
     files = _files_of(manifest)
     _check_identity(folder, manifest, integrity, files)
     _check_ranges(folder, files)
-    return Checkpoint(folder, manifest, integrity, verify, identity, unread, maps)
+    return Checkpoint(folder, manifest, integrity, verify, identity, unread)
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def _inside(folder: Path) -> str:
     return f"; it holds checkpoints: name one, such as {folder / found[-1]}" if found else ""
 
 
-def _open_compact(folder: Path, integrity: Integrity, verify: str, maps: Maps) -> Manifest:
+def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
     """The compact manifest, mapped; its blocks are hashed when something in them is looked at."""
     path, done = folder / compact.FILE_NAME, set[int]()
 
@@ -285,7 +285,11 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str, maps: Maps) -
     storage.check_regular(path)
     if not integrity.files[path.name].size:
         raise CorruptError(f"{path} is empty")
-    return _at(path, lambda: compact.read(maps.get(path).data, size, (lambda *_: None) if verify == "off" else check))
+    data = Mapped(path).data
+    manifest = _at(path, lambda: compact.read(data, size, (lambda *_: None) if verify == "off" else check))
+    if not compact.is_alone(data) and ".metadata" not in integrity.files:
+        raise CorruptError(f"{folder / '.metadata'} is not in {checks.FILE_NAME}: the save did not write it")
+    return manifest
 
 
 def _unread(folder: Path, integrity: Integrity, verify: str) -> tuple[ByteRange, ...]:
@@ -309,7 +313,6 @@ def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | Non
             "files of two saves are mixed"
         )
     if integrity is not None:
-        # A .metadata that was made later is not looked at before it is in integrity.json too.
         needed = {name, "common.pt", "metadata.json", *files}
         if unknown := sorted(name for name in needed - integrity.files.keys() if (folder / name).exists()):
             raise CorruptError(f"{folder / unknown[0]} is not in {checks.FILE_NAME}: the save did not write it")

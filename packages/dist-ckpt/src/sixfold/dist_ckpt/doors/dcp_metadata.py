@@ -30,7 +30,7 @@ from sixfold.dist_ckpt.files import unpickle
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.unpickle import Node
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
 
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together
 
@@ -149,7 +149,7 @@ def _of_manifest(manifest: Manifest) -> Metadata:
     return Metadata(entries, None, places)
 
 
-def _tensor(stored: StoredTensor, entry: Node) -> TensorStorageMetadata:
+def _tensor(stored: Stored, entry: Node) -> TensorStorageMetadata:
     """As it stands in the file, chunks without elements too, which the manifest leaves out."""
     properties = TensorProperties(dtype=stored.dtype)
     state = entry.get("properties").get("state")

@@ -45,7 +45,7 @@ from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk, Stored
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
@@ -305,12 +305,12 @@ class Reader(StorageReader):
             keys = ", ".join(sorted(reader.cast_keys))
             warnings.warn(f"values were converted to another dtype in {keys}", stacklevel=2)
 
-    def _check_dtype(self, item: ReadItem, stored: StoredTensor, target: _Target) -> None:
+    def _check_dtype(self, item: ReadItem, stored: Stored, target: _Target) -> None:
         asked = target.tensor.dtype
         if asked.is_complex != stored.dtype.is_complex or (self.dtype_policy == "strict" and asked != stored.dtype):
             raise MismatchError(f"{item.storage_index.fqn}: asked for {asked}, stored is {stored.dtype}")
 
-    def _stored(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[StoredTensor, StoredChunk]:
+    def _stored(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[Stored, StoredChunk]:
         key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         stored = checkpoint.manifest.tensors.get(key)
         if stored is not None:
@@ -356,7 +356,7 @@ def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
     return [_Share(spans, threads) for spans in plans.assign([wish.touched for wish in wishes])]
 
 
-def _target(item: ReadItem, stored: StoredTensor, chunk: StoredChunk, tensor: torch.Tensor) -> tuple[_Target, Box]:
+def _target(item: ReadItem, stored: Stored, chunk: StoredChunk, tensor: torch.Tensor) -> tuple[_Target, Box]:
     """The memory that an item fills, and its box in the global tensor."""
     key, lengths = item.storage_index.fqn, tuple(item.lengths)
     inside = Box(tuple(item.storage_offsets), lengths)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.geometry.manifest import StoredTensor
+from sixfold.dist_ckpt.geometry.manifest import Stored as StoredShards
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 
@@ -57,7 +57,7 @@ class Stored:
     ``rank`` is of this process: each of them asks for the same whole.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredShards]
     objects: Collection[str]
     is_bare: bool
     rank: int

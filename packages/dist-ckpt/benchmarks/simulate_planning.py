@@ -1,43 +1,55 @@
-"""A save of many ranks without its data: what the first rank does until the bytes of ``.metadata`` are there.
+"""A save of many ranks without its data, and the load plan of one rank of it: what the first rank, and that one, do.
 
-    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py [--most-chunks N] [--most-dcp-chunks N]
+    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py [--save] [--load]
+        [--most-chunks N] [--most-dcp-chunks N] [--folder PATH]
 
-In one process, beside torch DCP at the same task, at growing sizes up to 1,024 ranks x 10,000 tensors; each tensor is
-(ranks * 4, 64), cut by rows over all ranks. Both begin with what the ranks have sent, decoded, and end with the bytes
-of ``.metadata`` in memory.
+Beside torch DCP at the same task, at sizes growing by ten up to 1,024 ranks x 10,000 tensors; each tensor is
+(ranks * 4, 64), cut by rows over all ranks. Every task runs in a process of its own: CPU seconds of the task, and the
+peak of that process's memory, imports and inputs included.
 
-Sixfold: ``saving.check_together`` (tables merged; coverage, overlaps, bounds and agreement checked) and
-``saving.index_of`` (merged again, as after the writing, sorted, encoded). DCP, with its planner's defaults:
+``--save``, from what the ranks have sent to what a commit needs. Sixfold: ``saving.check_together`` (tables merged;
+coverage, overlaps, bounds and agreement checked), ``saving.index_of`` (sorted), and the two index files, ``.metadata``
+and the compact manifest, streamed into a folder and hashed. DCP, with its planner's defaults:
 ``DefaultSavePlanner.create_global_plan`` (duplicates removed, global plan, validation) and what
-``FileSystemWriter.finish`` does with the results of all ranks: gather them into ``storage_data`` and pickle.
-Neither side's messages between ranks are in it, nor writing the file.
+``FileSystemWriter.finish`` does with the results of all ranks: gather them into ``storage_data``, pickle, write. Both
+write to a disk and call fsync; messages between ranks are in neither. Ours begin as bytes that are decoded in the task,
+DCP's as objects.
 
-DCP's lists of objects take some 3 KiB for each chunk: sizes above ``--most-dcp-chunks`` are extrapolated from the
-largest that was run, by chunks, and say so; ``--most-chunks`` bounds ours. CPU seconds after one tiny run, so that
-imports are done on both sides; memory is the growth of the peak during the task. Where they are small (``--compare``)
-the two pickles are compared.
+``--load``: the same rank cut of another layout (half as many ranks, so two chunks for each tensor): Sixfold opens the
+folder (its ``.distcp`` files are sparse) and plans the reads; DCP unpickles ``.metadata`` and runs
+``create_default_local_load_plan``. Needs the files of ``--save``, which are written first where they are not there.
+
+Sizes above ``--most-dcp-chunks`` are extrapolated for DCP from the largest that was run, by chunks, and say so.
 """
 
 import argparse
 import multiprocessing
+import os
 import pickle
 import resource
+import shutil
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from sixfold.dist_ckpt import ShardedTensor
+from sixfold.dist_ckpt.files import integrity, metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.table import tabulate
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.transfer import Written
+from sixfold.dist_ckpt.stores import local
+from sixfold.dist_ckpt.stores.folder import open_checkpoint
 
 ROWS, COLUMNS = 4, 64
 FRAME_BYTES = 1088  # of a chunk in its file
 SAVE_ID = "0123456789abcdef"
-SIZES = ((64, 500), (64, 2_000), (256, 2_000), (1024, 1_000), (1024, 4_000), (1024, 10_000))
+SIZES = ((10, 1_000), (100, 1_000), (1_000, 1_000), (1024, 10_000))
 
 
 def peak_mib():
@@ -48,29 +60,39 @@ def name_of(rank):
     return f"__{rank}_0.distcp"
 
 
-def encoded_reports(ranks, tensors):
+def key_of(index):
+    return f"layers.{index:05}.weight"
+
+
+def encoded_tables(ranks, tensors):
     """What arrives: the table of rank 0 for real, the others by moving its boxes, which is what they would send."""
     shape = (ranks * ROWS, COLUMNS)
     records = [
-        ShardedTensor(f"layers.{i}.weight", None, torch.bfloat16, (ROWS, COLUMNS), shape, (0, 0), None)
-        for i in range(tensors)
+        ShardedTensor(key_of(i), None, torch.bfloat16, (ROWS, COLUMNS), shape, (0, 0), None) for i in range(tensors)
     ]
     table, _ = tabulate(records)
     places_N2 = torch.stack([torch.arange(tensors) * FRAME_BYTES, torch.full((tensors,), FRAME_BYTES)], 1)
     places = places_N2.contiguous().numpy().tobytes()
+    blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)
     written = []
     for rank in range(ranks):
         rows = table.rows_NW.clone()
         rows[:, 2] = rank * ROWS
-        files = {name_of(rank): FileDigest(tensors * FRAME_BYTES, ("0",))}
+        files = {name_of(rank): FileDigest(tensors * FRAME_BYTES, blocks)}
         written.append(Written(replace(table, rows_NW=rows).encode(), places, [], files))
     return written
 
 
-def plan_sixfold(written):
+def save_sixfold(written, folder):
+    """The first rank's part; what it writes opens as a checkpoint."""
     reports = [saving._Report(part.table, "", [], 0, 0) for part in written]
     saving.check_together([report.table for report in reports], reports, None)
-    return saving.index_of(written, SAVE_ID, None)
+    digests = {name: digest for part in written for name, digest in part.files.items()}
+    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
+    for name, content in (saving.index_of(written, SAVE_ID, None) | small).items():
+        digests[name] = local.write_file(folder, name, content)
+    content = integrity.Integrity(save_id=SAVE_ID, files=digests).encode()
+    local.write_file(folder, integrity.FILE_NAME, content)
 
 
 def dcp_messages(ranks, tensors):
@@ -86,43 +108,76 @@ def dcp_messages(ranks, tensors):
         offset = torch.Size((rank * ROWS, 0))
         chunk = ChunkStorageMetadata(offset, torch.Size((ROWS, COLUMNS)))
         data = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), shape)
-        return WriteItem(MetadataIndex(f"layers.{index}.weight", offset), WriteItemType.SHARD, tensor_data=data)
+        return WriteItem(MetadataIndex(key_of(index), offset), WriteItemType.SHARD, tensor_data=data)
 
     def result(rank, index):
         place = _StorageInfo(name_of(rank), index * FRAME_BYTES, FRAME_BYTES)
-        return WriteResult(MetadataIndex(f"layers.{index}.weight", torch.Size((rank * ROWS, 0))), FRAME_BYTES, place)
+        return WriteResult(MetadataIndex(key_of(index), torch.Size((rank * ROWS, 0))), FRAME_BYTES, place)
 
-    paths = {f"layers.{index}.weight": (f"layers.{index}.weight",) for index in range(tensors)}
+    paths = {key_of(index): (key_of(index),) for index in range(tensors)}
     plans = [SavePlan([item(rank, i) for i in range(tensors)], planner_data=dict(paths)) for rank in range(ranks)]
     return plans, [[result(rank, index) for index in range(tensors)] for rank in range(ranks)]
 
 
-def plan_dcp(messages):
+def save_dcp(messages, folder):
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     plans, results = messages
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
-    _, metadata = planner.create_global_plan(plans)
-    # What FileSystemWriter.finish does, up to the file.
+    _, found = planner.create_global_plan(plans)
+    # What FileSystemWriter.finish does.
     places = {}
-    for found in results:
-        places.update({part.index: part.storage_data for part in found})
-    metadata.storage_data = places
-    metadata.storage_meta = StorageMeta(save_id=SAVE_ID)
-    return pickle.dumps(metadata)
+    for by_rank in results:
+        places.update({part.index: part.storage_data for part in by_rank})
+    found.storage_data = places
+    found.storage_meta = StorageMeta(save_id=SAVE_ID)
+    with (folder / "dcp.metadata").open("wb") as file:
+        pickle.dump(found, file)
+        os.fsync(file.fileno())
 
 
-def measured(make, plan, arguments, keep):
-    """CPU seconds, MiB, the length of the pickle, and the pickle if it is to be kept."""
+def wanted(ranks, tensors):
+    """What one rank of half as many asks for: two chunks of each tensor."""
+    shape, local_shape = (ranks * ROWS, COLUMNS), (2 * ROWS, COLUMNS)
+    at = (ranks // 4 * 2 * ROWS, 0)
+    return [ShardedTensor(key_of(i), None, torch.bfloat16, local_shape, shape, at, None) for i in range(tensors)]
+
+
+def load_sixfold(records, folder):
+    checkpoint = open_checkpoint(folder)
+    tabulate(records)
+    found = plan.plan_load(records, checkpoint.manifest, dtype_policy="exact")
+    assert len(found.reads) == 2 * len(records), len(found.reads)
+
+
+def load_dcp(records, folder):
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    with (folder / "dcp.metadata").open("rb") as file:
+        found = pickle.load(file)
+    items = []
+    for record in records:
+        chunk = ChunkStorageMetadata(torch.Size(record.global_offset), torch.Size(record.local_shape))
+        items += create_read_items_for_chunk_list(record.key, found.state_dict_metadata[record.key], [chunk])
+    assert len(items) == 2 * len(records), len(items)
+
+
+TASKS = {
+    "save": (encoded_tables, save_sixfold, dcp_messages, save_dcp),
+    "load": (wanted, load_sixfold, wanted, load_dcp),
+}
+
+
+def measured(make, task, arguments, folder):
+    """CPU seconds, seconds of the clock, MiB at the peak, and MiB at the beginning."""
     torch.set_num_threads(1)
-    plan(make(2, 2))  # imports and caches
-    messages = make(*arguments)
-    before_mib, start = peak_mib(), time.process_time()
-    data = plan(messages)
-    seconds = time.process_time() - start
-    return seconds, peak_mib() - before_mib, len(data), data if keep else b""
+    inputs = make(*arguments)
+    before_mib, start, clock = peak_mib(), time.process_time(), time.monotonic()
+    task(inputs, folder)
+    return time.process_time() - start, time.monotonic() - clock, peak_mib(), before_mib
 
 
 def in_process(*task):
@@ -131,9 +186,19 @@ def in_process(*task):
         return pool.submit(measured, *task).result()
 
 
-def check_equal(ours, theirs):
+def prepared(folder, ranks, tensors):
+    """An empty folder with sparse files of frames."""
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        with (folder / name_of(rank)).open("wb") as file:
+            file.truncate(tensors * FRAME_BYTES)
+    return folder
+
+
+def check_equal(folder):
     """Both pickles hold the same, but for what only one of them says: our save id."""
-    mine, peer = pickle.loads(ours), pickle.loads(theirs)
+    mine = pickle.loads((folder / ".metadata").read_bytes())
+    peer = pickle.loads((folder / "dcp.metadata").read_bytes())
     assert mine.storage_data == peer.storage_data, "other places"
     for key, entry in peer.state_dict_metadata.items():
         found = mine.state_dict_metadata[key]
@@ -143,33 +208,51 @@ def check_equal(ours, theirs):
 
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--save", action="store_true")
+    options.add_argument("--load", action="store_true")
+    options.add_argument("--least-chunks", type=int, default=0)
     options.add_argument("--most-chunks", type=int, default=SIZES[-1][0] * SIZES[-1][1])
-    options.add_argument("--most-dcp-chunks", type=int, default=1_100_000)
-    options.add_argument("--compare", type=int, default=40_000, help="chunks up to which the two pickles are compared")
+    options.add_argument("--most-dcp-chunks", type=int, default=1_000_000)
+    options.add_argument("--compare", type=int, default=100_000, help="chunks up to which the two pickles are compared")
+    options.add_argument("--folder", type=Path, help="where index files are written (default: a temporary folder)")
     chosen = options.parse_args()
-    print("| ranks x tensors | chunks | Sixfold s | MiB | DCP s | MiB | ratio | .metadata MiB |", flush=True)
+    root = chosen.folder or Path(tempfile.mkdtemp(prefix="sixfold-planning-"))
+    kinds = [kind for kind in TASKS if getattr(chosen, kind)] or list(TASKS)
+    print("| task | ranks x tensors | Sixfold CPU s | clock s | peak MiB (inputs) | DCP CPU s | peak MiB | ratio |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    last = None
-    for ranks, tensors in SIZES:
-        chunks = ranks * tensors
-        if chunks > chosen.most_chunks:
-            continue
-        keep = chunks <= chosen.compare
-        seconds, mib, size, data = in_process(encoded_reports, plan_sixfold, (ranks, tensors), keep)
-        if chunks <= chosen.most_dcp_chunks:
-            peer_s, peer_mib, peer_size, peer = in_process(dcp_messages, plan_dcp, (ranks, tensors), keep)
-            last, note = (chunks, peer_s, peer_mib, peer_size), ""
-            if keep:
-                check_equal(data, peer)
-        else:
-            factor = chunks / last[0]
-            peer_s, peer_mib, peer_size = (value * factor for value in last[1:])
-            note = f" (DCP: times {factor:.1f})"
-        print(
-            f"| {ranks} x {tensors} | {chunks} | {seconds:.2f} | {mib:.0f} | {peer_s:.2f} | {peer_mib:.0f} | "
-            f"{peer_s / seconds:.1f}x{note} | {size / 2**20:.1f}, DCP {peer_size / 2**20:.1f} |",
-            flush=True,
-        )
+    last = {}
+    try:
+        for ranks, tensors in SIZES:
+            chunks = ranks * tensors
+            if not chosen.least_chunks <= chunks <= chosen.most_chunks:
+                continue
+            folder = prepared(root / str(chunks), ranks, tensors)
+            for kind in TASKS:
+                make, ours, make_dcp, theirs = TASKS[kind]
+                cpu_s, clock_s, mib, before_mib = in_process(make, ours, (ranks, tensors), folder)
+                if chunks <= chosen.most_dcp_chunks:
+                    peer_s, _, peer_mib, _ = in_process(make_dcp, theirs, (ranks, tensors), folder)
+                    last[kind], note = (chunks, peer_s, peer_mib), ""
+                elif kind in last:
+                    factor = chunks / last[kind][0]
+                    peer_s, peer_mib = last[kind][1] * factor, last[kind][2] * factor
+                    note = f" (DCP: times {factor:.1f})"
+                else:
+                    peer_s, peer_mib, note = float("nan"), float("nan"), " (no DCP run)"
+                if kind in kinds:
+                    print(
+                        f"| {kind} | {ranks} x {tensors} | {cpu_s:.2f} | {clock_s:.2f} | {mib:.0f} ({before_mib:.0f}) | "
+                        f"{peer_s:.2f} | {peer_mib:.0f} | {peer_s / cpu_s:.1f}x{note} |",
+                        flush=True,
+                    )
+                if kind == "save" and chunks <= min(chosen.compare, chosen.most_dcp_chunks):
+                    check_equal(folder)
+            sizes = {name: (folder / name).stat().st_size / 2**20 for name in (".metadata", "shard_manifest.pt")}
+            print(f"  {', '.join(f'{name} {size:.0f} MiB' for name, size in sizes.items())}", flush=True)
+            shutil.rmtree(folder)
+    finally:
+        if chosen.folder is None:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _with_lists(node: Any) -> Any:
     return [parts[at] for at in places] if parts.keys() == set(places) and parts else parts
 
 
-def _whole(name: str, stored: StoredTensor, leaf: Any, rank: int) -> ShardedTensor:
+def _whole(name: str, stored: StoredShards, leaf: Any, rank: int) -> ShardedTensor:
     """A tensor asked for whole: into the caller's own, or into a new one in place of anything else."""
     data = leaf.detach() if type(leaf) in (torch.Tensor, torch.nn.Parameter) else None
     dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))

@@ -241,8 +241,8 @@ def main():
                     peer_s, peer_mib, note = float("nan"), float("nan"), " (no DCP run)"
                 if kind in kinds:
                     print(
-                        f"| {kind} | {ranks} x {tensors} | {cpu_s:.2f} | {clock_s:.2f} | {mib:.0f} ({before_mib:.0f}) | "
-                        f"{peer_s:.2f} | {peer_mib:.0f} | {peer_s / cpu_s:.1f}x{note} |",
+                        f"| {kind} | {ranks} x {tensors} | {cpu_s:.2f} | {clock_s:.2f} | {mib:.0f} ({before_mib:.0f}) "
+                        f"| {peer_s:.2f} | {peer_mib:.0f} | {peer_s / cpu_s:.1f}x{note} |",
                         flush=True,
                     )
                 if kind == "save" and chunks <= min(chosen.compare, chosen.most_dcp_chunks):

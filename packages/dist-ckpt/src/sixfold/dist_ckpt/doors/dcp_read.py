@@ -45,7 +45,7 @@ from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk, Stored
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine

@@ -178,12 +178,13 @@ def test_every_wait_for_keys_and_their_gradients_has_the_deadline_of_the_group()
 
 
 def test_a_run_over_ranks_trains_as_one_process_does(tmp_path):
+    short = ("model.num_layers=2", "train.steps=2", "train.global_batch_size=4", "eval.every=1", "eval.batches=2")
     ways = [
-        ("parallel.cp_comm_type=p2p", "train.recompute=selective", "eval.every=2"),
-        ("parallel.cp_comm_type=all_gather", "train.recompute=full", "eval.every=2"),
+        ("parallel.cp_comm_type=p2p", "train.recompute=selective"),
+        ("parallel.cp_comm_type=all_gather", "train.recompute=full"),
     ]
-    configs = [tiny_config(tmp_path, "parallel.cp=2", *way, run=f"run{n}") for n, way in enumerate(ways)]
-    alone = tiny_config(tmp_path, "eval.every=2", run="alone")
+    configs = [tiny_config(tmp_path, "parallel.cp=2", *short, *way, run=f"run{n}") for n, way in enumerate(ways)]
+    alone = tiny_config(tmp_path, *short, run="alone")
     run_all([(2, config) for config in configs])
     run(alone, 1)
     expected = [entry["loss_by_dataset"] for entry in lines(alone, "step")]

@@ -20,7 +20,7 @@ from sixfold.gpt.errors import ConfigError
 EXPERTS = (
     "model.num_experts=4", "model.experts_per_token=2", "model.moe_ffn_hidden_size=16", "model.dense_layers=1",
     "model.router_aux_loss=0.05", "model.shared_ffn_hidden_size=24", "model.shared_expert_gate=true",
-    "train.steps=3", "checkpoint.every=2",
+    "train.steps=3", "checkpoint.every=2", "train.micro_batch_size=1", "train.global_batch_size=4",
 )  # fmt: skip
 FEW = {
     "tp2 whole sequences": (2, ("parallel.tp=2", "parallel.sequence=false", "train.recompute=selective")),
@@ -170,7 +170,7 @@ def test_a_run_goes_on_at_another_layout(alone, trained, folder, before, after):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("parallel.schedule=pipedream", "parallel.sharding=no_shard", "train.clip_grad=0", "train.micro_batch_size=8"),
+        (("parallel.schedule=pipedream", "parallel.sharding=no_shard", "train.clip_grad=0", "train.micro_batch_size=4"),
          "parallel.schedule = 'one_f_one_b' works"),
     ],
 )  # fmt: skip

@@ -37,6 +37,7 @@ from sixfold.dist_ckpt.serialization import (
     save,
 )
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from sixfold.dist_ckpt.tools.removal import remove_sharded_tensors
 
 __all__ = [
     "AsyncSave",
@@ -63,6 +64,7 @@ __all__ = [
     "load_tensors_metadata",
     "optimizer",
     "optimizers",
+    "remove_sharded_tensors",
     "retention",
     "save",
     "strategies",

@@ -1,5 +1,10 @@
 """The records of a state dict, under the name that megatron-core gives their module."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from sixfold.dist_ckpt.geometry.integers import ReplicaId
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -11,12 +16,20 @@ from sixfold.dist_ckpt.state.records import (
     is_main_replica,
 )
 
+StateDict = dict[str, Any]
+CommonStateDict = dict[str, Any]
+ShardedStateDict = dict[str, Any]
+
 __all__ = [
+    "CommonStateDict",
     "LocalNonpersistentObject",
+    "ReplicaId",
     "ShardedBase",
     "ShardedObject",
+    "ShardedStateDict",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StateDict",
     "apply_factories",
     "apply_factory_merges",
     "is_main_replica",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sixfold.dist_ckpt.files.integrity import Block
     from sixfold.dist_ckpt.geometry.manifest import ByteRange
     from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
+    from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 
 
 class StrategyAction(Enum):
@@ -142,6 +143,25 @@ class SaveShardedStrategy(SaveStrategyBase):
     def engine(self) -> SaveEngine | None:
         """What the built-in engine shall do; None: ``save`` is called."""
         return None
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """Writes in the background: prepares in the call, and says by a request what is left to do.
+
+    ``save(..., async_sharded_save=True)`` returns that request, with the commit as its last finalize function.
+    """
+
+    @abstractmethod
+    def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
+        """Prepare, so that the caller may change its tensors, and return what writes into ``checkpoint_dir``.
+
+        Called as ``save`` is. The function of the request runs in a thread of this process when the request is
+        scheduled, and its finalize functions on all ranks when it has ended on all.
+        """
+
+    def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
+        """The same to its end, on all ranks of the default group."""
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
 
 class SaveCommonStrategy(SaveStrategyBase):

@@ -20,17 +20,19 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.manifest import Stored, StoredChunk
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.road import remote
 from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.road.sources import Sources
+from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import safetensors_export, standin
 
 BATCH_BYTES = 256 * 2**20
@@ -132,12 +134,17 @@ def to_checkpoint(
     to: str,
     meter: Meter,
     safe_globals: Sequence[Any],
+    *,
+    in_place: bool = False,
 ) -> tuple[str, list[str]]:
-    """See ``tools.convert``. Returns the target and the names of its files, relative."""
-    place = paths.located(destination)
+    """See ``tools.convert``. Returns the target and the names of its files, relative.
+
+    ``in_place``: the target may be the source, and bytes of plain DCP stay under their own keys.
+    """
+    place, if_exists = paths.located(destination), "replace" if in_place else "error"
     is_url, target = isinstance(place, str), Path(place).resolve()
     if not is_url:
-        storage.check_target(target, "error")
+        storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = _opened(source)
     state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
@@ -154,9 +161,12 @@ def to_checkpoint(
             state[name] = mapped or [_assembled(source, record, Path(scratch))]
             meter.add(nbytes_of(record) // 2)  # the other half is the save's
         for name, stored_key in zip(names[1], objects, strict=True):
-            _add_object(state, name, stored_key, source, checkpoint, safe_globals)
+            if in_place:
+                state[name] = _object(stored_key, source, safe_globals)
+            else:
+                _add_object(state, name, stored_key, source, checkpoint, safe_globals)
         where: str | Path = destination if is_url else target
-        serialization.save(state, where, (to, 1), group=None, if_exists="error", progress=meter.rest())
+        serialization.save(state, where, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
     if is_url:
         return str(destination), sorted(remote.Store(str(destination)).files())
     return str(target), sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
@@ -235,14 +245,17 @@ def _add_object(
     safe_globals: Sequence[Any],
 ) -> None:
     """An object as a record; bytes of plain DCP, which have no grid, as common data under their key."""
-    try:
-        record = ShardedObject.empty_from_unique_key(stored_key)
-    except ShardingError:
+    if isinstance(record_of(stored_key), PlainObject):
         assert checkpoint is not None, f"{stored_key} has no grid and {source} is no DCP folder"
         frame = checkpoint.manifest.objects[stored_key]
         state[stored_key] = Reader(checkpoint, "exact").read_object(stored_key, frame, safe_globals)
         return
+    state[name] = _object(stored_key, source, safe_globals)
+
+
+def _object(stored_key: str, source: Path, safe_globals: Sequence[Any]) -> ShardedObject:
+    record = record_of(stored_key)
     loaded = serialization.load(
         {"object": record}, source, group=None, validate_access_integrity=False, safe_globals=safe_globals
     )
-    state[name] = replace(record, data=loaded["object"])
+    return replace(record, data=loaded["object"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
@@ -19,9 +20,13 @@ from sixfold.dist_ckpt.state.records import (
 StateDict = dict[str, Any]
 CommonStateDict = dict[str, Any]
 ShardedStateDict = dict[str, Any]
+FactoryBuildFn = Callable[..., ShardedStateDict]
+FactoryMergeFn = Callable[[StateDict], Any]
 
 __all__ = [
     "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
     "LocalNonpersistentObject",
     "ReplicaId",
     "ShardedBase",

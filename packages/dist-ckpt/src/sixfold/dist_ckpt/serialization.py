@@ -306,6 +306,12 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
     return strategy
 
 
+def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> base.SaveCommonStrategy:
+    """The strategy that ``(backend, version)`` stands for at save of common data."""
+    strategy: base.SaveCommonStrategy = base.get(StrategyAction.SAVE_COMMON, backend, version)
+    return strategy
+
+
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
     with remote.local_view(checkpoint_dir) as folder:

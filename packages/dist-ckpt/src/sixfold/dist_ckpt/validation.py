@@ -10,11 +10,14 @@ from sixfold.dist_ckpt.plans.validation import (
     tensor_problems,
 )
 
+parse_strict_flag = parse_strict  # under megatron-core's name
+
 __all__ = [
     "StrictHandling",
     "check_keys",
     "object_problems",
     "parse_strict",
+    "parse_strict_flag",
     "raise_problems",
     "table_problems",
     "tensor_problems",

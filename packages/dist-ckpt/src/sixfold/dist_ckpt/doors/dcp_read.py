@@ -19,15 +19,20 @@ import socket
 import uuid
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
@@ -45,7 +50,7 @@ from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
@@ -54,6 +59,8 @@ from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
+
+_Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
 
 class _Wish(NamedTuple):
@@ -69,21 +76,6 @@ class _Share(NamedTuple):
 
     spans: list[Span]
     threads: int
-
-
-class _Target(NamedTuple):
-    """Where one item goes: ``record`` has the memory that is filled, ``tensor`` is what the planner gave."""
-
-    item: ReadItem
-    record: ShardedTensor
-    tensor: torch.Tensor
-
-    def complete(self, planner: LoadPlanner) -> None:
-        """All bytes are in place."""
-        filled = self.record.data
-        if filled is not None and filled is not self.tensor:
-            self.tensor.copy_(filled)
-        planner.commit_tensor(self.item, self.tensor)
 
 
 class Reader(StorageReader):
@@ -281,23 +273,33 @@ class Reader(StorageReader):
             mirror.close()
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
-        targets, reads = list[_Target](), list[plans.Read]()
+        _check_whole(planner, items, checkpoint.manifest)
+        reads, records, filled, whole = list[plans.Read](), list[ShardedTensor](), list[_Goal](), list[_Goal]()
         for item in items:
-            if item.type != LoadItemType.BYTE_IO:
-                stored, chunk = self._stored(checkpoint, item)
-                target, box = _target(item, stored, chunk, planner.resolve_tensor(item).detach())
-                self._check_dtype(item, stored, target)
-                step = (len(targets), item.storage_index.fqn, Piece(box, None), chunk, box, stored.dtype, stored.shape)
-                reads.append(plans.Read(*step))
-                targets.append(target)
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            stored, chunk = self._stored(checkpoint, item)
+            tensor = planner.resolve_tensor(item).detach()
+            box = _box(item, chunk, tensor)
+            self._check_dtype(item, stored, tensor)
+            if not _is_writable(item.storage_index.fqn, tensor):
+                whole.append((item, tensor))
+                continue
+            key = item.storage_index.fqn
+            step = (len(records), key, Piece(box, None), chunk, box, stored.dtype, stored.shape)
+            reads.append(plans.Read(*step))
+            records.append(ShardedTensor(key, tensor, tensor.dtype, box.size, stored.shape, box.offset, None))
+            filled.append((item, tensor))
         reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
         planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
         reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
         blocks = [block for span in share.spans for block in span.blocks()]
-        records = [target.record for target in targets]
         if self._mirror is not None:
             self._mirror.fetch({self._frame(item) for item in items}, blocks)
-        reader.run(records, planned, blocks, lambda index: targets[index].complete(planner))
+        reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
+        for item, tensor in whole:
+            tensor.copy_(_part(self._value(checkpoint, item)[1], item))
+            planner.commit_tensor(item, tensor)
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._bytes(checkpoint, item)))
@@ -305,8 +307,8 @@ class Reader(StorageReader):
             keys = ", ".join(sorted(reader.cast_keys))
             warnings.warn(f"values were converted to another dtype in {keys}", stacklevel=2)
 
-    def _check_dtype(self, item: ReadItem, stored: Stored, target: _Target) -> None:
-        asked = target.tensor.dtype
+    def _check_dtype(self, item: ReadItem, stored: Stored, tensor: torch.Tensor) -> None:
+        asked = tensor.dtype
         if asked.is_complex != stored.dtype.is_complex or (self.dtype_policy == "strict" and asked != stored.dtype):
             raise MismatchError(f"{item.storage_index.fqn}: asked for {asked}, stored is {stored.dtype}")
 
@@ -333,6 +335,15 @@ class Reader(StorageReader):
 
         Where those put stand-ins in the place of numpy's own functions, the value is written anew.
         """
+        data, value = self._value(checkpoint, item)
+        if b"numpy" not in data:
+            return data
+        again = io.BytesIO()
+        torch.save(value, again)
+        return again.getvalue()
+
+    def _value(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[bytes, Any]:
+        """The bytes of a frame, and what weights-only rules make of them."""
         key, frame = item.storage_index.fqn, self._frame(item)
         name = f"{checkpoint.folder / frame.file}: {key}"
         view = checkpoint.frame(frame)
@@ -342,12 +353,7 @@ class Reader(StorageReader):
             except CorruptError as error:
                 raise CorruptError(f"{name}: {error}") from error
         data = bytes(view)
-        value = weights_only.load(data, name, self.safe_globals)
-        if b"numpy" not in data:
-            return data
-        again = io.BytesIO()
-        torch.save(value, again)
-        return again.getvalue()
+        return data, weights_only.load(data, name, self.safe_globals)
 
 
 def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
@@ -356,23 +362,66 @@ def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
     return [_Share(spans, threads) for spans in plans.assign([wish.touched for wish in wishes])]
 
 
-def _target(item: ReadItem, stored: Stored, chunk: StoredChunk, tensor: torch.Tensor) -> tuple[_Target, Box]:
-    """The memory that an item fills, and its box in the global tensor."""
-    key, lengths = item.storage_index.fqn, tuple(item.lengths)
-    inside = Box(tuple(item.storage_offsets), lengths)
+def _box(item: ReadItem, chunk: StoredChunk, tensor: torch.Tensor) -> Box:
+    """The place of an item in the global tensor."""
+    key, inside = item.storage_index.fqn, Box(tuple(item.storage_offsets), tuple(item.lengths))
     if not inside.within(chunk.box.size):
         raise MismatchError(f"{key}: the planner asks for {inside} of a chunk of shape {chunk.box.size}")
-    if tuple(tensor.shape) != lengths:
-        raise MismatchError(f"{key}: the planner gives a tensor of shape {tuple(tensor.shape)} for a part of {lengths}")
-    box, memory = inside.shifted(chunk.box.offset), tensor
+    if tuple(tensor.shape) != inside.size:
+        raise MismatchError(
+            f"{key}: the planner gives a tensor of shape {tuple(tensor.shape)} for a part of {inside.size}"
+        )
+    return inside.shifted(chunk.box.offset)
+
+
+def _is_writable(key: str, tensor: torch.Tensor) -> bool:
+    """Whether bytes can be put where a tensor lies; False for a subclass, which is filled by torch's copy.
+
+    Raises:
+        ShardingError: a meta tensor; two elements in one place.
+    """
     try:
         check_writable(key, tensor)
     except ShardingError:
-        if tensor.is_meta:
+        if type(tensor) is torch.Tensor:
             raise
-        memory = torch.empty(lengths, dtype=tensor.dtype, device="cpu")  # of a subclass: torch's copy fills it
-    record = ShardedTensor(key, memory, memory.dtype, lengths, stored.shape, box.offset, None)
-    return _Target(item, record, tensor), box
+        return False
+    return True
+
+
+def _part(value: Any, item: ReadItem) -> torch.Tensor:
+    """What an item wants of a whole chunk."""
+    if not isinstance(value, torch.Tensor):
+        raise CorruptError(f"{item.storage_index.fqn} is stored as a {type(value).__name__} and not as a tensor")
+    tensor: torch.Tensor = value
+    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if length != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, start, length)
+    return tensor
+
+
+def _check_whole(planner: LoadPlanner, items: Iterable[ReadItem], manifest: Manifest) -> None:
+    """CorruptError if chunks leave a hole in what torch's planner asks for; it would stay as it was in memory.
+
+    Planners of users may have reasons to read less.
+    """
+    if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
+        return
+    planned: Counter[str] = Counter()
+    for item in items:
+        planned[item.dest_index.fqn] += prod(item.lengths) if item.type != LoadItemType.BYTE_IO else 0
+    for key, value in vars(planner)["state_dict"].items():
+        if key in manifest.tensors and isinstance(value, torch.Tensor) and planned[key] < (wanted := _local(value)):
+            raise CorruptError(f"{key}: {wanted - planned[key]} of its elements are in no chunk of the checkpoint")
+
+
+def _local(tensor: torch.Tensor) -> int:
+    """Elements that this rank holds of a tensor, of a DTensor, of torch's ShardedTensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().numel() if tensor.device_mesh.get_coordinate() is not None else 0
+    if isinstance(tensor, TorchShardedTensor):
+        return sum(shard.tensor.numel() for shard in tensor.local_shards())
+    return tensor.numel()
 
 
 def _outside(touched: Iterable[Span], wished: Iterable[Span]) -> list[Span]:

@@ -296,8 +296,10 @@ class Writer(StorageWriter, BlockingAsyncStager):
         data = data.detach()
         try:
             check_readable(key, data)
-        except ShardingError:  # a subclass that computes its values, sparse: torch's own form of it
-            buffer = io.BytesIO()
+        except ShardingError:
+            if type(data) is torch.Tensor:
+                raise
+            buffer = io.BytesIO()  # a subclass that computes its values: in torch's own form
             torch.save(data.cpu(), buffer)
             file.append(buffer.getvalue())
             return

@@ -1,0 +1,218 @@
+"""``dcp.Writer`` and ``dcp.Reader``: forms of values, planners of users, folders of others, what a writer keeps."""
+
+import collections
+import gc
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from dist_ckpt_door_helpers import Meddling, contents, dcp_load, dcp_save, everything, quiet, same
+from dist_ckpt_helpers import names, one
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.testing._internal.two_tensor import TwoTensor
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardingError, dcp
+from sixfold.dist_ckpt.road import reader as engine
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_values_that_torch_pickles_unreadably_are_saved_so_that_both_read_them(tmp_path):
+    state = {"left": (collections.deque([1, 2], 5),), "seen": (collections.defaultdict(list, {"a": [1]}),)}
+    dcp_save(state, dcp.Writer(tmp_path / "c"))
+    for reader in (FileSystemReader, dcp.Reader):
+        found = dcp_load(dict.fromkeys(state), reader(tmp_path / "c"))
+        assert found == state
+        assert found["left"][0].maxlen == 5
+        assert found["seen"][0].default_factory is list
+
+
+def test_a_class_that_the_reader_must_be_told_of_is_warned_of_at_save(tmp_path):
+    with pytest.warns(UserWarning, match=r"Fraction.*safe_globals"):
+        torch_dcp.save({"of": fractions_half()}, storage_writer=dcp.Writer(tmp_path / "c"))
+    assert everything(FileSystemReader(tmp_path / "c")) == {"of": fractions_half()}
+
+
+def fractions_half():
+    from fractions import Fraction
+
+    return Fraction(1, 2)
+
+
+def test_sparse_tensors_are_refused_as_torch_refuses_them(tmp_path):
+    for writer in (FileSystemWriter, dcp.Writer):
+        with pytest.raises(CheckpointException, match=r"(?i)sparse"):
+            dcp_save({"s": torch.eye(3).to_sparse()}, writer(tmp_path / "c"))
+
+
+def test_subclasses_go_through_torchs_own_form_and_copy(tmp_path):
+    value = TwoTensor(torch.arange(6.0).view(2, 3), torch.ones(2, 3))  # computes its values from two tensors
+    with torch.serialization.safe_globals([TwoTensor, torch.device]):
+        dcp_save({"s": value}, dcp.Writer(tmp_path / "c"))
+        for reader in (FileSystemReader, dcp.Reader):
+            target = TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3))
+            found = dcp_load({"s": target}, reader(tmp_path / "c"))["s"]
+            assert found is target
+            assert torch.equal(found.a, value.a)
+            assert torch.equal(found.b, value.b)
+
+
+def test_a_planner_that_gives_another_dtype_than_it_planned_is_refused(tmp_path):
+    class Halving(torch_dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item).half()
+
+    with pytest.raises(CheckpointException, match=r"w: the planner gives torch\.float16") as caught:
+        dcp_save({"w": torch.ones(2)}, dcp.Writer(tmp_path / "c"), planner=Halving())
+    assert isinstance(caught.value.failures[0][0], ShardingError)
+    assert names(tmp_path) == []
+
+
+def test_what_a_failed_save_wrote_is_gone_at_once(tmp_path):
+    def broken():
+        raise OSError(5, "the card is on fire")
+
+    writer = dcp.Writer(tmp_path / "c")
+    with pytest.raises(CheckpointException):
+        dcp_save(contents(), writer, planner=Meddling(broken, 5))
+    assert names(tmp_path) == []
+
+
+def test_what_a_writer_began_goes_with_it(tmp_path):
+    writer, planner = dcp.Writer(tmp_path / "c"), torch_dcp.DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, is_coordinator=True)
+    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    writer.prepare_global_plan([planner.create_local_plan()])
+    assert len(names(tmp_path)) == 1
+    del writer
+    gc.collect()
+    assert names(tmp_path) == []
+
+
+def test_files_that_a_trainer_owns_go_with_the_checkpoint_that_is_replaced(tmp_path):
+    for step in (1, 2):
+        dcp_save(contents(step), dcp.Writer(tmp_path / "c", owns=["meta.pt"]))
+        assert "meta.pt" not in names(tmp_path / "c")  # none of another checkpoint
+        (tmp_path / "c" / "meta.pt").write_bytes(b"of Lightning")
+    with pytest.raises(CheckpointException, match=r"meta\.pt"):
+        dcp_save(contents(3), dcp.Writer(tmp_path / "c"))
+    assert everything(dcp.Reader(tmp_path / "c"))["step"] == 2
+
+
+def test_megatrons_flattened_layout_loads_by_its_true_shapes():
+    listed = dist_ckpt.load_plain_tensors(GOLDEN / "megatron-0.12-flattened")
+    state = {key: torch.zeros_like(tensor) for key, tensor in listed.items()}
+    found = dcp_load(state, dcp.Reader(GOLDEN / "megatron-0.12-flattened"), planner=flat_planner())
+    assert same(found, listed)
+
+
+def test_a_zarr_folder_loads_too():
+    listed = dist_ckpt.load_plain_tensors(GOLDEN / "megatron-0.12-zarr")
+    state = {key: torch.zeros_like(tensor) for key, tensor in listed.items()}
+    assert same(dcp_load(state, dcp.Reader(GOLDEN / "megatron-0.12-zarr"), planner=flat_planner()), listed)
+
+
+def flat_planner():
+    return torch_dcp.DefaultLoadPlanner(flatten_state_dict=False)
+
+
+def test_a_hole_is_told_and_what_is_not_asked_for_may_have_one(tmp_path):
+    half = {"w": one("w", torch.ones(4)), "v": one("v", torch.ones(4))}
+    dist_ckpt.save(half, tmp_path / "c")
+    metadata = FileSystemReader(tmp_path / "c").read_metadata()
+    metadata.state_dict_metadata["w"].size = torch.Size([6])
+    for name in ("metadata.json", "common.pt", "integrity.json"):
+        (tmp_path / "c" / name).unlink()
+    del metadata.sixfold_save_id
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match="w: 2 of its elements are in no chunk") as caught:
+        dcp_load({"w": torch.zeros(6)}, dcp.Reader(tmp_path / "c"))
+    assert isinstance(caught.value.failures[0][0], CorruptError)
+    assert dcp_load({"v": torch.zeros(4)}, dcp.Reader(tmp_path / "c"))["v"].sum() == 4
+
+
+def test_paths_of_a_planner_that_stand_for_endless_lists_are_refused(tmp_path):
+    dcp_save({"w": torch.ones(2)}, FileSystemWriter(tmp_path / "c"))
+    metadata = FileSystemReader(tmp_path / "c").read_metadata()
+    metadata.planner_data = {"w": ("w", 10**12)}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match="planner_data"):
+        dcp.Reader(tmp_path / "c").read_metadata()
+    metadata.planner_data = {"w": metadata.storage_meta}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.warns(UserWarning, match="StorageMeta"):
+        assert dcp.Reader(tmp_path / "c").read_metadata().planner_data is None
+
+
+@pytest.mark.parametrize(("policy", "dtype", "fits"), [("cast", torch.int32, True), ("exact", torch.int32, False)])
+def test_dtypes_are_converted_by_the_readers_policy(tmp_path, policy, dtype, fits):
+    dcp_save({"w": torch.tensor([1.0, 2.5])}, dcp.Writer(tmp_path / "c"))
+    state, reader = {"w": torch.zeros(2, dtype=dtype)}, dcp.Reader(tmp_path / "c", dtype_policy=policy)
+    if not fits:
+        with pytest.raises(CheckpointException, match=r"2\.5"):
+            dcp_load(state, reader)
+        return
+    with pytest.warns(UserWarning, match="converted to another dtype in w"):
+        torch_dcp.load(state, storage_reader=reader)
+    assert state["w"].tolist() == [1, 2]
+    with pytest.raises(CheckpointException, match="stored is"):
+        dcp_load({"w": torch.zeros(2, dtype=dtype)}, dcp.Reader(tmp_path / "c", dtype_policy="strict"))
+
+
+def test_each_byte_is_read_once_and_none_that_is_not_asked_for(tmp_path, monkeypatch):
+    state = {f"w{n}": torch.full((512, 512), float(n)) for n in range(8)}  # of 1 MiB each
+    dcp_save(state, FileSystemWriter(tmp_path / "c"))
+    runs = []
+    real = engine.Reader._read
+    monkeypatch.setattr(engine.Reader, "_read", lambda self, file, run: (runs.append(run), real(self, file, run))[1])
+    found = dcp_load({"w3": torch.zeros(512, 512)}, dcp.Reader(tmp_path / "c"))
+    assert found["w3"].unique().tolist() == [3.0]
+    assert (1 << 20) - (1 << 16) < sum(run.stop - run.start for run in runs) <= 1 << 20
+
+
+def test_functions_of_the_door_are_torchs_with_ours_put_in(tmp_path):
+    with quiet():
+        dcp.save(contents(), checkpoint_id=tmp_path / "a")
+        dcp.async_save(contents(2), checkpoint_id=str(tmp_path / "b")).result(30)
+        dcp.save(contents(3), checkpoint_id=tmp_path / "t", storage_writer=FileSystemWriter("unused"))
+        found = {"step": 0}
+        dcp.load(found, checkpoint_id=tmp_path / "b")
+    assert found == {"step": 2}
+    assert [(tmp_path / name / "integrity.json").exists() for name in "abt"] == [True, True, False]
+
+
+@pytest.mark.parametrize("options", [{"if_exists": "maybe"}, {"thread_count": 0}])
+def test_a_writer_refuses_options_that_cannot_work(options):
+    with pytest.raises(CheckpointError, match=next(iter(options))):
+        dcp.Writer("c", **options)
+
+
+@pytest.mark.parametrize("options", [{"verify": "maybe"}, {"dtype_policy": "maybe"}])
+def test_a_reader_refuses_options_that_cannot_work(options):
+    with pytest.raises(CheckpointError, match="maybe"):
+        dcp.Reader("c", **options)
+
+
+def test_calls_out_of_turn_are_told_so(tmp_path):
+    with pytest.raises(CheckpointError, match="read_metadata"):
+        dcp.Reader(tmp_path).set_up_storage_reader(None, True)
+    with pytest.raises(CheckpointError, match="write_data"):
+        dcp.Writer(tmp_path).finish(None, [])
+    with pytest.raises(CheckpointException, match="name a folder"):
+        dcp_save({"w": torch.ones(1)}, dcp.Writer(""))
+
+
+def test_bytes_of_a_key_that_is_not_stored_are_told_of(tmp_path):
+    dcp_save({"w": torch.ones(1)}, dcp.Writer(tmp_path / "c"))
+    reader = dcp.Reader(tmp_path / "c")
+    with warnings.catch_warnings():
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+    index = torch_dcp.metadata.MetadataIndex("gone")
+    size = torch.Size([0])
+    item = torch_dcp.ReadItem(torch_dcp.planner.LoadItemType.BYTE_IO, index, size, index, size, size)
+    with pytest.raises(MismatchError, match="gone"):
+        reader.prepare_local_plan(torch_dcp.LoadPlan([item]))

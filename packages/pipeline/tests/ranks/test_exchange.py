@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
 from sixfold.pipeline.passes import lower
+from sixfold.pipeline.transport.on_device import Landing, wants_host_memory
 
 
 def two_stages(rank: int, modules: list[nn.Module], **options: Any) -> PipelineRunner:
@@ -47,7 +48,7 @@ def change_shapes(rank: int, ranks: int, edges: str | None) -> None:
     assert equal_bits(gradients(modules[rank]), gradients(oracle[rank]))
 
 
-@pytest.mark.parametrize("edges", ["groups", "one", None])
+@pytest.mark.parametrize("edges", ["groups", "one", "host", None])
 def test_shapes_and_programs_may_change_from_step_to_step(edges):
     run_ranks(change_shapes, 2, edges)
 
@@ -218,6 +219,28 @@ def one_group_for_all(rank: int, ranks: int) -> None:
 
 def test_the_groups_of_edges_may_be_given():
     run_ranks(one_group_for_all, 2)
+
+
+def over_host_memory(rank: int, ranks: int) -> tuple[int, bool, bool]:
+    """How many messages came by a copy; whether gloo's group wants one, for a device and for a CPU."""
+    modules, oracle = layers(2), layers(2)
+    wait, landed = Landing.wait, []
+
+    def counted(landing: Landing, *limit: Any) -> None:
+        wait(landing, *limit)
+        assert landing._buffer.data_ptr() != landing._host.data_ptr()
+        landed.append(landing)
+
+    Landing.wait = counted  # type: ignore[method-assign]
+    inputs, targets = batch(9)
+    two_stages(rank, modules, edges="host").step(inputs, targets)
+    plain_loop(oracle, list(inputs.tensor_split(3)), list(targets.tensor_split(3)))
+    assert equal_bits(gradients(modules[rank]), gradients(oracle[rank]))
+    return len(landed), *(wants_host_memory(dist.group.WORLD, torch.device(kind)) for kind in ("cuda", "cpu"))
+
+
+def test_over_host_memory_each_message_is_copied_to_its_device():
+    assert run_ranks(over_host_memory, 2) == [(3, True, False)] * 2
 
 
 def in_a_subgroup(rank: int, ranks: int) -> None:

@@ -64,9 +64,10 @@ class PipelineRunner:
             all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
             memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
-            "groups" always the latter. "one" is a single communicator for all edges, which takes less memory and runs
-            in order what it is given: messages that stand beside each other in a list start together, none ahead of
-            its place (no ``lookahead``), and the program must pass ``verify`` as a rendezvous.
+            "groups" always the latter. "host" is gloo's whatever the device, over host memory. "one" is a single
+            communicator for all edges, which takes less memory and runs in order what it is given: messages that stand
+            beside each other in a list start together, none ahead of its place (no ``lookahead``), and the program
+            must pass ``verify`` as a rendezvous.
         overlap: the parts of an OVERLAP_F_B run in "order", or where stages are on a CUDA device on two "streams",
             forward beside backward; with the same bits. A program whose overlaps cannot run so is refused by name.
     Raises:
@@ -88,7 +89,7 @@ class PipelineRunner:
         lookahead: int = 2,
         profile: bool = False,
         dynamic_shapes: bool | Literal["announced"] = False,
-        edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups", "one"] | None = None,
+        edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups", "one", "host"] | None = None,
         overlap: Literal["order", "streams"] = "order",
     ) -> None:
         if overlap not in ("order", "streams"):

@@ -157,7 +157,7 @@ class Transport(Protocol):
         """
 
 
-def over(group: Any, edges: EdgeFactory | Literal["groups", "one"] | None = None) -> Transport:
+def over(group: Any, edges: EdgeFactory | Literal["groups", "one", "host"] | None = None) -> Transport:
     """The transport over a process group; ``edges`` as in PipelineRunner."""
     from sixfold.pipeline.transport.groups import GroupTransport
 

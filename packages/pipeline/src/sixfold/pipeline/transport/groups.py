@@ -47,6 +47,7 @@ from sixfold.pipeline.messages import Receipt as GroupReceipt
 from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.batched import Batched
 from sixfold.pipeline.transport.control import GroupControl, close_connection, wait_until_sent
+from sixfold.pipeline.transport.on_device import Landing, Passed, nccl_options, wants_host_memory
 from sixfold.pipeline.transport.ring import Ring
 from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, in_rounds, route_of, window_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
@@ -58,19 +59,18 @@ __all__ = ["GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
 Values = tuple[Any, ...]
 Shapes = bool | Literal["announced"]
 EdgeFactory = Callable[[int, int], dist.ProcessGroup]
-Edges = EdgeFactory | Literal["groups", "one"] | None
+Edges = EdgeFactory | Literal["groups", "one", "host"] | None
 _WINDOW = 8  # tensors per edge that were sent and not waited for, at least
-_NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog comes behind ours, which says more
 
 
 class Outgoing:
-    """The sending end of a directed edge; keeps each tensor until it was sent."""
+    """The sending end of a directed edge; keeps each tensor until it was sent. ``host``: as CPU tensors."""
 
-    def __init__(self, group: Any, peer: int, wait: HostWait | StreamWait, rank: int) -> None:
+    def __init__(self, group: Any, peer: int, wait: HostWait | StreamWait, rank: int, *, host: bool = False) -> None:
         self._group = group
         self._send = group.send
         self._peer, self._rank = peer, rank  # in the edge's group, in the pipeline
-        self._wait = wait
+        self._wait, self._host = wait, host
         self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
         self.window = _WINDOW  # messages; see routes.window_of
 
@@ -78,6 +78,7 @@ class Outgoing:
         """Start to send; returns at once unless the peer is far behind."""
         for tensor in tensors:
             tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is sent is memory
+            tensor = tensor.cpu() if self._host else tensor
             try:
                 work = self._send([tensor], self._peer, tag)
             except RuntimeError as error:  # the connection has ended
@@ -96,14 +97,23 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving end of a directed edge."""
+    """The receiving end of a directed edge; ``host``: messages come as CPU tensors, whatever ``device`` is."""
 
-    def __init__(self, group: Any, peer: int, wait: HostWait | StreamWait, device: torch.device, rank: int) -> None:
+    def __init__(
+        self,
+        group: Any,
+        peer: int,
+        wait: HostWait | StreamWait,
+        device: torch.device,
+        rank: int,
+        *,
+        host: bool = False,
+    ) -> None:
         self._group = group
         self._receive = group.recv
         self._peer, self._rank = peer, rank
         self.ring = Ring(device)
-        self.forget = self.ring.forget
+        self._landing = Ring(torch.device("cpu")) if host else None
         self._wait = wait
 
     def post(self, specs: Sequence[TensorSpec], tag: int, action: Action) -> tuple[list[Tensor], list[Any]]:
@@ -114,9 +124,18 @@ class Incoming:
         """
         buffers = [self.ring.take(spec) for spec in specs]
         try:
-            return buffers, [self._receive([buffer], self._peer, tag) for buffer in buffers]
+            if self._landing is None:
+                return buffers, [self._receive([buffer], self._peer, tag) for buffer in buffers]
+            pairs = [(self._landing.take(spec), buffer) for spec, buffer in zip(specs, buffers, strict=True)]
+            return buffers, [Landing(self._receive([host], self._peer, tag), host, buffer) for host, buffer in pairs]
         except RuntimeError as error:  # the connection has ended
             raise PeerLost(action, self._rank) from error
+
+    def forget(self, specs: Sequence[TensorSpec]) -> None:
+        """No more messages of these shapes and dtypes come."""
+        for ring in (self.ring, self._landing):
+            if ring is not None:
+                ring.forget(specs)
 
     def wait(self, work: Any, action: Action) -> None:
         """Wait for a work of ``post``."""
@@ -143,12 +162,15 @@ class GroupTransport:
         edges: makes the group of the edge (source, destination), group ranks; called on both
             ranks of each edge, in one order on all ranks. None makes an edge of shared memory where both ranks
             have CPU tensors and are on one host, else a communicator of two; "groups" always the latter; "one" a
-            single communicator for all edges (batched.py).
+            single communicator for all edges (batched.py); "host" gloo's, for tensors of
+            any device. [Note: over host memory]
     """
 
     def __init__(self, group: dist.ProcessGroup, edges: Edges = None) -> None:
-        if not (edges in (None, "groups", "one") or callable(edges)):
-            raise ScheduleError(f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one' or None")
+        if not (edges in (None, "groups", "one", "host") or callable(edges)):
+            raise ScheduleError(
+                f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one', 'host' or None"
+            )
         self.rank, self.ranks = group.rank(), group.size()
         self.one = edges == "one"
         self.names = _names(group)
@@ -182,10 +204,11 @@ class GroupLinks:
         self._timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
         self._factory = edges if callable(edges) else None
         self._share = edges is None and device.type == "cpu" and can_share()
-        host = HostWait(timeout_s)
+        self._host = edges == "host"
+        self._host_wait = host = HostWait(timeout_s)
         self._wait: HostWait | StreamWait = host
-        if device.type != "cpu":
-            self._wait = StreamWait(timeout_s, self.close, partial(_Passed, device))
+        if device.type != "cpu" and not self._host:
+            self._wait = StreamWait(timeout_s, self.close, partial(Passed, device))
         everyone = within(timeout_s, self._meet)
         self.control = GroupControl(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}
@@ -254,10 +277,12 @@ class GroupLinks:
                 self._shared_incoming[peer] = SharedIncoming(link, peer, self._timeout_s, self._alarm)
                 return
         group, there = self._edge(source, destination, peer)
+        host = self._host or (self._factory is not None and wants_host_memory(group, self._device))
+        wait = self._host_wait if host else self._wait
         if sends:
-            self._outgoing[peer] = Outgoing(group, there, self._wait, peer)
+            self._outgoing[peer] = Outgoing(group, there, wait, peer, host=host)
         else:
-            self._incoming[peer] = Incoming(group, there, self._wait, self._device, peer)
+            self._incoming[peer] = Incoming(group, there, wait, self._device, peer, host=host)
 
     def _link(self, name: str, sends: bool) -> socket | None:
         """A connection between the two ends of an edge that are on one host; both get one, or none."""
@@ -330,10 +355,10 @@ class GroupLinks:
             made = self._factory(source, destination)
             return made, dist.get_group_rank(made, dist.get_global_rank(self._group, peer))
         name, mine = f"{source}>{destination}", 0 if self.rank == source else 1
-        if self._device.type == "cpu":
+        if self._host or self._device.type == "cpu":
             return within(self._timeout_s, partial(self._gloo, name, mine)), 1 - mine
         if self._device.type != "cuda":
-            raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges= for others")
+            raise ScheduleError(f"device is {self._device}; edges are made for cpu and cuda, give edges='host'")
         nccl: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), mine, 2, nccl_options(self._timeout_s))
         first = torch.zeros(1, device=self._device)
 
@@ -344,22 +369,6 @@ class GroupLinks:
 
         within(self._timeout_s, meet)
         return nccl, 1 - mine
-
-
-def nccl_options(timeout_s: float) -> Any:
-    """NCCL's own watchdog, which ends the process, comes behind ours."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s + _NCCL_MARGIN_S)
-    return options
-
-
-class _Passed:
-    """Whether the current stream of a device is past the work that it was just told to wait for."""
-
-    def __init__(self, device: torch.device, _: Any) -> None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        self.is_completed: Callable[[], bool] = event.query
 
 
 def _deliver(outgoing: dict[int, Outgoing], control: GroupControl, timeout_s: float, process: int) -> None:

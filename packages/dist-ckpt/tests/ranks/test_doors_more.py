@@ -1,5 +1,8 @@
 """``dcp.Writer`` and ``dcp.Reader`` on two ranks: plans that torch keeps, and who hashes which block."""
 
+import pickle
+import shutil
+
 import torch
 import torch.distributed as dist
 from dist_ckpt_door_helpers import Meddling, dcp_load, dcp_save
@@ -10,8 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ranktest import run_ranks
 from sixfold.dist_ckpt import dcp, tools
+from sixfold.dist_ckpt.files import compact
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES
 from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.stores.folder import open_checkpoint
 
 
 def sharded(value, axis, shape=(4, 6)):
@@ -50,8 +55,26 @@ def save_with_kept_plans(rank, ranks, folder):
 
 def test_plans_that_torch_keeps_write_the_values_of_each_save(tmp_path):
     assert run_ranks(save_with_kept_plans, 2, tmp_path) == [True, True]
+    found, listed = open_checkpoint(tmp_path / "c").manifest, without_compact(tmp_path / "c").manifest
+    assert list(found.tensors) == ["of.rank0", "of.rank1", "w"]
+    assert {key: [*tensor.chunks] for key, tensor in found.tensors.items()} == {
+        key: sorted(tensor.chunks) for key, tensor in listed.tensors.items()
+    }
     assert tools.verify(tmp_path / "c")["ok"]
     assert names(tmp_path) == ["c"]
+
+
+def without_compact(folder):
+    """A copy opened that has ``.metadata`` alone, as torch writes it."""
+    plain = shutil.copytree(folder, folder.with_name("plain"))
+    metadata = FileSystemReader(folder).read_metadata()
+    del metadata.sixfold_save_id
+    (plain / ".metadata").write_bytes(pickle.dumps(metadata))
+    for name in ("metadata.json", "common.pt", "integrity.json", compact.FILE_NAME):
+        (plain / name).unlink()
+    found = open_checkpoint(plain)
+    shutil.rmtree(plain)
+    return found
 
 
 def load_and_count(rank, ranks, folder):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError
 from sixfold.dist_ckpt.files import unpickle
-from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.files.dcp_pickle import Index, sort_key
 from sixfold.dist_ckpt.files.unpickle import Node
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
@@ -55,11 +56,12 @@ def index_of(metadata: Metadata, places: Places, save_id: str) -> Index:
     """
     tensors: list[tuple[str, torch.dtype, Ints]] = []
     objects: dict[str, ByteRange] = {}
-    files: dict[str, int] = {}
+    files: dict[str, int] = {}  # by their numbers
     rows: list[_Row] = []
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             objects[key] = _written(places, key, None)
+            files.setdefault(objects[key].file, len(files))
             continue
         for chunk in entry.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -71,8 +73,8 @@ def index_of(metadata: Metadata, places: Places, save_id: str) -> Index:
     return Index(
         tensors=tensors,
         tensor_N=_array([row.tensor for row in rows]),
-        offsets_ND=_array([_padded(row.box.offset, dims) for row in rows], dims),
-        sizes_ND=_array([_padded(row.box.size, dims) for row in rows], dims),
+        offsets_ND=_array([_padded(row.box.offset, dims, 0) for row in rows], dims),
+        sizes_ND=_array([_padded(row.box.size, dims, 1) for row in rows], dims),
         files=list(files),
         file_N=frames_N3[:, 0],
         start_N=frames_N3[:, 1],
@@ -97,8 +99,31 @@ def _array(rows: list[Any], width: int | None = None) -> torch.Tensor:
     return values if width is None else values.view(len(rows), width)
 
 
-def _padded(values: Ints, dims: int) -> Ints:
-    return values + (0,) * (dims - len(values))
+def _padded(values: Ints, dims: int, more: int) -> Ints:
+    return values + (more,) * (dims - len(values))
+
+
+def by_place(index: Index) -> Index:
+    """The same by key and by place, without chunks that hold nothing, as the compact manifest has it."""
+    order = sorted(range(len(index.tensors)), key=lambda number: sort_key(index.tensors[number][0]))
+    number_K = torch.empty(len(order), dtype=torch.int64, device="cpu")
+    number_K[_array(order)] = torch.arange(len(order), device="cpu")
+    tensor_N = number_K[index.tensor_N]
+    row_M = torch.nonzero((index.sizes_ND != 0).all(1))[:, 0]
+    for axis in range(index.dims - 1, -1, -1):
+        row_M = row_M[torch.argsort(index.offsets_ND[row_M, axis], stable=True)]
+    row_M = row_M[torch.argsort(tensor_N[row_M], stable=True)]
+    return replace(
+        index,
+        tensors=[index.tensors[number] for number in order],
+        tensor_N=tensor_N[row_M],
+        offsets_ND=index.offsets_ND[row_M],
+        sizes_ND=index.sizes_ND[row_M],
+        file_N=index.file_N[row_M],
+        start_N=index.start_N[row_M],
+        length_N=index.length_N[row_M],
+        planner_data=None,
+    )
 
 
 def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) -> Metadata:

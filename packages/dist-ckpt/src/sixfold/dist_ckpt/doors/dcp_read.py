@@ -49,7 +49,7 @@ from sixfold.dist_ckpt.errors import (
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span
-from sixfold.dist_ckpt.geometry.box import Box, Ints
+from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
@@ -118,10 +118,9 @@ class Reader(StorageReader):
         self._mirror: Mirror | None = None
         self._failure: CheckpointError | None = None
         self._wished: list[Span] = []
-        self._chunks: dict[str, dict[Ints, StoredChunk]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_failure": None, "_wished": [], "_chunks": {}}
+        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_failure": None, "_wished": []}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -163,7 +162,7 @@ class Reader(StorageReader):
 
     def _open(self) -> Metadata:
         store = store_at(self.path)
-        self._checkpoint, self._chunks = None, {}
+        self._checkpoint = None
         if self._mirror is not None:
             self._mirror.close()
         self._mirror = None if isinstance(store, LocalStore) else Mirror(store.name)
@@ -316,10 +315,9 @@ class Reader(StorageReader):
         key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         stored = checkpoint.manifest.tensors.get(key)
         if stored is not None:
-            if key not in self._chunks:
-                self._chunks[key] = {chunk.box.offset: chunk for chunk in stored.chunks}
-            if offset in self._chunks[key]:
-                return stored, self._chunks[key][offset]
+            for chunk in stored.near(Box(offset, (1,) * len(offset))):
+                if chunk.box.offset == offset:
+                    return stored, chunk
         raise MismatchError(f"{key}: the planner asks for a chunk at {offset}, which the checkpoint does not hold")
 
     def _frame(self, item: ReadItem) -> ByteRange:

@@ -40,8 +40,8 @@ from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
+from sixfold.dist_ckpt.files import compact, weights_only
 from sixfold.dist_ckpt.files import metadata as schema
-from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, FileDigest, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
@@ -322,8 +322,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
             infos[result.index] = _StorageInfo(*frame)
         store.prepare(save, files)
         with collection_paused():
-            data = schema.encode(dcp_metadata.index_of(metadata, places, save.save_id))
-        for name, content in ((".metadata", data), ("common.pt", weights_only.dump({}, "common data"))):
+            index = dcp_metadata.index_of(metadata, places, save.save_id)
+        for name, content in {
+            ".metadata": lambda: schema.encode_parts(index),
+            compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
+            "common.pt": lambda: (weights_only.dump({}, "common data"),),
+        }.items():
             files[name] = store.write(save, name, content)
         pointer = schema.encode_config()
         files[POINTER] = digest_of(pointer)

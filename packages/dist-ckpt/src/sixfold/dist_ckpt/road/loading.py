@@ -266,7 +266,7 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
     manifest = reports[0].manifest
     assert manifest is not None, "the first rank's report"
     # All keys are looked at only if they are asked about: for a mode that minds them, or for a guess at what was meant.
-    counts = strict.minds_missing or (unexpected and strict.raises_unexpected)
+    counts = strict.minds_missing or (unexpected and strict.raises_unexpected) or any(r.has_stateful for r in reports)
     missing = {key for keys in (manifest.tensors, manifest.objects) for key in keys} - asked if counts else set[str]()
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))

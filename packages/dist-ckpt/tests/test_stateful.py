@@ -1,0 +1,102 @@
+"""Stateful objects: the order of their calls, what a lenient ``strict`` leaves them, and factories around them."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from dist_ckpt_helpers import one
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import MismatchError, ShardedObject, ShardedTensorFactory
+
+
+class Noted:
+    """Notes in a list that all share who was called."""
+
+    def __init__(self, name, calls, state):
+        self.name, self.calls, self.state = name, calls, state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state_dict):
+        self.calls.append((self.name, state_dict))
+
+
+def test_values_are_handed_over_in_the_order_of_the_state_dict_and_inner_objects_first(tmp_path):
+    def state(calls):
+        inner = Noted("inner", calls, {"x": 1})
+        outer = Noted("outer", calls, {"parts": [inner, {"y": 2}]})
+        return {"a": [Noted("first", calls, {"z": 3})], "b": {"deep": outer}, "c": Noted("last", calls, {"v": 4})}
+
+    dist_ckpt.save(state([]), tmp_path / "c")
+    calls = []
+    asked = state(calls)
+    dist_ckpt.load(asked, tmp_path / "c")
+    assert [name for name, _ in calls] == ["first", "inner", "outer", "last"]
+    assert calls[1][1] == {"x": 1}
+    assert calls[2][1]["parts"][0] is asked["b"]["deep"].state["parts"][0]  # loaded by then
+    assert calls[2][1]["parts"][1] == {"y": 2}
+
+
+@pytest.mark.parametrize("strict", ["log_unexpected", "ignore_all", "return_all"])
+def test_what_strict_leaves_out_keeps_the_objects_own_value(tmp_path, strict):
+    dist_ckpt.save({"m": Noted("m", [], {"old": one("old", torch.ones(2)), "n": 1})}, tmp_path / "c")
+    calls, new = [], torch.full((2,), 7.0)
+    state = {"old": one("old", torch.zeros(2)), "new": one("new", new), "o": ShardedObject("o", 5, (1,), (0,))}
+    other = Noted("gone", calls, {"w": one("w", torch.zeros(1))})
+    found = dist_ckpt.load({"m": Noted("m", calls, state), "gone": other}, tmp_path / "c", strict=strict)
+    ((name, values),) = calls  # of "gone" nothing was stored, and it is left alone
+    assert name == "m"
+    assert values["old"].tolist() == [1, 1]
+    assert (values["new"].tolist(), values["o"], values["n"]) == ([7, 7], 5, 1)
+    result = found[0] if strict == "return_all" else found
+    assert "gone" not in result
+    if strict == "return_all":
+        assert found[2] == {"new", "w", ShardedObject("o", 5, (1,), (0,)).unique_key}
+
+
+def test_a_factory_may_build_stateful_objects(tmp_path):
+    def state(calls, value):
+        def build(key, data, replica_id, flattened_range):
+            return {"object": Noted("built", calls, {"w": one(key, data)}), "rest": one(f"{key}.rest", data)}
+
+        return {"f": ShardedTensorFactory("f", torch.full((2,), value), build, lambda parts: parts["rest"] + 1)}
+
+    dist_ckpt.save(state([], 3.0), tmp_path / "c")
+    calls = []
+    assert dist_ckpt.load(state(calls, 0.0), tmp_path / "c")["f"].tolist() == [4, 4]
+    ((_, values),) = calls
+    assert values["w"].tolist() == [3, 3]
+
+
+def test_what_an_object_does_not_ask_for_is_logged(tmp_path, caplog):
+    dist_ckpt.save({"m": Noted("m", [], {"a": 1, "w": one("m.w", torch.ones(1))})}, tmp_path / "c")
+    with caplog.at_level(logging.WARNING, "sixfold.dist_ckpt"):
+        dist_ckpt.load({"m": Noted("m", [], {"a": 0})}, tmp_path / "c")
+    assert "not loaded: m.w" in caplog.text
+
+
+def test_an_object_of_which_nothing_is_stored_is_an_unexpected_key(tmp_path):
+    dist_ckpt.save({"m": Noted("m", [], {})}, tmp_path / "c")
+    calls = []
+    dist_ckpt.load({"m": Noted("m", calls, {})}, tmp_path / "c")
+    assert calls == [("m", {})]
+    with pytest.raises(MismatchError, match=r"x\.y: asked for"):
+        dist_ckpt.load({"x": {"y": Noted("y", calls, {"a": 1})}}, tmp_path / "c")
+    assert len(calls) == 1
+
+
+def test_values_of_plain_dcp_keep_their_lists_and_are_listed(tmp_path):
+    torch_dcp.save({"one": [5], "deep": {"x": (1,)}, "w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    listed = dist_ckpt.load_sharded_metadata(tmp_path / "c")
+    assert set(listed) == {"one", "deep.x", "w"}
+    loaded = dist_ckpt.load(listed, tmp_path / "c")
+    assert (loaded["one"], loaded["deep.x"], loaded["w"].tolist()) == ([5], (1,), [1, 1])
+    assert dist_ckpt.load({"any": ShardedObject("one", None, (1,), (0,))}, tmp_path / "c") == {"any": [5]}
+    dist_ckpt.remove_sharded_tensors(tmp_path / "c", "w")
+    assert dist_ckpt.load({"one": 0, "deep": {"x": 0}}, tmp_path / "c") == {"one": [5], "deep": {"x": (1,)}}
+    theirs = {"one": None, "deep": {"x": None}}
+    torch_dcp.load(theirs, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert theirs == {"one": [5], "deep": {"x": (1,)}}

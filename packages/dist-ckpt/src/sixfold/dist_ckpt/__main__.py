@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("inspect", _inspect, "What a checkpoint holds.")
     sub.add_argument("dir")
     with_keys(sub)
+    sub = command("metadata", _metadata, "Write the .metadata of a checkpoint that was saved without it.")
+    sub.add_argument("dir")
     sub = command("verify", _verify, "Check every byte and report all damage.")
     sub.add_argument("dir")
     sub.add_argument("--quick", action="store_true", help="sizes and metadata only")
@@ -105,6 +107,12 @@ def _count(number: int, thing: str) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _metadata(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
+    found = tools.metadata(options.dir)
+    what = f"written, {_size(found['nbytes'])}" if found["written"] else "there already"
+    return found, f"{found['path']}: .metadata {what}", 0
 
 
 def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, int]:

@@ -50,6 +50,7 @@ def save(
     group: Group = "world",
     if_exists: str = "replace",
     check_finite: bool = False,
+    metadata: str = "torch",
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncRequest | None:
@@ -75,6 +76,8 @@ def save(
         group: a process group, None for this process alone, or "world".
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
         check_finite: NaN or infinity in a tensor is an error.
+        metadata: "torch" writes ``.metadata``, which torch DCP and megatron-core read; "compact" leaves it to
+            ``tools.metadata``: loads of this package need the compact manifest alone.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
         progress: called with this rank's bytes written and in all, from 0 to the total, which it is told before the
             commit; one call at a time, from any thread of this process. An exception in it ends the save on all ranks.
@@ -98,6 +101,7 @@ def save(
             group=group,
             if_exists=if_exists,
             check_finite=check_finite,
+            metadata=metadata,
             timeout_s=timeout_s,
             progress=progress,
         )
@@ -113,6 +117,7 @@ def save(
         group=group,
         if_exists=if_exists,
         check_finite=check_finite,
+        metadata=metadata,
         timeout_s=timeout_s,
         progress=progress,
     )

@@ -95,6 +95,7 @@ class AsyncSaver:
         *,
         if_exists: str = "replace",
         check_finite: bool = False,
+        metadata: str = "torch",
         progress: Progress | None = None,
     ) -> AsyncSave:
         """``async_save`` on this saver's group."""
@@ -106,6 +107,7 @@ class AsyncSaver:
             group=self._group,
             if_exists=if_exists,
             check_finite=check_finite,
+            metadata=metadata,
             timeout_s=self._timeout_s,
             progress=progress,
         )
@@ -268,6 +270,7 @@ def async_save(
     group: Group = "world",
     if_exists: str = "replace",
     check_finite: bool = False,
+    metadata: str = "torch",
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncSave:
@@ -294,6 +297,7 @@ def async_save(
         group=group,
         if_exists=if_exists,
         check_finite=check_finite,
+        metadata=metadata,
         timeout_s=timeout_s,
         progress=progress,
     )

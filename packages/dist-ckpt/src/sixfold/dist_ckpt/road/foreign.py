@@ -55,6 +55,8 @@ def read_config(checkpoint_dir: str | Path) -> Config | None:
 
 def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: SaveCommonStrategy) -> None:
     """As ``serialization.save``, with strategies that write by themselves."""
+    if request.metadata != "torch":
+        raise CheckpointError(f"metadata={request.metadata!r} is of the built-in engine; {strategy} saves by itself")
     if request.check_finite:
         raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
     exchange = Exchange(request.group, request.timeout_s)

@@ -105,6 +105,7 @@ def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
     if engine is None:
         raise CheckpointError(f"{url}: strategies of users write into local folders; only torch_dist goes to a URL")
     saving.check_if_exists(request.if_exists)
+    saving.check_metadata(request.metadata)
     exchange = Exchange(request.group, request.timeout_s)
     store, _ = exchange.together(lambda: (Store(url), None), lambda _: None)
 
@@ -120,7 +121,7 @@ def save(request: SaveRequest, url: str, engine: SaveEngine | None) -> None:
     if differs:
         agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     with TemporaryDirectory(prefix="sixfold-spool-") as spool:
-        ticket = saving.Ticket(save_id, spool, url, request.if_exists, differs)
+        ticket = saving.Ticket(save_id, spool, url, request.if_exists, differs, metadata=request.metadata)
 
         def write() -> tuple[None, Any]:
             meter = Meter(request.progress, lambda: saving.file_bytes(content))
@@ -164,7 +165,7 @@ def _commit(store: Store, written: list[Any], content: saving.Content, ticket: s
         raise overtaken(store.url)
     if lost:
         raise StorageError(f"{store.url}/{lost[0]} is not the file that its rank wrote", errno.EIO)
-    index = saving.index_of(written, ticket.save_id, None)
+    index = saving.index_of(written, ticket.save_id, None, ticket.metadata)
     small = {name: b"".join(pieces_of(data)) for name, data in index.items()} | {"common.pt": content.common_bytes}
     config = metadata.encode_config()
     digests = files | {name: integrity.digest_of(data) for name, data in {**small, "metadata.json": config}.items()}

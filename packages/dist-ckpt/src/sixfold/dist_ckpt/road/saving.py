@@ -84,6 +84,7 @@ class Ticket(NamedTuple):
     common_differs: bool
     token: str = ""
     known: bool = False  # the tables are those of the save that left this token
+    metadata: str = "torch"  # or "compact": no .metadata is written
     again: bool = False  # nothing is decided: the first rank asks for all tables
 
 
@@ -112,6 +113,7 @@ class SaveRequest:
     group: Group
     if_exists: str = "replace"
     check_finite: bool = False
+    metadata: str = "torch"
     timeout_s: float
     progress: Progress | None = None
 
@@ -171,17 +173,21 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
         target = paths.resolved(Path(paths.located(request.path)))
     host = _Host(target, request.if_exists, kept)
 
+    def agree(reports: list[_Report]) -> Ticket:
+        return host.agree(reports)._replace(metadata=request.metadata)
+
     def described() -> tuple[tuple[Content, _Report], _Report]:
         check_if_exists(request.if_exists)
+        check_metadata(request.metadata)
         (content, report), _ = describe(request, exchange, engine, kept)
         aimed = report._replace(target=str(target))
         return (content, aimed), aimed
 
     try:
-        (content, report), ticket = exchange.together(described, host.agree)
+        (content, report), ticket = exchange.together(described, agree)
         if ticket.again:
             whole = report._replace(table=content.table, token="")
-            _, ticket = exchange.together(lambda: (None, whole), host.agree)
+            _, ticket = exchange.together(lambda: (None, whole), agree)
         if ticket.common_differs:
             agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     except BaseException:
@@ -196,6 +202,12 @@ def check_if_exists(if_exists: str) -> None:
     """CheckpointError for what is neither of the two words."""
     if if_exists not in ("replace", "error"):
         raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
+
+
+def check_metadata(metadata: str) -> None:
+    """CheckpointError for what is neither of the two words."""
+    if metadata not in ("torch", "compact"):
+        raise CheckpointError(f"metadata is {metadata!r}; it is 'torch' or 'compact' (no .metadata is written)")
 
 
 class _Host:
@@ -356,37 +368,45 @@ def commit(written: list[transfer.Written], content: Content, ticket: Ticket, ke
     small = {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
     with storage.overtaken_told(staging, target):
         with storage.full_disk_told(staging, content.nbytes):
-            _write_index(staging, written, ticket.save_id, small, kept)
+            _write_index(staging, written, ticket.save_id, small, kept, ticket.metadata)
         # Again: data took a while to write, and nothing foreign may go.
         storage.check_target(target, ticket.if_exists, owns_file)
         storage.commit(staging, target, ticket.save_id)
 
 
 def _write_index(
-    staging: Path, written: list[transfer.Written], save_id: str, small: dict[str, bytes], kept: _Kept | None = None
+    staging: Path,
+    written: list[transfer.Written],
+    save_id: str,
+    small: dict[str, bytes],
+    kept: _Kept | None = None,
+    form: str = "torch",
 ) -> None:
     """Write ``.metadata``, the ``small`` files in their order, and ``integrity.json`` over all of them."""
     files = {name: digest for part in written for name, digest in part.files.items()}
     for name, digest in files.items():
         if (staging / name).stat().st_size != digest.size:
             raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    for name, data in (index_of(written, save_id, kept) | small).items():
+    for name, data in (index_of(written, save_id, kept, form) | small).items():
         files[name] = storage.write_file(staging, name, data)
     storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
 
 
-def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) -> dict[str, FileContent]:
+def index_of(
+    written: list[transfer.Written], save_id: str, kept: _Kept | None, form: str = "torch"
+) -> dict[str, FileContent]:
     """The index files by name, streamed if they are large; the last ones with another save id if nothing has moved.
 
-    See [Note: plan cache].
+    ``form``: "torch", or "compact" without ``.metadata``. See [Note: plan cache].
     """
     if kept is None:
-        return _streams(_index(written, save_id))
+        return _streams(_index(written, save_id), form)
     objects, last_index = [part.objects for part in written], kept.index
     unmoved = all(part.table is None and part.places is None for part in written)
     if unmoved and last_index is not None and objects == last_index[1]:
         before, _, last = last_index
-        if all(data.count(before.encode()) == 1 for data in last.values()):
+        is_known = (".metadata" in last) == (form == "torch")
+        if is_known and all(data.count(before.encode()) == 1 for data in last.values()):
             return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
     for part, one in zip(written, kept.written or written, strict=True):
         part.table = one.table if part.table is None else part.table
@@ -394,18 +414,17 @@ def index_of(written: list[transfer.Written], save_id: str, kept: _Kept | None) 
     index = _index(written, save_id)
     kept.written, kept.index = written, None
     if index.chunk_count > _KEPT_CHUNKS:
-        return _streams(index)
+        return _streams(index, form)
     with collection_paused():
-        made = {name: b"".join(pieces_of(data)) for name, data in _streams(index).items()}
+        made = {name: b"".join(pieces_of(data)) for name, data in _streams(index, form).items()}
     kept.index = (save_id, objects, made)
     return dict(made)
 
 
-def _streams(index: Index) -> dict[str, FileContent]:
-    return {
-        ".metadata": lambda: metadata.encode_parts(index),
-        compact.FILE_NAME: lambda: compact.encode(index),
-    }
+def _streams(index: Index, form: str) -> dict[str, FileContent]:
+    if form == "compact":
+        return {compact.FILE_NAME: lambda: compact.encode(index, is_alone=True)}
+    return {".metadata": lambda: metadata.encode_parts(index), compact.FILE_NAME: lambda: compact.encode(index)}
 
 
 def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:

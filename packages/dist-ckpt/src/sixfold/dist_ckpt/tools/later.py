@@ -1,0 +1,93 @@
+"""``.metadata`` of a checkpoint that was saved without it: for torch DCP and megatron-core, which read nothing else.
+
+compact manifest --> .metadata --> integrity.json that covers it (this file)
+
+[Note: one file more] No file of a visible checkpoint is written again; one is added, and ``integrity.json`` is replaced
+by one that says the same and of it too. Each appears whole, by a rename, ``.metadata`` first: until the second rename
+the manifest says that it is none of the save, and loads of this package look at neither its presence nor its content. A
+kill between the two leaves that, and the next call does both again. All of it goes through one descriptor of the
+folder: a save that replaces the checkpoint meanwhile replaces it whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sixfold.dist_ckpt.errors import MismatchError, StorageError, typed
+from sixfold.dist_ckpt.files import compact, integrity
+from sixfold.dist_ckpt.files import metadata as schema
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+
+_HIDDEN = ".metadata.tmp"  # a name that saves of any version know as a checkpoint's
+
+
+def metadata(path: str | Path) -> dict[str, Any]:
+    """Write ``.metadata`` into a checkpoint that was saved with ``metadata="compact"``; one that is there stays.
+
+    Returns:
+        path, written (whether it was not there), nbytes (of the file).
+    Raises:
+        MismatchError: no checkpoint of this package's folder format. CorruptError: its manifest is damaged.
+        StorageError: the system refuses, or another process does the same now.
+    """
+    place = paths.local(path, "metadata writes into a local folder; for a URL, save with metadata='torch'")
+    return typed(lambda: _written(open_checkpoint(place)))
+
+
+def _written(checkpoint: Checkpoint) -> dict[str, Any]:
+    folder, known = checkpoint.folder, checkpoint.integrity
+    if known is None or checkpoint.manifest.files is None or ".metadata" in known.files:
+        if not (folder / ".metadata").exists():
+            raise MismatchError(f"{folder} is of a format without .metadata; tools.convert makes one that has it")
+        return {"path": str(folder), "written": False, "nbytes": (folder / ".metadata").stat().st_size}
+    if (known.algorithm, known.block_bytes) != ("crc32", integrity.BLOCK_BYTES):
+        raise MismatchError(f"{folder} has digests of another kind than are written here; tools.convert writes it anew")
+    index = compact.index_of(checkpoint.manifest)
+    with _held(checkpoint) as inside, storage.full_disk_told(folder, 0):
+        (inside / _HIDDEN).unlink(missing_ok=True)
+        try:
+            digest = storage.write_file(inside, _HIDDEN, lambda: schema.encode_parts(index))
+            checkpoint.check_unchanged()
+            (inside / _HIDDEN).rename(inside / ".metadata")
+            whole = replace(known, files={**known.files, ".metadata": digest})
+            storage.write_file(inside, _HIDDEN, whole.encode())
+            (inside / _HIDDEN).rename(inside / integrity.FILE_NAME)
+        finally:
+            (inside / _HIDDEN).unlink(missing_ok=True)
+        storage.sync_folder(inside)
+    return {"path": str(folder), "written": True, "nbytes": digest.size}
+
+
+@contextmanager
+def _held(checkpoint: Checkpoint) -> Iterator[Path]:
+    """The opened folder itself, whatever its path names later; for one process at a time where there are locks."""
+    handle = os.open(checkpoint.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if (status.st_dev, status.st_ino) != checkpoint.identity[:2]:
+            raise StorageError(f"{checkpoint.folder} was replaced while it was read; try again", errno.ESTALE)
+        if not _locked(handle):
+            raise StorageError(f"{checkpoint.folder}: another process writes its .metadata now", errno.EBUSY)
+        yield Path(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """False if another process has the lock; a file system without locks has none to give."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -26,6 +26,7 @@ from sixfold.pipeline import (
     zb_h1,
     zb_v,
 )
+from sixfold.pipeline import compile as compiling
 from sixfold.pipeline.passes import lower
 
 
@@ -61,6 +62,17 @@ def test_a_profiled_step_has_an_event_for_every_action_in_the_order_of_its_rank(
         assert all(end - start >= 0.003 for action, start, end in mine if action.kind == "F")
     assert result.timeline.events[0][2] == 0
     assert runner.gather_timeline(result) is result.timeline
+
+
+def test_a_profiled_step_takes_two_readings_per_call_and_makes_no_timeline_until_it_is_asked_for(monkeypatch):
+    program, readings, made = zb_v(2, 4), [], []
+    monkeypatch.setattr(recorder, "perf_counter_ns", lambda: readings.append(0) or time.perf_counter_ns())
+    measured = compiling.measured
+    monkeypatch.setattr(compiling, "measured", lambda *args: made.append(args) or measured(*args))
+    result = PipelineRunner(program, stages_of(program), loss_fn=square_loss, profile=True).step(*batch(8))
+    assert len(readings) == 2 * len(result.events)
+    assert not made
+    assert result.timeline is result.timeline and len(made) == 1
 
 
 def test_without_profile_there_are_no_events():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.compile import StepResult, signature, timeline_of
+from sixfold.pipeline.compile import StepResult, signature
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import posted_order
 from sixfold.pipeline.paper import in_turns
@@ -159,8 +159,8 @@ class Carried:
         later = self._later  # numbers of the piece's actions become those of the batches that ran
         events = tuple((r, moved((a,), later, self._m)[0], b, e) for r, a, b, e in self._recorder.events())
         # The events of one step do not hold the STEPs that made what it reads: versions are counted as they come.
-        timeline = timeline_of(events, len(self._whole.ranks), Weights.PIPEDREAM)
-        return StepResult(losses=losses, outputs=outputs, events=events, timeline=timeline)
+        ranks = len(self._whole.ranks)
+        return StepResult(losses=losses, outputs=outputs, events=events, ranks=ranks, weights=Weights.PIPEDREAM)
 
     def clear(self, *, failed: bool = False) -> None:
         """The list went through, or failed: drop every tensor that is not in flight."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.wiring import Call, Goal, Wiring
 
-__all__ = ["Compiled", "StepResult", "signature", "step_device", "timeline_of"]
+__all__ = ["Compiled", "StepResult", "signature", "step_device"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,22 @@ class StepResult:
         events: with ``profile``, what this process did: (rank, action, begin, end) in seconds of its
             ``time.perf_counter``. A SEND is what it costs to start it, a RECV the wait for its message; an overlap is
             there as its parts.
-        timeline: of these events, where they are those of all ranks; ``gather_timeline`` makes it of several.
+        ranks, weights: of the program whose events they are.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     events: tuple[Event, ...] = ()
-    timeline: Timeline | None = None
+    ranks: int = 0
+    weights: Weights = Weights.FLUSHED
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """Of the events, where they are those of all ranks; ``gather_timeline`` makes it of several.
+
+        Made when it is first asked for: a step pays for the readings of its clock alone.
+        """
+        return _timeline_of(self.events, self.ranks, self.weights)
 
 
 class Compiled:
@@ -144,13 +153,12 @@ class Compiled:
     def result(self) -> StepResult:
         """What the step made."""
         events = () if self._recorder is None else self._recorder.events()
-        timeline = timeline_of(events, len(self.program.ranks))
         losses: list[Tensor] = []
         outputs: list[Any] = []
         if (tail := self.tail) is not None:
             losses = list(tail.losses) if self._goal.loss_fn is not None else []
             outputs = list(tail.outputs) if tail.keep or not losses else []
-        return StepResult(losses=losses, outputs=outputs, events=events, timeline=timeline)
+        return StepResult(losses=losses, outputs=outputs, events=events, ranks=len(self.program.ranks))
 
     def clear(self, *, failed: bool = False) -> None:
         """Drop every tensor of a step, whether it went through or not."""
@@ -205,9 +213,9 @@ def side_of(wiring: Wiring) -> SideStream:
     return make_side(next((run.stage.device for run in wiring.runs.values() if run.stage.device is not None), None))
 
 
-def timeline_of(events: tuple[Event, ...], ranks: int, weights: Weights = Weights.FLUSHED) -> Timeline | None:
+def _timeline_of(events: tuple[Event, ...], ranks: int, weights: Weights = Weights.FLUSHED) -> Timeline | None:
     """Events of all ranks, from the first on; None if some are of other processes."""
-    if len({rank for rank, *_ in events}) != ranks:
+    if not events or len({rank for rank, *_ in events}) != ranks:
         return None
     first = min(begin for *_, begin, _ in events)
     return measured([(rank, action, begin - first, end - first) for rank, action, begin, end in events], weights)

@@ -17,7 +17,8 @@ from sixfold.dist_ckpt.files.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.table import tabulate
 from sixfold.dist_ckpt.road import saving, transfer
-from sixfold.dist_ckpt.stores import folder, maps
+from sixfold.dist_ckpt.stores import LocalStore, folder, maps
+from sixfold.dist_ckpt.stores.store import Save
 from sixfold.dist_ckpt.tools import commands as tools
 
 FILES, RANKS = 140, 140  # more than twice as many as a process may open here, and than maps are kept
@@ -66,18 +67,19 @@ def of_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "step-00000001"
     path.mkdir()
     written = []
+    store, save = LocalStore(path), Save(save_id="5" * 16, target="", staging=str(path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda handle: None)
         for rank in range(RANKS):
             record = ShardedTensor.from_rank_offsets("w", WHOLE[rank : rank + 1].clone(), (0, rank, RANKS))
             table, pieces = tabulate([record])
-            part = transfer.write(path, rank, [record], plan_save([record], pieces), [], check_finite=False)
+            part = transfer.write(store, save, rank, [record], plan_save([record], pieces), [], check_finite=False)
             part.table = table.encode()
             written.append(part)
         torch.save({"it": 1}, path / "common.pt")
         small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": encode_config()}
         (path / "common.pt").unlink()
-        saving._write_index(path, written, "5" * 16, small)
+        saving._write_index(store, save, written, small)
     return path
 
 

@@ -10,6 +10,7 @@ from dist_ckpt_helpers import one
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, retention
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.stores import url
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.tools import commands as tools
 
@@ -233,6 +234,7 @@ def test_a_store_that_does_not_answer_is_no_empty_run(here, monkeypatch, functio
     def refuse(*_, **__):
         raise ConnectionError("the store is gone")
 
+    monkeypatch.setattr(url, "PATIENCE_S", 0.05)  # it is asked again for so long
     memory = type(fsspec.filesystem("memory"))
     for name in ("find", "cat_file"):
         with monkeypatch.context() as patch:

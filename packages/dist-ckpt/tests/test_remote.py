@@ -8,7 +8,7 @@ from dist_ckpt_helpers import expected_values, flat_shards, one, random_cut
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, StorageError
-from sixfold.dist_ckpt.road import remote
+from sixfold.dist_ckpt.stores import UrlStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -105,12 +105,12 @@ def test_a_save_that_dies_leaves_the_old_checkpoint_or_one_that_is_refused(memor
             raise OSError("the store is gone")
         return pipe_file(self, path, *args, **options)
 
-    def no_put(self, *args, **options):
+    def no_open(self, path, mode="rb", **options):
         raise OSError("the store is gone")
 
     monkeypatch.setattr(type(memory), "pipe_file", pipe_until)
     if dies_at == "data":
-        monkeypatch.setattr(type(memory), "put_file", no_put)
+        monkeypatch.setattr(type(memory), "open", no_open)
     with pytest.raises(StorageError, match=r"memory://run/c: OSError: the store is gone"):
         dist_ckpt.save(state(2.0), "memory://run/c")
     monkeypatch.undo()
@@ -138,14 +138,14 @@ def test_damage_in_a_store_is_named_with_its_url(memory):
 
 
 def test_a_save_that_another_one_to_the_same_url_overtakes_says_so(memory, monkeypatch):
-    plain, others = remote._upload, iter([lambda: dist_ckpt.save(state(2.0), "memory://run/c", group=None)])
+    plain, others = UrlStore.write_part, iter([lambda: dist_ckpt.save(state(2.0), "memory://run/c", group=None)])
 
     def upload(*arguments):
         written = plain(*arguments)
         next(others, lambda: None)()
         return written
 
-    monkeypatch.setattr(remote, "_upload", upload)
+    monkeypatch.setattr(UrlStore, "write_part", upload)
     with pytest.raises(StorageError, match=r"memory://run/c were removed .* another save to the same folder has ended"):
         dist_ckpt.save(state(3.0), "memory://run/c", group=None)
     assert dist_ckpt.load_common_state_dict("memory://run/c") == {"step": 2.0}

@@ -20,8 +20,8 @@ from typing import Any, Protocol, overload
 
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.road import remote
+from sixfold.dist_ckpt.stores import UrlStore, paths
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.folder import is_complete
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
@@ -200,25 +200,25 @@ class _StoredRun:
     there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._store = url, remote.Store(url)
+        self._url, self._store = url, UrlStore(url)
 
     def steps(self) -> list[int]:
-        return _numbers({name.partition("/")[0] for name in self._store.files() if "/" in name})
+        return _numbers({name.partition("/")[0] for name in self._store.list_files() if "/" in name})
 
     def is_complete(self, step: int) -> bool:
         return remote.is_complete(str(paths.child(self._url, _name(step))))
 
     def delete(self, step: int) -> None:
-        names = [name for name in self._store.files() if name.startswith(f"{_name(step)}/")]
+        names = [name for name in self._store.list_files() if name.startswith(f"{_name(step)}/")]
         for name in sorted(names, key=lambda name: not name.endswith("/metadata.json")):
-            self._store.remove(name)
+            self._store.delete(name)
 
     def sweep(self) -> None:
         """Nothing has a name of its own."""
 
     def delete_unfinished(self, *, before: int) -> None:
         by_step: dict[str, set[str]] = {}
-        for name in self._store.files():
+        for name in self._store.list_files():
             folder, _, rest = name.partition("/")
             by_step.setdefault(folder, set()).add(rest)
         for step in self.steps():

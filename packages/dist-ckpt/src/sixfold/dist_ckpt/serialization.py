@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.road import foreign, loading, remote, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
@@ -39,7 +39,7 @@ register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
 
 def save(
     sharded_state_dict: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Path | Store,
     sharded_strategy: Any = None,
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
@@ -64,7 +64,7 @@ def save(
         sharded_state_dict: nested dicts and lists of records; everything else is common data,
             written by the first rank of the group. Of an object with ``state_dict`` and ``load_state_dict``
             its state dict is saved.
-        checkpoint_dir: the folder; parents are made.
+        checkpoint_dir: the folder, whose parents are made; a URL as text; or a store (``stores.Store``).
         sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
         common_strategy: None, ``("torch", 1)`` or a strategy.
         validate_access_integrity: accepted for the guide's sake; a save is always validated.
@@ -89,29 +89,10 @@ def save(
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
-    if async_sharded_save:
-        handle = saver.async_save(
-            sharded_state_dict,
-            checkpoint_dir,
-            sharded_strategy,
-            common_strategy,
-            validate_access_integrity,
-            preprocess_common_before_consistancy_check,
-            content_metadata,
-            group=group,
-            if_exists=if_exists,
-            check_finite=check_finite,
-            metadata=metadata,
-            timeout_s=timeout_s,
-            progress=progress,
-        )
-        return AsyncRequest(None, (), [], handle=handle)
-    with told_to_all(group, timeout_s):
-        place = paths.located(checkpoint_dir)
-        engine = base.save_engine(sharded_strategy, common_strategy)
-    request = SaveRequest(
-        state=sharded_state_dict,
-        path=place,
+    request = SaveRequest.made(
+        sharded_state_dict,
+        checkpoint_dir,
+        (sharded_strategy, common_strategy),
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         group=group,
@@ -121,21 +102,19 @@ def save(
         timeout_s=timeout_s,
         progress=progress,
     )
-    if isinstance(place, str):
-        remote.save(request, place, engine)
-        return None
-    saver.await_saves_to(place)
-    if engine is not None:
-        saving.save(request, engine)
+    if async_sharded_save:
+        return AsyncRequest(None, (), [], handle=saver.start(request))
+    saver.await_saves_to(request.store)
+    if request.engine is not None:
+        saving.save(request)
     else:
-        sharded = base.find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
-        foreign.save(request, sharded, base.find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1)))
+        foreign.save(request)
     return None
 
 
 def load(
     sharded_state_dict: Mapping[Any, Any],
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | Path | Store,
     sharded_strategy: Any = None,
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
@@ -157,8 +136,8 @@ def load(
     Args:
         sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed. Of a folder of
             plain DCP each leaf is wanted that is stored under its name, its path joined by dots.
-        checkpoint_dir: a folder of this package, of torch DCP, of megatron-core, or of a format whose
-            strategy is given or registered.
+        checkpoint_dir: a folder, URL or store of a checkpoint of this package, of torch DCP, of megatron-core, or
+            of a format whose strategy is given or registered.
         sharded_strategy, common_strategy: None for what the folder's metadata.json names, a tuple or a strategy.
         validate_access_integrity: all ranks together ask for each element once; False allows
             parts of tensors and overlapping parts.
@@ -179,7 +158,8 @@ def load(
             errors.py; raised on every rank, and before the result is returned.
     """
     with told_to_all(group, timeout_s):
-        place = paths.located(checkpoint_dir)
+        store = store_at(checkpoint_dir, timeout_s)
+        place = store.path if isinstance(store, LocalStore) else Path()
     request = LoadRequest(
         state=sharded_state_dict,
         path=place,
@@ -192,10 +172,10 @@ def load(
         timeout_s=timeout_s,
         progress=progress,
     )
-    if isinstance(place, str):
+    if not isinstance(store, LocalStore):
         with told_to_all(group, timeout_s):
             stored_engine = base.load_engine(sharded_strategy, common_strategy)
-        return remote.load(request, place, stored_engine)
+        return remote.load(request, store, stored_engine)
     with told_to_all(group, timeout_s):
         strategies = _foreign_strategies(place, sharded_strategy, common_strategy)
     if strategies is not None:
@@ -231,7 +211,7 @@ def _foreign_strategies(
     return None if sharded.engine() is not None and common.is_built_in else (sharded, common)
 
 
-def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
     """The common data alone: what decides on config and version before any tensor is read.
 
     Raises: as ``load``. {} for a plain DCP folder.
@@ -243,7 +223,7 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence
         return loading.load_common_state_dict(folder, safe_globals=safe_globals)
 
 
-def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
     with remote.local_view(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, sharded_strategy, None)
@@ -253,7 +233,7 @@ def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = No
 
 
 def load_sharded_metadata(
-    checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
+    checkpoint_dir: str | Path | Store, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own.
 
@@ -266,7 +246,7 @@ def load_sharded_metadata(
         return loading.load_sharded_metadata(folder)
 
 
-def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
+def load_plain_tensors(checkpoint_dir: str | Path | Store) -> dict[str, Any]:
     """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
     tensors = load_tensors_metadata(checkpoint_dir)
     loaded = load(tensors, checkpoint_dir, group=None)
@@ -274,7 +254,7 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def load_content_metadata(
-    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Mapping[Any, Any] | None = None
+    checkpoint_dir: str | Path | Store | None = None, *, preloaded_state_dict: Mapping[Any, Any] | None = None
 ) -> Any:
     """What ``save`` was given as ``content_metadata``, or None; from a folder or from loaded common data."""
     if (checkpoint_dir is None) == (preloaded_state_dict is None):
@@ -285,15 +265,15 @@ def load_content_metadata(
     return preloaded_state_dict.get("content_metadata")
 
 
-def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
     """Whether the folder opens as a whole checkpoint, here or by a registered strategy; no tensor is read.
 
     Raises:
         StorageError: the system or the store does not let us see.
     """
-    place = paths.located(checkpoint_dir)
+    store = store_at(checkpoint_dir)
     try:
-        with remote.local_view(place) as folder:
+        with remote.local_view(store) as folder:
             strategies = _foreign_strategies(folder, None, None)
             if strategies is None:
                 return loading.check_is_distributed_checkpoint(folder)
@@ -317,7 +297,7 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
     return strategy
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> base.LoadShardedStrategy:
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
     with remote.local_view(checkpoint_dir) as folder:
         config = foreign.read_config(folder)

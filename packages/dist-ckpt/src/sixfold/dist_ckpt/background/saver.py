@@ -42,9 +42,9 @@ from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
-from sixfold.dist_ckpt.strategies.base import SaveEngine, save_engine
+from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
 
@@ -99,9 +99,10 @@ class AsyncSaver:
         progress: Progress | None = None,
     ) -> AsyncSave:
         """``async_save`` on this saver's group."""
-        request = SaveRequest(
-            state=sharded_state_dict,
-            path=checkpoint_dir,
+        request = SaveRequest.made(
+            sharded_state_dict,
+            checkpoint_dir,
+            (sharded_strategy, common_strategy),
             preprocess=preprocess_common_before_consistancy_check,
             content_metadata=content_metadata,
             group=self._group,
@@ -111,7 +112,7 @@ class AsyncSaver:
             timeout_s=self._timeout_s,
             progress=progress,
         )
-        return self._start(request, sharded_strategy, common_strategy)
+        return self._start(request)
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
@@ -138,13 +139,13 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, request: SaveRequest, sharded_strategy: Any, common_strategy: Any) -> AsyncSave:
+    def _start(self, request: SaveRequest) -> AsyncSave:
         start = time.monotonic()
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()
-            engine = _engine_for(request.path, sharded_strategy, common_strategy)
+            _check_is_possible(request)
         with self._in_turn():
-            flight = self._launched(request, engine)
+            flight = self._launched(request)
         return AsyncSave(flight.target, start, flight.worker_pid, flight)
 
     @contextmanager
@@ -162,13 +163,13 @@ class AsyncSaver:
             finally:
                 self._is_busy = False
 
-    def _launched(self, request: SaveRequest, engine: SaveEngine) -> Flight:
+    def _launched(self, request: SaveRequest) -> Flight:
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()  # it may have been closed meanwhile
             self._let_go()
-            await_saves_to(paths.local(request.path, ""))
+            await_saves_to(request.store)
             worker = typed(self._ready_worker)
-        agreed = saving.agree_on(request, engine)
+        agreed = saving.agree_on(request)
         mine = _Mine()
         try:
             job = self._hand_over(agreed, request.check_finite, request.timeout_s, mine)
@@ -289,9 +290,10 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    request = SaveRequest(
-        state=sharded_state_dict,
-        path=checkpoint_dir,
+    request = SaveRequest.made(
+        sharded_state_dict,
+        checkpoint_dir,
+        (sharded_strategy, common_strategy),
         preprocess=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         group=group,
@@ -301,26 +303,30 @@ def async_save(
         timeout_s=timeout_s,
         progress=progress,
     )
-    return _saver_of(os.getpid())._start(request, sharded_strategy, common_strategy)
+    return start(request)
 
 
-def _engine_for(path: str | Path, sharded_strategy: Any, common_strategy: Any) -> SaveEngine:
-    """The built-in engine; CheckpointError for what only ``save`` can do."""
-    paths.local(path, "background saves go to a local folder; use save for a URL")
-    engine = save_engine(sharded_strategy, common_strategy)
-    if engine is None:
+def start(request: SaveRequest) -> AsyncSave:
+    """``async_save`` of a request."""
+    return _saver_of(os.getpid())._start(request)
+
+
+def _check_is_possible(request: SaveRequest) -> None:
+    """CheckpointError for what only ``save`` can do."""
+    if not isinstance(request.store, LocalStore):
+        raise CheckpointError(f"{request.store.name}: background saves go to a local folder; use save for a URL")
+    if request.engine is None:
         raise CheckpointError(
-            f"the strategies {sharded_strategy}, {common_strategy} save by themselves, which only save can let them; "
+            f"the strategies {request.sharded}, {request.common} save by themselves, which only save can let them; "
             "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
         )
-    return engine
 
 
-def await_saves_to(target: Path) -> None:
-    """Wait until no background save of this process to a folder is in flight; their handles tell how they end."""
+def await_saves_to(store: Store) -> None:
+    """Wait until no background save of this process to a store is in flight; their handles tell how they end."""
     for saver in list(_open_savers(os.getpid())):
         flight = saver._flight
-        if flight is not None and flight.target == paths.resolved(target):
+        if flight is not None and str(flight.target) == store.name:
             flight.join()
 
 

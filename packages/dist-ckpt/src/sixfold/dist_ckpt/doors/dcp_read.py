@@ -165,7 +165,7 @@ class Reader(StorageReader):
         self._checkpoint = None
         if self._mirror is not None:
             self._mirror.close()
-        self._mirror = None if isinstance(store, LocalStore) else Mirror(store.name)
+        self._mirror = None if isinstance(store, LocalStore) else Mirror(store)
         if self._mirror is not None:
             weakref.finalize(self, self._mirror.close)  # also where nothing is read
         with self._named():

@@ -21,6 +21,8 @@ from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, intersec
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
+_LEAST_FILE_BYTES, _MOST_FILE_BYTES = 1 << 25, 1 << 30
+
 
 class ShardReport(NamedTuple):
     """What other ranks must know of a shard; small, because it travels."""
@@ -213,6 +215,25 @@ def _deal(span: Span, ranks: list[int], load: list[int], shares: list[list[Span]
         if own and own[-1].file == part.file and own[-1].stop == part.first:
             part = Span(part.file, own.pop().first, part.stop)
         own.append(part)
+
+
+def file_counts(writes: Sequence[Write], streams: int) -> tuple[int, ...]:
+    """How many of the writes, one after the other, go into each file of a rank: one number if one file does.
+
+    Files are about equally large, of at least 32 MiB and at most 1 GiB as far as frames go, which lie in one file each.
+    """
+    total = sum(write.nbytes for write in writes) if streams > 1 else 0
+    files = max(min(streams, total // _LEAST_FILE_BYTES), -(-total // _MOST_FILE_BYTES))
+    if files < 2:
+        return (len(writes),)
+    counts, done = [0], 0
+    for write in writes:
+        # By the middle of the frame, so that a large one leaves files to those behind it.
+        if counts[-1] and len(counts) < files and done + write.nbytes // 2 >= len(counts) * total / files:
+            counts.append(0)
+        counts[-1] += 1
+        done += write.nbytes
+    return tuple(counts)
 
 
 def total_bytes(writes: Sequence[Write]) -> int:

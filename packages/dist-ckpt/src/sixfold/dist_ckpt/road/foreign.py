@@ -30,15 +30,11 @@ from sixfold.dist_ckpt.road.reader import check_policy
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import LocalStore, paths
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveEngine,
-    SaveShardedStrategy,
-    owns_file,
 )
 
 CONFIG_NAME = "metadata.json"
@@ -53,25 +49,35 @@ def read_config(checkpoint_dir: str | Path) -> Config | None:
         return None
 
 
-def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: SaveCommonStrategy) -> None:
+def save(request: SaveRequest) -> None:
     """As ``serialization.save``, with strategies that write by themselves."""
-    if request.metadata != "torch":
-        raise CheckpointError(f"metadata={request.metadata!r} is of the built-in engine; {strategy} saves by itself")
-    if request.check_finite:
-        raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
+    strategy, common_strategy, store = request.sharded, request.common, request.store
+
+    def split() -> tuple[tuple[dict[Any, Any], tree.Split], None]:
+        if request.metadata != "torch":
+            raise CheckpointError(
+                f"metadata={request.metadata!r} is of the built-in engine; {strategy} saves by itself"
+            )
+        if request.check_finite:
+            raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
+        if not isinstance(store, LocalStore):
+            raise CheckpointError(
+                f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
+            )
+        return _split(request.state), None
+
     exchange = Exchange(request.group, request.timeout_s)
-    with told_to_all(request.group, request.timeout_s):
-        target = paths.resolved(Path(request.path))
-    (expanded, parts), _ = exchange.together(lambda: (_split(request.state), None), lambda _: None)
-    agreed = saving.agree_on(replace(request, state=expanded, path=target), SaveEngine())
+    (expanded, parts), _ = exchange.together(split, lambda _: None)
+    assert isinstance(store, LocalStore), "another is refused above"
+    agreed = saving.agree_on(replace(request, state=expanded))
     staging = Path(agreed.ticket.staging)
 
     def write() -> tuple[None, None]:
         mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
         if exchange.rank:
-            storage.check_shared(staging)
+            store.join(agreed.ticket.save)
         meter = Meter(request.progress, lambda: agreed.content.nbytes)
-        with storage.full_disk_told(staging, agreed.content.nbytes), storage.overtaken_told(staging, target):
+        with store.told(agreed.ticket.save, agreed.content.nbytes):
             strategy.save(mine, staging)
             if objects:
                 common_strategy.save_sharded_objects(objects, staging)
@@ -79,8 +85,9 @@ def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: S
         return None, None
 
     def commit(_: list[None]) -> None:
-        with storage.overtaken_told(staging, target):
+        with store.told(agreed.ticket.save, agreed.content.nbytes):
             write_last()
+        store.publish(agreed.ticket.save)
 
     def write_last() -> None:
         strategy.check_written(staging)
@@ -94,8 +101,6 @@ def save(request: SaveRequest, strategy: SaveShardedStrategy, common_strategy: S
         storage.write_file(staging, CONFIG_NAME, json.dumps(config).encode())
         _complete_integrity(staging)
         _sync(staging)
-        storage.check_target(target, request.if_exists, owns_file)
-        storage.commit(staging, target, agreed.ticket.save_id)
 
     try:
         exchange.together(write, commit)

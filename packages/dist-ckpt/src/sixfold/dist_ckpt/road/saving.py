@@ -1,9 +1,9 @@
-"""Saving: the story of ``save``, from a state dict on every rank to one committed folder.
+"""Saving: the story of ``save``, from a state dict on every rank to one committed checkpoint, in any store.
 
 state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
 
 ``agree_on`` is the collective half; ``write`` and ``commit`` know no group, so that a background save
-(background.py) runs them in another process.
+(background/) runs them in another process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.files import compact, metadata, weights_only
 from sixfold.dist_ckpt.files.dcp_pickle import Index
-from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity
+from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
@@ -31,11 +31,17 @@ from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import store_at
+from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, pieces_of
 from sixfold.dist_ckpt.stores.store import Content as FileContent
-from sixfold.dist_ckpt.stores.store import pieces_of
-from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
+from sixfold.dist_ckpt.strategies.base import (
+    SaveCommonStrategy,
+    SaveEngine,
+    SaveShardedStrategy,
+    StrategyAction,
+    find,
+    owns_file,
+)
 
 _KEPT_CHUNKS = 1 << 16  # of the last save
 
@@ -52,6 +58,9 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str = ""
+
+
+_Named = tuple[list[tuple[str, ByteRange]], list[str]]
 
 
 @dataclass(slots=True)
@@ -71,27 +80,37 @@ class _Kept:
     keys: frozenset[str] = frozenset()
     places: bytes | None = None
     written: list[transfer.Written] = field(default_factory=list)
-    index: tuple[str, list[list[tuple[str, ByteRange]]], dict[str, bytes]] | None = None  # save id, objects, files
+    index: tuple[str, list[_Named], dict[str, bytes]] | None = None  # save id, objects and file names, index files
 
 
 class Ticket(NamedTuple):
-    """What the first rank decides: where to write."""
+    """What the first rank decides: the save that its store has begun."""
 
-    save_id: str
-    staging: str
-    target: str
-    if_exists: str
-    common_differs: bool
+    save: Save
+    common_differs: bool = False
     token: str = ""
     known: bool = False  # the tables are those of the save that left this token
     metadata: str = "torch"  # or "compact": no .metadata is written
     again: bool = False  # nothing is decided: the first rank asks for all tables
 
+    @property
+    def save_id(self) -> str:
+        return self.save.save_id
+
+    @property
+    def staging(self) -> str:
+        return self.save.staging
+
+    @property
+    def target(self) -> str:
+        return self.save.target
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What this rank has to save."""
+    """What this rank has to save, and where."""
 
+    store: Store
     records: list[ShardedTensor]
     writes: tuple[plan.Write, ...]
     objects: list[tuple[str, bytes]]
@@ -104,10 +123,16 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRequest:
-    """What a call of ``save`` or ``async_save`` asks for, strategies apart. ``serialization.save`` explains each."""
+    """What a call of ``save`` or ``async_save`` asks for, made once there. ``serialization.save`` explains each.
+
+    ``engine``: what the built-in engine shall do; None: the strategies write by themselves (foreign.py).
+    """
 
     state: Mapping[Any, Any]
-    path: str | Path
+    store: Store
+    sharded: SaveShardedStrategy
+    common: SaveCommonStrategy
+    engine: SaveEngine | None
     preprocess: Callable[[dict[Any, Any]], Any] | None = None
     content_metadata: dict[str, Any] | None = None
     group: Group
@@ -117,10 +142,40 @@ class SaveRequest:
     timeout_s: float
     progress: Progress | None = None
 
+    @classmethod
+    def made(
+        cls,
+        state: Mapping[Any, Any],
+        place: Any,
+        strategies: tuple[Any, Any],
+        *,
+        group: Group,
+        timeout_s: float,
+        **rest: Any,
+    ) -> SaveRequest:
+        """The request of a call: its store opened, its strategies (None, tuples, objects) looked up.
 
-def save(request: SaveRequest, engine: SaveEngine) -> None:
+        Raises: what is wrong with them, on every rank.
+        """
+        with told_to_all(group, timeout_s):
+            store = store_at(place, timeout_s)
+            sharded = find(StrategyAction.SAVE_SHARDED, strategies[0], ("torch_dist", 1))
+            common = find(StrategyAction.SAVE_COMMON, strategies[1], ("torch", 1))
+        return cls(
+            state=state,
+            store=store,
+            sharded=sharded,
+            common=common,
+            engine=sharded.engine() if common.is_built_in else None,
+            group=group,
+            timeout_s=timeout_s,
+            **rest,
+        )
+
+
+def save(request: SaveRequest) -> None:
     """``serialization.save`` by the built-in engine."""
-    agreed = agree_on(request, engine)
+    agreed = agree_on(request)
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
         places, _ = exchange.together(
@@ -148,7 +203,7 @@ def _sparing(written: transfer.Written, ticket: Ticket, kept: _Kept | None) -> t
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A save that all ranks agree on; its empty staging folder exists, nothing is written."""
+    """A save that all ranks agree on; its store has begun it, nothing is written."""
 
     exchange: Exchange
     content: Content
@@ -156,22 +211,20 @@ class Agreed:
     kept: _Kept | None = None
 
     def abandon(self) -> None:
-        """Remove the staging folder."""
+        """Remove what was written."""
         if self.exchange.rank == 0:
-            storage.discard(Path(self.ticket.staging))
+            self.content.store.abandon(self.ticket.save)
 
 
-def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
+def agree_on(request: SaveRequest) -> Agreed:
     """The collective half of a save: what each rank has, whether it fits together, where it goes.
 
     Errors: as ``serialization.save``.
     """
-    exchange = Exchange(request.group, request.timeout_s)
+    exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
     place = f"{exchange.rank} of {exchange.ranks}"
     kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    with told_to_all(request.group, request.timeout_s):
-        target = paths.resolved(Path(paths.located(request.path)))
-    host = _Host(target, request.if_exists, kept)
+    host = _Host(request, kept)
 
     def agree(reports: list[_Report]) -> Ticket:
         return host.agree(reports)._replace(metadata=request.metadata)
@@ -179,8 +232,10 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
     def described() -> tuple[tuple[Content, _Report], _Report]:
         check_if_exists(request.if_exists)
         check_metadata(request.metadata)
+        if exchange.ranks > 1 and not request.store.is_shared:
+            raise CheckpointError(f"{request.store.name} is seen by one process alone; save into it with group=None")
         (content, report), _ = describe(request, exchange, engine, kept)
-        aimed = report._replace(target=str(target))
+        aimed = report._replace(target=request.store.name)
         return (content, aimed), aimed
 
     try:
@@ -191,7 +246,7 @@ def agree_on(request: SaveRequest, engine: SaveEngine) -> Agreed:
         if ticket.common_differs:
             agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     except BaseException:
-        host.discard()
+        host.abandon()
         raise
     if engine.memory is not None and not ticket.known:
         kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
@@ -213,13 +268,13 @@ def check_metadata(metadata: str) -> None:
 class _Host:
     """What the first rank does while a save is agreed on."""
 
-    def __init__(self, target: Path, if_exists: str, kept: _Kept | None) -> None:
-        self._target, self._if_exists, self._kept = target, if_exists, kept
-        self._staging: Path | None = None
+    def __init__(self, request: SaveRequest, kept: _Kept | None) -> None:
+        self._store, self._if_exists, self._kept = request.store, request.if_exists, kept
+        self._save: Save | None = None
         self.keys: frozenset[str] = frozenset()
 
     def agree(self, reports: list[_Report]) -> Ticket:
-        """Check that the records of all ranks fit together, and make the staging folder. See [Note: plan cache]."""
+        """Check that the records of all ranks fit together, and begin the save. See [Note: plan cache]."""
         targets = sorted({report.target for report in reports})
         if len(targets) > 1:
             raise ShardingError(
@@ -229,21 +284,17 @@ class _Host:
         tokens = {report.token for report in reports}
         known = not tables and self._kept is not None and tokens == {self._kept.token}
         if not known and len(tables) < len(reports):
-            return Ticket("", "", "", "", False, again=True)
+            return Ticket(Save(save_id="", target=self._store.name), again=True)
         self.keys = check_together(tables, reports, self._kept if known else None)
-        storage.check_target(self._target, self._if_exists, owns_file)
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        storage.check_space(self._target.parent, sum(report.nbytes for report in reports))
-        save_id = secrets.token_hex(8)
-        self._staging = storage.stage(self._target, save_id)
+        save_id, nbytes = secrets.token_hex(8), sum(report.nbytes for report in reports)
+        self._save = self._store.begin(save_id, nbytes, self._if_exists, owns_file)
         differs = len({report.common_digest for report in reports}) > 1
-        token = tokens.pop() if known else save_id
-        return Ticket(save_id, str(self._staging), str(self._target), self._if_exists, differs, token, known)
+        return Ticket(self._save, differs, tokens.pop() if known else save_id, known)
 
-    def discard(self) -> None:
+    def abandon(self) -> None:
         """Remove what was made."""
-        if self._staging is not None:
-            storage.discard(self._staging)
+        if self._save is not None:
+            self._store.abandon(self._save)
 
 
 def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | None) -> frozenset[str]:
@@ -307,7 +358,9 @@ def describe(
         nbytes,
         agreement.summary(agreement.digests(common, request.preprocess)),
     )
-    content = Content(tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count)
+    content = Content(
+        request.store, tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count
+    )
     return (content, report), report
 
 
@@ -320,22 +373,21 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
 def write(
     content: Content, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
 ) -> transfer.Written:
-    """Write this rank's share into the staging folder. No group: any process that sees the data may do it.
+    """Write this rank's share into the store. No group: any process that sees the data may do it.
 
     ``moved``: told of each part that is written, by its bytes.
     """
-    staging = Path(ticket.staging)
-    with storage.full_disk_told(staging, content.nbytes), storage.overtaken_told(staging, Path(ticket.target)):
-        written = transfer.write(
-            staging,
-            rank,
-            content.records,
-            content.writes,
-            content.objects,
-            check_finite=check_finite,
-            threads=content.threads,
-            moved=moved,
-        )
+    written = transfer.write(
+        content.store,
+        ticket.save,
+        rank,
+        content.records,
+        content.writes,
+        content.objects,
+        check_finite=check_finite,
+        threads=content.threads,
+        moved=moved,
+    )
     written.table = content.table
     return written
 
@@ -350,7 +402,7 @@ def _write_shared(
 ) -> transfer.Written:
     """``write``, where it is not known yet whether this rank sees what the first one has made."""
     if rank:
-        storage.check_shared(Path(ticket.staging))
+        content.store.join(ticket.save)
     meter = Meter(progress, lambda: file_bytes(content))
     written = write(content, ticket, rank, check_finite, meter.add)
     meter.finish()
@@ -358,38 +410,35 @@ def _write_shared(
 
 
 def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:
-    """Write the small files, metadata.json last, and move the folder into place: what the first rank does.
+    """Write the small files, metadata.json last, and make the save visible: what the first rank does.
 
     Args:
         written: what each rank wrote, in rank order; content: the first rank's.
         kept: of the last save, if that is known to all ranks; it is brought up to date.
     """
-    staging, target = Path(ticket.staging), Path(ticket.target)
-    small = {"common.pt": content.common_bytes, "metadata.json": metadata.encode_config()}
-    with storage.overtaken_told(staging, target):
-        with storage.full_disk_told(staging, content.nbytes):
-            _write_index(staging, written, ticket.save_id, small, kept, ticket.metadata)
-        # Again: data took a while to write, and nothing foreign may go.
-        storage.check_target(target, ticket.if_exists, owns_file)
-        storage.commit(staging, target, ticket.save_id)
+    config, small = metadata.encode_config(), {"common.pt": content.common_bytes}
+    names = _write_index(content.store, ticket.save, written, small, kept, ticket.metadata, config)
+    content.store.commit(ticket.save, names, config)
 
 
 def _write_index(
-    staging: Path,
+    store: Store,
+    save: Save,
     written: list[transfer.Written],
-    save_id: str,
     small: dict[str, bytes],
     kept: _Kept | None = None,
     form: str = "torch",
-) -> None:
-    """Write ``.metadata``, the ``small`` files in their order, and ``integrity.json`` over all of them."""
+    config: bytes | None = None,
+) -> list[str]:
+    """Write the index and the ``small`` files, and ``integrity.json`` over all of them and ``config``; all names."""
     files = {name: digest for part in written for name, digest in part.files.items()}
-    for name, digest in files.items():
-        if (staging / name).stat().st_size != digest.size:
-            raise CheckpointError(f"{staging / name} is not the file that its rank wrote; it wrote {digest.size} bytes")
-    for name, data in (index_of(written, save_id, kept, form) | small).items():
-        files[name] = storage.write_file(staging, name, data)
-    storage.write_file(staging, FILE_NAME, Integrity(save_id=save_id, files=files).encode())
+    store.prepare(save, files)
+    for name, data in (index_of(written, save.save_id, kept, form) | small).items():
+        files[name] = store.write(save, name, data)
+    if config is not None:
+        files[POINTER] = digest_of(config)  # written last, by the commit
+    store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
+    return [*files, FILE_NAME]
 
 
 def index_of(
@@ -401,7 +450,7 @@ def index_of(
     """
     if kept is None:
         return _streams(_index(written, save_id), form)
-    objects, last_index = [part.objects for part in written], kept.index
+    objects, last_index = [(part.objects, list(part.files)) for part in written], kept.index
     unmoved = all(part.table is None and part.places is None for part in written)
     if unmoved and last_index is not None and objects == last_index[1]:
         before, _, last = last_index
@@ -432,16 +481,17 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
 
     For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
     """
+    save = Save(save_id=save_id, target=str(folder), staging=str(folder))
 
     def check(reports: list[_Report]) -> Ticket:
         check_together([report.table for report in reports if report.table is not None], reports, None)
-        return Ticket(save_id, str(folder), str(folder), "replace", False)
+        return Ticket(save)
 
-    request = SaveRequest(state=state, path=folder, group=exchange.group, timeout_s=exchange.timeout_s)
+    request = SaveRequest.made(state, folder, (None, None), group=exchange.group, timeout_s=exchange.timeout_s)
     (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
     exchange.together(
         lambda: (None, _write_shared(content, ticket, exchange.rank, False)),
-        lambda written: _write_index(folder, written, ticket.save_id, {}),
+        lambda written: _write_index(request.store, ticket.save, written, {}) and None,
     )
 
 
@@ -455,19 +505,16 @@ def _index(written: list[transfer.Written], save_id: str) -> Index:
         torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
     )
     row_M, order_M = table.main_rows()
-    names = [next(iter(part.files), "") for part in written]
-    files = {name: number for number, name in enumerate(filter(None, names))}
-    file_R = torch.tensor([files.get(name, -1) for name in names], dtype=torch.int64, device="cpu")
     places_M2 = places_M2.view(-1, 2)
-    file_N = torch.empty_like(order_M)
-    file_N[order_M] = file_R[table.ranks_N[row_M]]
+    counts = [part.counts or (len(part.places or b"") // 16,) * len(part.files) for part in written]
+    count_F = torch.tensor([count for own in counts for count in own], dtype=torch.int64, device="cpu")
     return Index(
         tensors=table.kinds,
         tensor_N=table.rows_NW[:, 0],
         offsets_ND=table.offsets_ND,
         sizes_ND=table.sizes_ND,
-        files=list(files),
-        file_N=file_N,
+        files=[name for part in written for name in part.files],
+        file_N=torch.repeat_interleave(count_F),
         start_N=places_M2[:, 0],
         length_N=places_M2[:, 1],
         objects=dict(entry for part in written for entry in part.objects),

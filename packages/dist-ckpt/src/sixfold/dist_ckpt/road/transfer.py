@@ -1,11 +1,12 @@
 """Transfer: a save plan becomes bytes.
 
-    save plan + tensors --> write (this file) --> frames
+    save plan + tensors --> write (this file) --> frames --> parts of a store
     load plan + frames --> reader.py --> the caller's tensors
 
 No group and no decision: what goes where was planned. What is not plain CPU memory (strided, conjugated, on another
-device) passes through CPU copies of ``COPY_BYTES`` each, of which ``FrameFile`` holds a few: a save needs 4 MiB times
-``4 * threads + 6`` besides the tensors, whatever their size and number.
+device) passes through CPU copies of ``COPY_BYTES`` each, of which ``FrameFile`` holds a few: a save into a folder needs
+4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes several streams
+gets several files of a rank at once, each with the next frames of the plan; what it holds of them url.py says.
 """
 
 from __future__ import annotations
@@ -14,44 +15,48 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
+from threading import Event
 
 import torch
 
-from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files.crc import crc32
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
-from sixfold.dist_ckpt.plans.plan import Write, total_bytes
+from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
 from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores.frame_file import FrameFile
+from sixfold.dist_ckpt.stores.store import PartFile, Save, Store
 
 COPY_BYTES = 1 << 22
 
 
 @dataclass(slots=True)
 class Written:
-    """What one rank wrote, all into one file.
+    """What one rank wrote.
 
     ``places`` are int64 pairs, start and length of the frame of each write of the plan. ``table`` is the rank's
     table, whose main replicas are these writes in their order; the two are None where the first rank has them.
+    ``counts``: how many of the writes lie in each of ``files``, in their order; empty: all in the first.
     """
 
     table: Encoded | None = None
     places: bytes | None = b""
     objects: list[tuple[str, ByteRange]] = field(default_factory=list)
     files: dict[str, FileDigest] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
 
 
 def write(
-    staging: Path,
+    store: Store,
+    save: Save,
     rank: int,
     records: Sequence[ShardedTensor],
     plan: Sequence[Write],
@@ -61,26 +66,82 @@ def write(
     threads: int = 1,
     moved: Callable[[int], None] | None = None,
 ) -> Written:
-    """Write this rank's chunks and objects as frames of ``__<rank>_0.distcp``; no file if there are none.
+    """Write this rank's chunks and objects as frames of its files, the objects into the last; no file without any.
 
-    ``moved``: as of ``FrameFile``.
+    ``moved``: as of ``Store.write_part``.
     """
-    written = Written()
     if not plan and not objects:
-        return written
-    nbytes = total_bytes(plan) + sum(len(data) for _, data in objects)
-    places, copies = array("q"), Copies()
-    with FrameFile(staging, f"__{rank}_0.distcp", nbytes, threads, moved) as file:
-        for step in plan:
+        return Written()
+    counts = file_counts(plan, store.streams)
+    parts, copies, failed, at = list[_Part](), Copies(), Event(), 0
+    for number, count in enumerate(counts):
+        own_objects = objects if number + 1 == len(counts) else ()
+        steps, at = plan[at : at + count], at + count
+        name = save.part_name(rank, number)
+        parts.append(_Part(name, records, steps, own_objects, rank, check_finite, copies, failed))
+    digests = _write_parts(store, save, parts, threads, moved)
+    return Written(
+        places=b"".join(part.places.tobytes() for part in parts),
+        objects=parts[-1].object_places,
+        files={part.name: digest for part, digest in zip(parts, digests, strict=True)},
+        counts=counts if len(counts) > 1 else (),
+    )
+
+
+def _write_parts(
+    store: Store, save: Save, parts: Sequence[_Part], threads: int, moved: Callable[[int], None] | None
+) -> list[FileDigest]:
+    """Several files at once, as many as the store takes; after the first error no frame is begun any more."""
+
+    def write_one(part: _Part) -> FileDigest:
+        return store.write_part(save, part.name, part.fill, part.nbytes, threads, moved)
+
+    if len(parts) == 1:
+        return [write_one(parts[0])]
+    with ThreadPoolExecutor(min(store.streams, len(parts)), thread_name_prefix="sixfold-part") as pool:
+        running = [pool.submit(write_one, part) for part in parts]
+        try:
+            for done in wait(running, return_when=FIRST_EXCEPTION).done:
+                done.result()
+            return [future.result() for future in running]
+        except BaseException:
+            parts[0].failed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@dataclass(slots=True)
+class _Part:
+    """One file of frames, and where they came to lie in it."""
+
+    name: str
+    records: Sequence[ShardedTensor]
+    steps: Sequence[Write]
+    objects: Sequence[tuple[str, bytes]]
+    rank: int
+    check_finite: bool
+    copies: Copies
+    failed: Event
+    places: array[int] = field(default_factory=lambda: array("q"))
+    object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """An upper bound."""
+        return total_bytes(self.steps) + sum(len(data) for _, data in self.objects)
+
+    def fill(self, file: PartFile) -> None:
+        """Add all frames; from the start again if that is asked for."""
+        self.places, self.object_places = array("q"), []
+        for step in self.steps:
+            if self.failed.is_set():
+                raise CheckpointError(f"{self.name} was given up: another file of this rank failed")
             start = file.position
-            add_frame(file, records[step.record], step, rank, check_finite, copies)
-            places.extend((start, file.position - start))
-        for stored_key, data in objects:
-            written.objects.append((stored_key, ByteRange(file.name, file.position, len(data))))
+            add_frame(file, self.records[step.record], step, self.rank, self.check_finite, self.copies)
+            self.places.extend((start, file.position - start))
+        for stored_key, data in self.objects:
+            self.object_places.append((stored_key, ByteRange(self.name, file.position, len(data))))
             file.append(data)
-        written.files[file.name] = file.finish()
-    written.places = places.tobytes()
-    return written
 
 
 def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> int:
@@ -92,7 +153,7 @@ def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> i
 
 
 def add_frame(
-    file: FrameFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: Copies
+    file: PartFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: Copies
 ) -> None:
     """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
     size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize

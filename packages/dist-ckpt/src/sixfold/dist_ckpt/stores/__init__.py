@@ -15,12 +15,12 @@ from sixfold.dist_ckpt.stores.url import UrlStore
 __all__ = ["ByPointer", "LocalStore", "MemoryStore", "Save", "Store", "UrlStore", "store_at"]
 
 
-def store_at(place: Any, timeout_s: float = 600.0) -> Store:
+def store_at(place: Any, timeout_s: float | None = None) -> Store:
     """The store of a checkpoint.
 
     Args:
         place: a str, a Path, or a Store, which is returned as it is.
-        timeout_s: how long a store behind a URL is asked again after an error that passes.
+        timeout_s: how long a store behind a URL is asked again after an error that passes; None: 10 s.
     Raises:
         CheckpointError: none of these, or a form of [Note: what is no place] (paths.py).
         StorageError: a path whose links lead in a circle.

@@ -100,19 +100,19 @@ class LocalStore:
         threads: int = 1,
         moved: Callable[[int], None] | None = None,
     ) -> FileDigest:
-        with self._told(save, nbytes), FrameFile(Path(save.staging), name, nbytes, threads, moved) as file:
+        with self.told(save, nbytes), FrameFile(Path(save.staging), name, nbytes, threads, moved) as file:
             fill(file)
             return file.finish()
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
-        with self._told(save, 0):
+        with self.told(save, 0):
             for name, digest in parts.items():
                 path = Path(save.staging) / name
                 if path.stat().st_size != digest.size:
                     raise CheckpointError(f"{path} is not the file that its rank wrote; it wrote {digest.size} bytes")
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
-        with self._told(save, len(data) if isinstance(data, bytes) else 0):
+        with self.told(save, len(data) if isinstance(data, bytes) else 0):
             return write_file(Path(save.staging), name, data)
 
     def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
@@ -139,7 +139,8 @@ class LocalStore:
         (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
-    def _told(self, save: Save, nbytes: int) -> Iterator[None]:
+    def told(self, save: Save, nbytes: int) -> Iterator[None]:
+        """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
         staging = Path(save.staging)
         with overtaken_told(staging, self.path), full_disk_told(staging, nbytes):
             yield

@@ -283,9 +283,16 @@ class ByPointer(ABC):
         if lost := [name for name in names if name != POINTER and name not in before]:
             raise overtaken(f"{self.name}/{lost[0]}")
         self.write(save, POINTER, pointer)
-        # Another save may have written its small files between ours: then neither is whole, and nothing is removed.
-        if not self.holds(save.save_id) or set(names) - self.list_files().keys():
-            raise overtaken(self.name)
+        # Another save may have written its small files between ours, and has parts here then: neither is whole, and
+        # nothing is removed.
+        after = self.list_files()
+        strange = (before.keys() | after.keys()) - set(names)
+        if set(names) - after.keys() or (strange and not self.holds(save.save_id)):
+            raise StorageError(
+                f"another save to {self.name} was committed while this one was: what is there is of both, and a load "
+                "refuses it. Two saves to one place at a time are one too many; save again",
+                errno.ESTALE,
+            )
         for name in sorted(before.keys() - set(names) - {POINTER}):
             with suppress(CheckpointError):  # the next save removes it
                 self.delete(name)

@@ -26,6 +26,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores.store import ByPointer, Content, PartFile, Save
 from sixfold.dist_ckpt.stores.stream import Sink
 
+PATIENCE_S = 10.0
 BLOCK_BYTES = 8 << 20  # of an upload that are sent as one part
 _MOST_PARTS = 9_000  # an object store takes 10,000
 _AT_ONCE = 32  # ranges that are asked for together
@@ -33,6 +34,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _PASSING_CODES = frozenset([
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET,
     errno.ECONNABORTED, errno.ECONNREFUSED, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTUNREACH,
+    errno.EREMOTEIO,
 ])  # fmt: skip
 # Of clients that this package does not import: botocore, aiohttp, urllib3, requests.
 _PASSING_NAMES = frozenset([
@@ -53,14 +55,15 @@ class UrlStore(ByPointer):
 
     Args:
         url: as the user wrote it.
-        timeout_s: see [Note: what passes].
+        timeout_s: see [Note: what passes]; None: 10 s, for functions that have no deadline of their own.
         options: for fsspec, such as ``{"anon": True}``; what the URL and the environment do not say.
     """
 
     streams = 8
 
-    def __init__(self, url: str, timeout_s: float = 600.0, options: dict[str, Any] | None = None) -> None:
-        self._url, self._timeout_s, self._options = url, timeout_s, options or {}
+    def __init__(self, url: str, timeout_s: float | None = None, options: dict[str, Any] | None = None) -> None:
+        self._url, self._options = url, options or {}
+        self._timeout_s = PATIENCE_S if timeout_s is None else timeout_s
         self._opened: tuple[Any, str] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,8 +96,8 @@ class UrlStore(ByPointer):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         fs, _ = self._connection()
-        span = (None, None) if start == 0 and stop is None else (start, stop)
-        return bytes(self._asked(lambda: fs.cat_file(self._path(name), *span), f"reading {name}"))
+        first = start or None  # a range of the whole would be another kind of request
+        return bytes(self._asked(lambda: fs.cat_file(self._path(name), start=first, end=stop), f"reading {name}"))
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
         fs, _ = self._connection()
@@ -123,9 +126,21 @@ class UrlStore(ByPointer):
         threads: int = 1,
         moved: Callable[[int], None] | None = None,
     ) -> FileDigest:
-        return self._asked(
-            lambda: super(UrlStore, self).write_part(save, name, fill, nbytes, threads, moved), f"uploading {name}"
-        )
+        most = 0  # that was told of: an upload that is begun anew tells of the same bytes once
+
+        def once() -> FileDigest:
+            done = 0
+
+            def forward(count: int) -> None:
+                nonlocal done, most
+                done, before = done + count, most
+                most = max(most, done)
+                if moved is not None:
+                    moved(most - before)
+
+            return super(UrlStore, self).write_part(save, name, fill, nbytes, threads, forward)
+
+        return self._asked(once, f"uploading {name}")
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         if not isinstance(data, bytes):
@@ -192,10 +207,14 @@ class UrlStore(ByPointer):
 
 def _passes(error: Exception) -> bool:
     """Whether asking again may help. See [Note: what passes]."""
+    response = getattr(error.__cause__, "response", None)  # of botocore, beneath what s3fs makes of it
+    meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    status = meta.get("HTTPStatusCode", getattr(error, "status", getattr(error, "code", None)))
+    if isinstance(status, int) and 400 <= status < 600:
+        return status in _PASSING_STATUSES
     if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING_CODES:
         return True
-    status = getattr(error, "status", getattr(error, "code", None))
-    return status in _PASSING_STATUSES or any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
+    return any(kind.__name__ in _PASSING_NAMES for kind in type(error).__mro__)
 
 
 class _Upload:

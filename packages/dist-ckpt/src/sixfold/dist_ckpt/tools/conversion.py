@@ -24,13 +24,12 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.manifest import Stored, StoredChunk
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter
-from sixfold.dist_ckpt.road import remote
 from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.road.sources import Sources
 from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import paths, store_at
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import safetensors_export, standin
@@ -168,7 +167,7 @@ def to_checkpoint(
         where: str | Path = destination if is_url else target
         serialization.save(state, where, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
     if is_url:
-        return str(destination), sorted(remote.Store(str(destination)).files())
+        return str(destination), sorted(store_at(str(destination)).list_files())
     return str(target), sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
 
 

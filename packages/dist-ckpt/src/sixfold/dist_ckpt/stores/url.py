@@ -140,17 +140,23 @@ class UrlStore(ByPointer):
 
             return super(UrlStore, self).write_part(save, name, fill, nbytes, threads, forward)
 
-        return self._asked(once, f"uploading {name}")
+        return self._put(once, f"uploading {name}")
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         if not isinstance(data, bytes):
             return super().write(save, name, data)
-        return self._asked(lambda: self._written_whole(name, data), f"writing {name}")
+        return self._put(lambda: self._written_whole(name, data), f"writing {name}")
 
     def delete(self, name: str) -> None:
         fs, _ = self._connection()
         with suppress(FileNotFoundError):
             self._asked(lambda: fs.rm_file(self._path(name)), f"deleting {name}")
+
+    def _put(self, action: Callable[[], _Value], what: str) -> _Value:
+        try:
+            return self._asked(action, what)
+        except FileNotFoundError as error:  # of the bucket
+            raise self._error(error, what, 1, 0.0) from error
 
     def _written_whole(self, name: str, data: bytes) -> FileDigest:
         self._in_folder(name, lambda fs, path: fs.pipe_file(path, data))

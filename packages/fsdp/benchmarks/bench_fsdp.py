@@ -6,11 +6,12 @@ wants a quiet machine, and of the CPU time of both ranks, which is nearly the sa
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
 import torch
-from fsdp_bench_helpers import overheads, ratios, step_times
+from fsdp_bench_helpers import host_times, overheads, ratios, step_times
 
 from ranktest import run_ranks
 from sixfold.fsdp.layout import TensorSpec, plan_layout
@@ -34,6 +35,17 @@ def test_step_of_two_gloo_ranks(benchmark: Any, width: int, layers: int, tokens:
     times = benchmark.pedantic(lambda: run_ranks(step_times, 2, width, layers, tokens, 9, timeout=120.0), rounds=1)
     found = {f"{kind}/{peer}": ratios(times, kind, peer) for kind in ("sixfold", "merged") for peer in ("fsdp2", "ddp")}
     benchmark.extra_info.update(width=width, layers=layers, tokens=tokens, **found)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_host_time_per_unit_on_a_device(benchmark: Any) -> None:
+    """NCCL with one rank, 33 units, whole steps less the plain module's: medians of what the host takes to enqueue."""
+    times = benchmark.pedantic(lambda: host_times(256, LAYERS, 64, 30), rounds=1)
+    host = {kind: statistics.median(taken) for kind, taken in times.items()}
+    per_unit = {kind: (host[kind] - host["plain"]) / (LAYERS + 1) * 1e6 for kind in ("sixfold", "fsdp2", "ddp")}
+    benchmark.extra_info.update(
+        units=LAYERS + 1, us_per_unit=per_unit, against_fsdp2=per_unit["sixfold"] / per_unit["fsdp2"]
+    )
 
 
 def test_plan_a_thousand_tensors_over_4096_ranks(benchmark: Any) -> None:

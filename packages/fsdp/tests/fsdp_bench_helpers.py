@@ -65,16 +65,17 @@ def _torch_step(model: nn.Module, batch: Tensor) -> Step:
     return _stepper(model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), batch)
 
 
-def make(kind: str, group: Any, width: int, layers: int, tokens: int) -> Step:
+def make(kind: str, group: Any, width: int, layers: int, tokens: int, device: str = "cpu") -> Step:
     """One whole training step of ``kind`` ("plain", "sixfold", "merged", "fsdp2", "ddp"), as its users write it.
 
     Forward, backward, clip, AdamW step, zero_grad, in fp32, each wrapper at its own defaults (ZeRO-3; FSDP2 with
     ``reshard_after_forward`` as ``fully_shard`` chooses it: True for blocks, False for the root; implicit prefetch).
-    "merged" is "sixfold" with units of up to 8 MiB.
+    "merged" is "sixfold" with units of up to 8 MiB. On a CUDA device "sixfold" goes through the back end in a group of
+    one, too, as its peers do.
     """
     torch.manual_seed(0)
-    net: nn.Module = Net(width, layers)
-    batch = torch.randn(tokens, width)
+    net: nn.Module = Net(width, layers).to(device)
+    batch = torch.randn(tokens, width, device=device)
     if kind == "plain":
         return _torch_step(net, batch)
     if kind == "ddp":
@@ -84,12 +85,13 @@ def make(kind: str, group: Any, width: int, layers: int, tokens: int) -> Step:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, device)
         for block in net.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
         return _torch_step(net, batch)
-    buffers = BufferConfig(merge_bytes=MERGED_BYTES if kind == "merged" else None)
+    merge = MERGED_BYTES if kind == "merged" else None
+    buffers = BufferConfig(merge_bytes=merge, always_communicate=device != "cpu")
     model = FullyShardedDataParallel(
         net, process_group=group, fsdp_unit_modules=[Block], initial="trust", buffers=buffers
     )
@@ -113,6 +115,28 @@ def overheads(rank: int, ranks: int, width: int, layers: int, turns: int) -> dic
             if turn >= 3:
                 best[kind] = min(best[kind], time.process_time() - began)
     return best
+
+
+def host_times(width: int, layers: int, tokens: int, turns: int) -> dict[str, list[float]]:
+    """Seconds until the host has enqueued a step on a CUDA device, NCCL with one rank; kinds take turns.
+
+    The device is idle when a step begins, and nothing waits for it inside: what counts is how long it must outlast.
+    """
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    kinds = ("plain", "sixfold", "fsdp2", "ddp")
+    steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens, "cuda") for kind in kinds}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(turns + 3):
+        for kind, step in steps.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            if turn >= 3:
+                times[kind].append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return times
 
 
 Times = dict[str, list[tuple[float, float]]]  # by kind: wall and process CPU seconds of each step

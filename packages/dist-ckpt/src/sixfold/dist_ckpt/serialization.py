@@ -72,7 +72,8 @@ def save(
             compared between ranks.
         content_metadata: saved with the common data under ``content_metadata``.
         async_sharded_save: begin a background save and return a request, for
-            ``strategies.async_utils.AsyncCallsQueue``; ``async_save`` gives the handle itself.
+            ``strategies.async_utils.AsyncCallsQueue``; ``async_save`` gives the handle itself. Of a user's
+            ``AsyncSaveShardedStrategy`` the request begins when it is scheduled.
         group: a process group, None for this process alone, or "world".
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
         check_finite: NaN or infinity in a tensor is an error.
@@ -102,6 +103,8 @@ def save(
         timeout_s=timeout_s,
         progress=progress,
     )
+    if async_sharded_save and request.engine is None:
+        return foreign.async_save(request)
     if async_sharded_save:
         return AsyncRequest(None, (), [], handle=saver.start(request))
     saver.await_saves_to(request.store)

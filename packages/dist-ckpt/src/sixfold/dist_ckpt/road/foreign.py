@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,10 +33,10 @@ from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, paths
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-)
+from sixfold.dist_ckpt.strategies.base import AsyncSaveShardedStrategy, LoadCommonStrategy, LoadShardedStrategy
+
+if TYPE_CHECKING:
+    from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 
 CONFIG_NAME = "metadata.json"
 Config = tuple[tuple[str, int], tuple[str, int]]
@@ -51,13 +52,116 @@ def read_config(checkpoint_dir: str | Path) -> Config | None:
 
 def save(request: SaveRequest) -> None:
     """As ``serialization.save``, with strategies that write by themselves."""
-    strategy, common_strategy, store = request.sharded, request.common, request.store
+    begun = _begin(request)
+    strategy = request.sharded
+
+    def write(mine: dict[Any, Any]) -> None:
+        if isinstance(strategy, AsyncSaveShardedStrategy) and type(strategy).save is AsyncSaveShardedStrategy.save:
+            strategy.async_save(mine, begun.staging).execute_sync(request.group, request.timeout_s)
+        else:
+            strategy.save(mine, begun.staging)
+
+    with begun.abandoned_on_error():
+        begun.exchange.together(lambda: begun.run(write), lambda _: begun.commit())
+
+
+def async_save(request: SaveRequest) -> AsyncRequest:
+    """A request of an AsyncSaveShardedStrategy that writes by itself; its last finalize function commits.
+
+    The values are those of the call: the strategy copies what it needs, common data is written now. A request that
+    fails, or is never scheduled, leaves its staging folder to the next save.
+    """
+    strategy = request.sharded
+    with told_to_all(request.group, request.timeout_s):
+        if not isinstance(strategy, AsyncSaveShardedStrategy):
+            raise CheckpointError(
+                f"{strategy} saves by itself and is no AsyncSaveShardedStrategy, so that only a plain save can let it; "
+                "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
+            )
+    begun = _begin(request)
+    made: list[AsyncRequest] = []
+    with begun.abandoned_on_error():
+        begun.exchange.together(
+            lambda: begun.run(lambda mine: made.append(strategy.async_save(mine, begun.staging))),
+            lambda _: begun.save_common(),
+        )
+    return made[0]._replace(finalize_fns=[*made[0].finalize_fns, begun.commit_together])
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A save that all ranks agree on, by strategies that write by themselves."""
+
+    request: SaveRequest
+    store: LocalStore
+    exchange: Exchange
+    agreed: saving.Agreed
+    records: list[tuple[tree.Path, ShardedBase]]
+    has_common: bool = False
+
+    @property
+    def staging(self) -> Path:
+        """The folder that is not the checkpoint yet."""
+        return Path(self.agreed.ticket.staging)
+
+    def run(self, write: Callable[[dict[Any, Any]], None]) -> tuple[None, None]:
+        """Let the strategies write this rank's records; in the form of ``Exchange.together``."""
+        request, save, nbytes = self.request, self.agreed.ticket.save, self.agreed.content.nbytes
+        mine, objects = _shares(self.records, request.sharded.can_handle_sharded_objects)
+        if self.exchange.rank:
+            self.store.join(save)
+        meter = Meter(request.progress, lambda: nbytes)
+        with self.store.told(save, nbytes):
+            write(mine)
+            if objects:
+                request.common.save_sharded_objects(objects, self.staging)
+        meter.finish()
+        return None, None
+
+    def save_common(self) -> None:
+        """The common data, unless that is done; on the first rank."""
+        if not self.has_common:
+            with self.store.told(self.agreed.ticket.save, self.agreed.content.nbytes):
+                self.request.common.save_common(self.agreed.content.common, self.staging)
+            self.has_common = True
+
+    def commit(self) -> None:
+        """What is written last, and into place; on the first rank."""
+        save, strategy, common = self.agreed.ticket.save, self.request.sharded, self.request.common
+        with self.store.told(save, self.agreed.content.nbytes):
+            strategy.check_written(self.staging)
+        self.save_common()
+        with self.store.told(save, self.agreed.content.nbytes):
+            config = {
+                "sharded_backend": strategy.backend,
+                "sharded_backend_version": strategy.version,
+                "common_backend": common.backend,
+                "common_backend_version": common.version,
+            }
+            storage.write_file(self.staging, CONFIG_NAME, json.dumps(config).encode())
+            _complete_integrity(self.staging)
+            _sync(self.staging)
+        self.store.publish(save)
+
+    def commit_together(self) -> None:
+        """``commit``, called on all ranks."""
+        with self.abandoned_on_error():
+            self.exchange.together(lambda: (None, None), lambda _: self.commit())
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """An error inside removes what was written."""
+        try:
+            yield
+        except BaseException:
+            self.agreed.abandon()
+            raise
+
+
+def _begin(request: SaveRequest) -> _Begun:
+    strategy, store = request.sharded, request.store
 
     def split() -> tuple[tuple[dict[Any, Any], tree.Split], None]:
-        if request.metadata != "torch":
-            raise CheckpointError(
-                f"metadata={request.metadata!r} is of the built-in engine; {strategy} saves by itself"
-            )
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
         if not isinstance(store, LocalStore):
@@ -69,44 +173,7 @@ def save(request: SaveRequest) -> None:
     exchange = Exchange(request.group, request.timeout_s)
     (expanded, parts), _ = exchange.together(split, lambda _: None)
     assert isinstance(store, LocalStore), "another is refused above"
-    agreed = saving.agree_on(replace(request, state=expanded))
-    staging = Path(agreed.ticket.staging)
-
-    def write() -> tuple[None, None]:
-        mine, objects = _shares(parts.records, strategy.can_handle_sharded_objects)
-        if exchange.rank:
-            store.join(agreed.ticket.save)
-        meter = Meter(request.progress, lambda: agreed.content.nbytes)
-        with store.told(agreed.ticket.save, agreed.content.nbytes):
-            strategy.save(mine, staging)
-            if objects:
-                common_strategy.save_sharded_objects(objects, staging)
-        meter.finish()
-        return None, None
-
-    def commit(_: list[None]) -> None:
-        with store.told(agreed.ticket.save, agreed.content.nbytes):
-            write_last()
-        store.publish(agreed.ticket.save)
-
-    def write_last() -> None:
-        strategy.check_written(staging)
-        common_strategy.save_common(agreed.content.common, staging)
-        config = {
-            "sharded_backend": strategy.backend,
-            "sharded_backend_version": strategy.version,
-            "common_backend": common_strategy.backend,
-            "common_backend_version": common_strategy.version,
-        }
-        storage.write_file(staging, CONFIG_NAME, json.dumps(config).encode())
-        _complete_integrity(staging)
-        _sync(staging)
-
-    try:
-        exchange.together(write, commit)
-    except BaseException:
-        agreed.abandon()
-        raise
+    return _Begun(request, store, exchange, saving.agree_on(replace(request, state=expanded)), parts.records)
 
 
 def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], tree.Split]:

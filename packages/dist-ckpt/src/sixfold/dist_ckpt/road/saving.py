@@ -476,8 +476,8 @@ def _streams(index: Index, form: str) -> dict[str, FileContent]:
     return {".metadata": lambda: metadata.encode_parts(index), compact.FILE_NAME: lambda: compact.encode(index)}
 
 
-def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> None:
-    """Write the records of all ranks into an existing folder: all but common data, ``metadata.json`` and the commit.
+def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> Share:
+    """The records of all ranks for an existing folder: all but common data, ``metadata.json`` and the commit.
 
     For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
     """
@@ -489,10 +489,30 @@ def save_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, sav
 
     request = SaveRequest.made(state, folder, (None, None), group=exchange.group, timeout_s=exchange.timeout_s)
     (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
-    exchange.together(
-        lambda: (None, _write_shared(content, ticket, exchange.rank, False)),
-        lambda written: _write_index(request.store, ticket.save, written, {}) and None,
-    )
+    return Share(exchange, request.store, content, ticket)
+
+
+@dataclass(slots=True)
+class Share:
+    """This rank's part of a save into an existing folder, in two steps."""
+
+    exchange: Exchange
+    store: Store
+    content: Content
+    ticket: Ticket
+    written: transfer.Written | None = None
+
+    def write(self) -> transfer.Written:
+        """Write the frames. No group."""
+        self.written = _write_shared(self.content, self.ticket, self.exchange.rank, False)
+        return self.written
+
+    def index(self) -> None:
+        """Write what says where they lie; collective, when all ranks have written."""
+        self.exchange.together(
+            lambda: (None, self.written or self.write()),
+            lambda written: _write_index(self.store, self.ticket.save, written, {}) and None,
+        )
 
 
 def _index(written: list[transfer.Written], save_id: str) -> Index:

@@ -30,7 +30,15 @@ from sixfold.dist_ckpt.ranks.relay import (
 )
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId, is_main_replica
-from sixfold.dist_ckpt.strategies.base import LoadEngine, LoadShardedStrategy, Records, SaveEngine, SaveShardedStrategy
+from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
+from sixfold.dist_ckpt.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadEngine,
+    LoadShardedStrategy,
+    Records,
+    SaveEngine,
+    SaveShardedStrategy,
+)
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
@@ -51,7 +59,7 @@ class _Held(NamedTuple):
 Shares = dict[Identity, list[Part]]
 
 
-class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
+class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     """Each replicated shard is written by its holders in turn, so that all write about as many bytes.
 
     Only who holds what is exchanged, no data. The fullest rank writes at most one percent more than it must;
@@ -96,14 +104,24 @@ class FullyParallelSaveStrategyWrapper(SaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         """For strategies of users: share out, then let the wrapped strategy write this rank's part."""
+        self.base_strategy.save(self._shared_out(sharded_state_dict), checkpoint_dir)
+
+    def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
+        """The same by the wrapped strategy's ``async_save``."""
+        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+            raise CheckpointError(f"{self.base_strategy} is no AsyncSaveShardedStrategy; only a plain save can let it")
+        return self.base_strategy.async_save(self._shared_out(sharded_state_dict), checkpoint_dir)
+
+    def _shared_out(self, sharded_state_dict: dict[Any, Any]) -> dict[Any, Any]:
         leaves = [(path, leaf) for path, leaf in tree.leaves(sharded_state_dict) if isinstance(leaf, ShardedBase)]
         arranged = self._arrange_each(lambda: [leaf for _, leaf in leaves], Exchange("world", 600.0))
-        places = {
-            (*path, number): new
-            for (path, _), news in zip(leaves, arranged, strict=True)
-            for number, new in enumerate(news)
-        }
-        self.base_strategy.save(tree.nest(places), checkpoint_dir)
+        return tree.nest(
+            {
+                (*path, number): new
+                for (path, _), news in zip(leaves, arranged, strict=True)
+                for number, new in enumerate(news)
+            }
+        )
 
     def _arrange(self, make: Callable[[], Records], exchange: Exchange) -> Records:
         return [record for records in self._arrange_each(make, exchange) for record in records]

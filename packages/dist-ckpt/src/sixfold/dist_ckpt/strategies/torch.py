@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.road import loading, saving
@@ -20,11 +22,12 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadEngine,
     LoadShardedStrategy,
     SaveEngine,
-    SaveShardedStrategy,
 )
 
 __all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"]
@@ -32,7 +35,7 @@ __all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"]
 BACKEND, VERSION = "torch_dist", 1
 
 
-class TorchDistSaveShardedStrategy(SaveShardedStrategy):
+class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Saves the folder that torch DCP and megatron-core read.
 
     Args:
@@ -77,7 +80,23 @@ class TorchDistSaveShardedStrategy(SaveShardedStrategy):
         """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
         folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
         exchange = Exchange(self._group, self._timeout_s)
-        saving.save_records(sharded_state_dict, folder, exchange, secrets.token_hex(8))
+        saving.share_of_records(sharded_state_dict, folder, exchange, secrets.token_hex(8)).index()
+
+    def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
+        """The same in steps: copies of the tensors are written when the request is scheduled, its last function
+        writes the index. ``dist_ckpt.save(..., async_sharded_save=True)`` saves by a worker process instead."""
+        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
+        exchange = Exchange(self._group, self._timeout_s)
+        copies = dict_list_map_outplace(_copied, sharded_state_dict)
+        share = saving.share_of_records(copies, folder, exchange, secrets.token_hex(8))
+        return AsyncRequest(share.write, (), [share.index])
+
+
+def _copied(leaf: Any) -> Any:
+    """A record with a tensor of its own."""
+    if not isinstance(leaf, ShardedTensor) or leaf.data is None:
+        return leaf
+    return replace(leaf, data=leaf.data.detach().clone())
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):

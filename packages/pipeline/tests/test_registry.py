@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -95,3 +97,31 @@ def test_a_file_in_the_folder_is_all_that_a_schedule_takes(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "0: 0F0 0B0\n"), done.stderr
+
+
+# What runs programs, from the list of a rank to the bytes on an edge.
+RUNS = (
+    "run",
+    "compile",
+    "wiring",
+    "stage_run",
+    "slots",
+    "store",
+    "layers",
+    "carried",
+    "versions",
+    "messages",
+    "periods",
+)
+
+
+def test_what_runs_a_program_knows_no_schedule_by_name():
+    folder = Path(schedules.__file__).parents[1]
+    names = {entry.name for entry in schedules.registered()}
+    for path in [*(folder / f"{name}.py" for name in RUNS), *(folder / "transport").glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        said = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        said |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        said |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        said |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not said & names and "schedules" not in said, f"{path.name}: {said & names}"

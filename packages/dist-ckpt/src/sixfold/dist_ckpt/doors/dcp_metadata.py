@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.files import unpickle
 from sixfold.dist_ckpt.files.dcp_pickle import Index, sort_key
 from sixfold.dist_ckpt.files.unpickle import Node
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together
 
@@ -141,20 +141,20 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
         return _of_manifest(manifest)
     root = unpickle.loads(data, trusted_bytes=trusted_bytes)
     try:
-        found = _of_manifest(manifest) if root.get("mcore_data") else Metadata({}, None, {})
+        is_legacy = bool(root.get("mcore_data"))
+        found = _of_manifest(manifest) if is_legacy else Metadata({}, None, {})
         for key, entry in root.get("state_dict_metadata").items():
-            stored = manifest.tensors.get(key)
-            if stored is None:
+            if unpickle.kind_of(entry) != "TensorStorageMetadata":
                 found.state_dict_metadata[key] = BytesStorageMetadata()
-            elif tuple(entry.get("size")) == stored.shape:
-                found.state_dict_metadata[key] = _tensor(stored, entry)
-        if not root.get("mcore_data"):
+            elif not is_legacy or tuple(entry.get("size")) == manifest.tensors[key].shape:
+                found.state_dict_metadata[key] = _tensor(entry)
+        if not is_legacy:
             for index, info in root.get("storage_data").items():
                 place = MetadataIndex(index.get("fqn"), index.get("offset"), index.get("index"))
                 at = _StorageInfo(info.get("relative_path"), info.get("offset"), info.get("length"))
                 found.storage_data[place] = at
         found.planner_data = _planner_data(root.get("planner_data"))
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
         raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
     found.version = root.get("version") if isinstance(root.get("version"), str) else None
     return found
@@ -174,14 +174,16 @@ def _of_manifest(manifest: Manifest) -> Metadata:
     return Metadata(entries, None, places)
 
 
-def _tensor(stored: Stored, entry: Node) -> TensorStorageMetadata:
+def _tensor(entry: Node) -> TensorStorageMetadata:
     """As it stands in the file, chunks without elements too, which the manifest leaves out."""
-    properties = TensorProperties(dtype=stored.dtype)
     state = entry.get("properties").get("state")
+    properties = TensorProperties(dtype=state["dtype"] if isinstance(state, dict) else state[0])
+    if not isinstance(properties.dtype, torch.dtype):
+        raise TypeError(f"the dtype is {unpickle.shown(properties.dtype)}")
     if isinstance(state, tuple) and len(state) == 5:
         properties.requires_grad, properties.pin_memory = bool(state[2]), bool(state[4])
     boxes = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in entry.get("chunks")]
-    return _entry(properties, stored.shape, boxes)
+    return _entry(properties, entry.get("size"), boxes)
 
 
 def _entry(properties: TensorProperties, shape: Ints, boxes: Iterable[tuple[Ints, Ints]]) -> TensorStorageMetadata:

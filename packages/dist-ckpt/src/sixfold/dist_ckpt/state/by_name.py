@@ -80,7 +80,12 @@ def ask(node: Any, common: Any, stored: Stored, path: tree.Path = ()) -> Any:
     if not tree.is_dict(node) and type(node) is not list:
         return node
     copies = [
-        (name, ask(child, tree.get(common, (name,)), stored, (*path, name))) for name, child in tree.children(node)
+        # Most leaves are such records, and a state dict may have ten thousands.
+        (
+            name,
+            child if isinstance(child, ShardedTensor) else ask(child, tree.get(common, (name,)), stored, (*path, name)),
+        )
+        for name, child in tree.children(node)
     ]
     return tree.rebuilt(node, copies)
 

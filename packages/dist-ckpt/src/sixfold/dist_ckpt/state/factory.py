@@ -41,6 +41,8 @@ def expand(node: Any, path: tree.Path = ()) -> tuple[Any, list[Merge]]:
     Raises:
         ShardingError: a leaf that belongs to one rank and would be lost: see ``check_leaf``.
     """
+    if isinstance(node, ShardedTensor):
+        return node, []
     if isinstance(node, ShardedTensorFactory):
         built, inner = expand(node.build(), path)
         return built, [Merge(path, node.merge_fn), *inner]

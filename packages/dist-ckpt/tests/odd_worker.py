@@ -41,11 +41,11 @@ if kind == "held":
 
     _worker.control.decide = held
 if kind == "orphan":
-    discard, write, trainer = _worker.storage.discard, _worker.saving.write, os.getppid()
+    abandon, write, trainer = _worker.control.abandon, _worker.saving.write, os.getppid()
     path, kind, what = what, "slow", "0"
 
-    def discard_and_linger(staging):
-        discard(staging)
+    def abandon_and_linger(job):
+        abandon(job)
         if threading.current_thread() is not threading.main_thread():
             time.sleep(6.0)
 
@@ -55,7 +55,7 @@ if kind == "orphan":
         time.sleep(0.3 if os.path.exists(path) else 0.0)
         return write(*arguments)
 
-    _worker.storage.discard, _worker.saving.write = discard_and_linger, write_as_an_orphan
+    _worker.control.abandon, _worker.saving.write = abandon_and_linger, write_as_an_orphan
 place, _, count = (what if kind in ("dies", "stops") else f"stores.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

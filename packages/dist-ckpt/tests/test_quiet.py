@@ -3,17 +3,19 @@
 import fcntl
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import board, control
 from sixfold.dist_ckpt.background.board import FolderBoard
 from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.control import Gathering, Job, Waiting
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road.saving import Ticket
+from sixfold.dist_ckpt.stores import LocalStore, Save
 
 OPERATIONS_PER_S = 2
 readlink = os.readlink  # not counted
@@ -25,8 +27,9 @@ class Ranks:
     def __init__(self, folder, count, patch, locks_work=True):
         self.folder, self.count, self.dead = folder, count, set()
         self.gauge = Gauge()
-        ticket = Ticket("01", str(folder / ".c.tmp-01"), str(folder / "c"), "replace", False)
-        fields = {"ranks": count, "content": None, "ticket": ticket, "check_finite": False, "places": {}}
+        ticket = Ticket(Save(save_id="01", target=str(folder / "c"), staging=str(folder / ".c.tmp-01")))
+        content = SimpleNamespace(store=LocalStore.at(folder / "c"))
+        fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
         fields |= {"arena_bytes": 0, "key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
         self.board = control.board_of(self.jobs[0])
@@ -70,6 +73,106 @@ def ranks(tmp_path, monkeypatch):
         each.gauge.close()
         for sign in each.signs:
             sign.close()
+
+
+class Things:
+    """Objects of a store in a dict, with each request noted."""
+
+    def __init__(self):
+        self.data, self.seen = {}, []
+
+    def read(self, name, start=0, stop=None):
+        self.seen.append(("read", name))
+        try:
+            return self.data[name][start:stop]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+    def replace(self, name, data):
+        self.seen.append(("write", name))
+        self.data[name] = data
+
+    def create_new(self, name, data):
+        self.seen.append(("create", name))
+        return self.data.setdefault(name, data) is data
+
+    def delete(self, name):
+        self.seen.append(("delete", name))
+        self.data.pop(name, None)
+
+    def list_files(self):
+        self.seen.append(("list", ""))
+        return dict.fromkeys(self.data, 1)
+
+
+class StoreRanks:
+    """As ``Ranks``, at a board of a store; a trainer that lives beats when it is time."""
+
+    def __init__(self, count, timeout_s=600.0):
+        self.things, self.gauge = Things(), Gauge()
+        store = SimpleNamespace(name="a store", beside=lambda mark, timeout_s: self.things)
+        store.holds, store.abandon = lambda save_id: False, lambda save: None
+        fields = {"ranks": count, "content": SimpleNamespace(store=store), "key": b"k" * 32, "locks_work": True}
+        fields |= {"ticket": Ticket(Save(save_id="01", target="a store")), "check_finite": False, "places": {}}
+        fields |= {"arena_bytes": 0, "timeout_s": timeout_s, "stale_s": 9.0}
+        self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
+        self.boards = [control.board_of(job) for job in self.jobs]
+        self.boards[0].make()
+        self.signs = [made.sign(rank) for rank, made in enumerate(self.boards)]
+        self.waiting = [Waiting(job, made, self.gauge) for job, made in zip(self.jobs, self.boards, strict=True)]
+        self.gathering = Gathering(self.jobs[0], self.boards[0], self.gauge, "share 0")
+
+    turn = Ranks.turn
+
+    @property
+    def board(self):
+        return self.boards[0]
+
+
+@pytest.mark.parametrize("count", [2, 64, 1024])
+def test_a_wait_at_a_store_costs_two_requests_a_second_and_rank_and_lists_nothing(count):
+    ranks, turns = StoreRanks(count), 8
+    for sign in ranks.signs:
+        sign.beat(1)
+    job = ranks.jobs[0]
+    for rank in {0, 1, count // 2, count - 1}:
+        ranks.things.seen.clear()
+        ranks.signs[rank].beat(2)
+        beats = len(ranks.things.seen)
+        assert [ranks.turn(rank) for _ in range(turns)] == [None] * turns
+        assert {what for what, _ in ranks.things.seen} == {"read", "write"}
+        assert (len(ranks.things.seen) - beats) / (turns * job.look_s) + beats / job.beat_s <= OPERATIONS_PER_S
+    ranks.gauge.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed, monkeypatch):
+    """Killed with their workers, so that nobody speaks for them; records that are there already save the save."""
+    rng, clock = random.Random(seed), [100.0]
+    monkeypatch.setattr(board, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    count = rng.choice([2, 3, 8, 20])
+    ranks = StoreRanks(count, timeout_s=60.0)
+    job, dead = ranks.jobs[0], set(rng.sample(range(count), rng.randint(1, count - 1)))
+    late = set(rng.sample(range(count), rng.randrange(count)))  # whose first beat comes later
+    with_record = {rank for rank in range(1, count) if rng.random() < 0.6}
+    living, outcomes, turns = [rank for rank in range(count) if rank not in dead], {}, 0
+    for rank in with_record:
+        ranks.boards[rank].put(f"rank-{rank}", Outcome(value=rank))
+    longest_s = 75.0 + 20.0 * len(dead & with_record)  # each of them hides who is before it for a quarter
+    while len(outcomes) < len(living) and clock[0] - 100.0 < longest_s:
+        for rank in range(count):
+            if (rank not in dead or turns < 3) and (rank not in late or turns > 2):
+                ranks.signs[rank].beat(turns)
+        for rank in rng.sample(living, len(living)):
+            if rank not in outcomes and (outcome := ranks.turn(rank)) is not None:
+                outcomes[rank] = outcome
+        turns, clock[0] = turns + 1, clock[0] + job.look_s
+    ranks.gauge.close()
+    if dead <= with_record:
+        assert (0 in outcomes) == (not {*range(1, count)} - with_record)
+        return
+    assert len(outcomes) == len(living), f"{dead} found after {turns} turns by {sorted(outcomes)} of {living}"
+    assert len({str(outcome.error) for outcome in outcomes.values()}) == 1
 
 
 @pytest.mark.parametrize("locks_work", [True, False])

@@ -28,7 +28,8 @@ from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer
-from sixfold.dist_ckpt.stores import local as storage
+
+_LAST_WORD_S = 10.0
 
 
 def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
@@ -37,12 +38,12 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
     if job.ranks == 1:
         outcome = share if share.error is not None else control.commit(job, [share.value])
         if outcome.error is not None:
-            storage.discard(Path(job.ticket.staging))
+            control.abandon(job)
         return outcome if outcome.error is not None else Outcome()
     board = control.board_of(job)
     if share.error is not None:
         # A full disk must have room for the word that says so.
-        for file in Path(job.ticket.staging).glob(f"__{job.rank}_*"):
+        for file in () if not job.ticket.staging else Path(job.ticket.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
         return control.fail(job, board, share.error, has_trainer)
@@ -82,8 +83,10 @@ class _Parent:
             while (message := self._channel.receive(self.lives)) is not None:
                 self.jobs.put(pickle.loads(message))
         job = self.current
-        if job is not None:
-            control.speak_for_trainer(job)
+        if job is not None:  # a store that does not answer holds this process no longer
+            word = threading.Thread(target=control.speak_for_trainer, args=(job,), daemon=True)
+            word.start()
+            word.join(_LAST_WORD_S)
         os._exit(0)
 
     def report(self, outcome: Outcome) -> None:

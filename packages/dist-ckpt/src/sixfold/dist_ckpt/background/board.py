@@ -31,13 +31,14 @@ from sixfold.dist_ckpt.ranks.exchange import Outcome
 
 STALE_S = 9.0
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
-_BEATS_BYTES = 12  # of a sign of life; what the worker has counted stands behind
+BEATS_BYTES = 12  # of a sign of life; what the worker has counted stands behind
 
 
 class State(Enum):
     """How a rank's trainer is, as far as its sign of life tells."""
 
     LIVES = "lives"
+    UNSEEN = "was never seen"  # its sign is not there yet; where it was there before the save it has left
     DEAD = "died"
     LEFT = "left"  # it has acknowledged the outcome; or the whole board is gone
 
@@ -220,7 +221,7 @@ class FolderBoard:
             is_lost = self._still.setdefault(rank, Stillness()).of(data) > self._stale_s
         if is_lost:  # or it has left between the look at its name and that at its lock
             return Life(State.DEAD if self.has(f"alive-{rank}") else State.LEFT)
-        return Life(State.LIVES, None if data is None else data[_BEATS_BYTES:])
+        return Life(State.LIVES, None if data is None else data[BEATS_BYTES:])
 
     def sign(self, rank: int) -> FileSign:
         return FileSign(self.path / f"alive-{rank}")
@@ -250,7 +251,7 @@ class FileSign:
         """The file is never opened a second time by this process: that would free the lock."""
         self._beats += 1
         with suppress(OSError):
-            os.pwrite(self._handle, f"{self._beats:>{_BEATS_BYTES}}{moves:>20}".encode(), 0)
+            os.pwrite(self._handle, f"{self._beats:>{BEATS_BYTES}}{moves:>20}".encode(), 0)
             os.utime(self._handle)  # sent at once, also where data waits in a client's cache
 
     def close(self) -> None:

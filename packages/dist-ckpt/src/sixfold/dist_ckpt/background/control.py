@@ -40,11 +40,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
+from sixfold.dist_ckpt.background.store_board import HasBeside, StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
-from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.store import overtaken
 
 COMMIT, GIVE_UP = "commit", "give-up"  # verdicts; behind the second stands which rank made it
@@ -59,6 +59,7 @@ _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
 _ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
 _ADVICE = "the folder holds the older checkpoint, if there was one"
+_HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
 _Found = TypeVar("_Found", covariant=True)
 
@@ -142,13 +143,13 @@ class Watcher:
         self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
         still_s = self._still[rank].of(moves)
         is_late = still_s > job.patience_s(RECORDS if rank else OUTCOME)
-        if life.state is State.LIVES and not is_late:
+        if life.state in _HERE and not is_late:
             return None
         self._is_first_lost = self._is_first_lost or rank == 0
         if rank == 0:
             return Loss(0, life.state, still_s, _blame(job, _SILENT))
         text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
-        if life.state is State.LIVES:
+        if life.state in _HERE:
             text = (
                 f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
                 f"their disk hangs; {_ADVICE}"
@@ -176,7 +177,7 @@ class Gathering:
         """
         self._gauge.add(0)
         if not self._board.is_there():
-            raise overtaken(Path(self._job.ticket.target))
+            raise overtaken(self._job.ticket.save.target)
         while len(self._shares) < self._job.ranks:
             record = self._board.get(f"rank-{len(self._shares)}")
             if record is None:
@@ -224,7 +225,7 @@ class Waiting:
         if ended is not None or loss.rank:
             return ended
         # The first rank was lost when it had begun to commit.
-        gone_s = self._gone.of(loss.state) if loss.state is not State.LIVES else 0.0
+        gone_s = self._gone.of(loss.state) if loss.state not in _HERE else 0.0
         if is_committed(job):
             return tell(board, Outcome())
         if gone_s > _ORPHANED_S or loss.still_s > job.patience_s(UNKNOWN):
@@ -233,10 +234,14 @@ class Waiting:
         return None
 
 
-def board_of(job: Job) -> FolderBoard:
-    """The board of a job."""
-    target, save_id = Path(job.ticket.target), job.ticket.save_id
-    return FolderBoard(target, save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
+def board_of(job: Job) -> Board:
+    """The board of a job of several ranks."""
+    save, store = job.ticket.save, job.content.store
+    if isinstance(store, LocalStore):
+        target = Path(save.target)
+        return FolderBoard(target, save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
+    assert isinstance(store, HasBeside), f"{store.name} was refused by the call"
+    return StoreBoard(store, save.save_id, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
 def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
@@ -254,7 +259,7 @@ def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) 
         return fail(job, board, outcome.error, has_trainer)
     outcome = commit(job, outcome.value)
     if outcome.error is not None:
-        storage.discard(Path(job.ticket.staging))
+        abandon(job)
         outcome = Outcome(error=_reason(job, board, outcome.error, has_trainer))
     with suppress(FileNotFoundError):  # the others then look at the target
         tell(board, outcome)
@@ -286,7 +291,7 @@ def _in_turns(job: Job, board: Board, waiter: _Turns[_Found]) -> _Found:
 def fail(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> Outcome:
     """A worker has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
-        storage.discard(Path(job.ticket.staging))  # which also frees the disk for what is put now
+        abandon(job)  # which also frees the disk for what is put now
     error = _reason(job, board, error, has_trainer)
     try:
         return give_up(job, board, error) or tell(board, Outcome(error=error))
@@ -296,7 +301,7 @@ def fail(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[
 
 def _reason(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> CheckpointError:
     """Where the first rank's trainer is dead its worker removes what was written: that is then the reason."""
-    is_orphaned = not has_trainer() if job.rank == 0 else board.life(0, False).state is not State.LIVES
+    is_orphaned = not has_trainer() if job.rank == 0 else board.life(0, False).state not in _HERE
     return LostPeerError(f"rank 0 died during a background save; {_ADVICE}") if is_orphaned else error
 
 
@@ -311,8 +316,10 @@ def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = Tru
         made = board.verdict(own)
         if made == COMMIT:
             return None
-        if made == own or not waits:
-            return tell(board, Outcome(error=error)) if made == own else None
+        if made == own:
+            return tell(board, Outcome(error=error))
+        if not waits:
+            return None
         return _word(job, board) or tell(board, Outcome(error=error))  # who was faster has died of it
     except FileNotFoundError:
         return settle(job, _SILENT)
@@ -354,7 +361,7 @@ def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointE
     board = board_of(job)
     if job.ranks == 1:
         outcome = settle(job, reason, kind)
-        storage.discard(Path(job.ticket.staging))
+        abandon(job)
         return outcome
     if job.rank:
         if not board.has(f"rank-{job.rank}"):
@@ -365,7 +372,7 @@ def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointE
         return told
     outcome = settle(job, reason, kind)
     if outcome.error is not None:
-        storage.discard(Path(job.ticket.staging))
+        abandon(job)
     with suppress(OSError):
         ended = None if outcome.error is None else give_up(job, board, outcome.error)
         return ended or tell(board, outcome)
@@ -377,11 +384,14 @@ def speak_for_trainer(job: Job) -> None:
 
     The first rank takes all away, which the others see.
     """
+    if job.rank == 0:
+        abandon(job)
+    if job.ranks == 1:
+        return
     board = board_of(job)
     if job.rank == 0:
-        storage.discard(Path(job.ticket.staging))
         board.remove()
-    elif job.ranks > 1 and not board.has(f"rank-{job.rank}"):
+    elif not board.has(f"rank-{job.rank}"):
         text = f"rank {job.rank} of {job.ranks} died during a background save; {_ADVICE}"
         with suppress(OSError):
             give_up(job, board, LostPeerError(text), waits=False)
@@ -389,23 +399,31 @@ def speak_for_trainer(job: Job) -> None:
 
 def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The outcome of a save whose first rank can commit no more: what the target says."""
-    return Outcome() if is_committed(job) else Outcome(error=kind(str(_blame(job, reason))))
+    try:
+        is_there = job.content.store.holds(job.ticket.save_id)
+    except CheckpointError as error:
+        return Outcome(error=kind(str(_blame(job, reason, f"whether it was committed cannot be seen ({error})"))))
+    return Outcome() if is_there else Outcome(error=kind(str(_blame(job, reason))))
 
 
 def _blame(job: Job, reason: str, advice: str = _ADVICE) -> LostPeerError:
     return LostPeerError(
-        f"{reason} (background save to {job.ticket.target}, timeout_s={job.timeout_s:g}); {advice}. "
+        f"{reason} (background save to {job.ticket.save.target}, timeout_s={job.timeout_s:g}); {advice}. "
         "The next save starts a fresh worker"
     )
 
 
 def is_committed(job: Job) -> bool:
-    """Whether the target is this very save."""
-    path = Path(job.ticket.target) / integrity.FILE_NAME
+    """Whether the target is this very save, as far as it can be seen."""
     try:
-        return integrity.decode(path, path.read_bytes()).save_id == job.ticket.save_id
-    except (OSError, CheckpointError):
+        return job.content.store.holds(job.ticket.save_id)
+    except CheckpointError:
         return False
+
+
+def abandon(job: Job) -> None:
+    """Remove what was written, unless it is committed."""
+    job.content.store.abandon(job.ticket.save)
 
 
 def remove(job: Job, board: Board) -> None:

@@ -20,6 +20,7 @@ from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.stores import LocalStore
 
 _GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
 _NEARLY = 0.99  # progress of what is written whole and not yet committed
@@ -41,7 +42,9 @@ class Flight:
         self.told = False
         self._saver: object | None = saver
         self._worker, self._job, self._sign = worker, job, sign
-        self.target, self.worker_pid = Path(job.ticket.target), worker.process.pid
+        target = job.ticket.save.target
+        self.target: Path | str = Path(target) if isinstance(job.content.store, LocalStore) else target
+        self.worker_pid = worker.process.pid
         self._gauge, self._still = worker.gauge, Stillness()
         self._gauge.reset()
         self._idle_moves = self._gauge.moves

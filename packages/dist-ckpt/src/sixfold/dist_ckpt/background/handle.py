@@ -18,12 +18,12 @@ class AsyncSave:
     """Handle of a save that ``async_save`` started.
 
     Attributes:
-        checkpoint_dir: the folder; the checkpoint is there when ``wait`` returns.
+        checkpoint_dir: the folder, or a store's name; the checkpoint is there when ``wait`` returns.
         blocked_s: how long the call took, seconds; the wait for an earlier save included.
         worker_pid: process that writes for this rank.
     """
 
-    def __init__(self, checkpoint_dir: Path, started: float, worker_pid: int, flight: Flight) -> None:
+    def __init__(self, checkpoint_dir: Path | str, started: float, worker_pid: int, flight: Flight) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.blocked_s = time.monotonic() - started
         self._started = started

@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,20 +31,21 @@ from typing import Any
 from weakref import WeakSet
 
 from sixfold.dist_ckpt.background import board as boards
+from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import Arena, Place
-from sixfold.dist_ckpt.background.board import FolderBoard, Sign, State
+from sixfold.dist_ckpt.background.board import Board, FolderBoard, Sign, State
 from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.background.flight import Flight
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.process import Worker
+from sixfold.dist_ckpt.background.store_board import HasBeside, StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores import LocalStore, UrlStore
 from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
@@ -53,13 +55,32 @@ __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
 class _Mine:
     """What a rank has made for a save that is being handed over."""
 
-    board: FolderBoard | None = None
+    board: Board | None = None
     sign: Sign | None = None
+    made: Future[None] | None = None  # a board in a store, once it is there
+
+    def make(self, store: Store, save_id: str, timeout_s: float) -> None:
+        """The first rank's board in a store, made by a thread while tensors are copied.
+
+        Raises:
+            CheckpointError: several ranks cannot leave word for each other near a checkpoint in this store.
+        """
+        if not isinstance(store, HasBeside):
+            raise CheckpointError(
+                f"{store.name} has no method beside(mark, timeout_s), by which workers of several ranks leave word for "
+                "each other; use save, or group=None"
+            )
+        board = self.board = StoreBoard(store, save_id, b"", timeout_s=timeout_s)
+        pool = ThreadPoolExecutor(1)
+        self.made = pool.submit(board.make)
+        pool.shutdown(wait=False)
 
     def take_back(self, rank: int) -> None:
         """The save comes to nothing in the call."""
         if self.sign is not None:
             self.sign.close()
+        if self.made is not None:
+            self.made.exception()  # what is being made now would stay
         if self.board is not None and rank == 0:
             self.board.remove()
 
@@ -177,6 +198,8 @@ class AsyncSaver:
             mine.take_back(agreed.exchange.rank)
             agreed.abandon()
             raise
+        if mine.sign is None and job.ranks > 1:
+            mine.sign = control.board_of(job).sign(job.rank)  # its first beat makes it
         self._flight = Flight(self, worker, job, mine.sign, request.progress)
         return self._flight
 
@@ -207,30 +230,40 @@ class AsyncSaver:
 
     def _hand_over(self, agreed: saving.Agreed, check_finite: bool, timeout_s: float, mine: _Mine) -> Job:
         """Copy the tensors and try the shared folder, both on every rank or on none."""
-        exchange, ticket = agreed.exchange, agreed.ticket
-        rank = exchange.rank
+        exchange, ticket, store = agreed.exchange, agreed.ticket, agreed.content.store
+        rank, ranks = exchange.rank, exchange.ranks
 
         def make_board(_: object) -> bytes:
             key = secrets.token_bytes(32)
-            if exchange.ranks > 1:
+            if mine.made is not None:
+                mine.made.result()
+            if ranks > 1 and isinstance(store, LocalStore):
                 board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
                 board.make()
                 mine.sign = board.sign(0)
             return key
 
         def meet() -> tuple[None, bool]:
-            storage.check_shared(Path(ticket.staging))
+            store.join(ticket.save)
             if rank == 0:
                 return None, True
             board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
             mine.sign = board.sign(rank)
             return None, board.life(0).state is State.LIVES
 
-        (content, places), key = exchange.together(lambda: (self._copy(agreed.content), None), make_board)
-        locks_work = exchange.together(meet, all)[1] if exchange.ranks > 1 else True
+        def copy() -> tuple[tuple[saving.Content, dict[int, Place]], None]:
+            if rank == 0 and ranks > 1 and not isinstance(store, LocalStore):
+                mine.make(store, ticket.save_id, timeout_s)
+            return self._copy(agreed.content), None
+
+        (content, places), key = exchange.together(copy, make_board)
+        is_local = ranks > 1 and isinstance(store, LocalStore)
+        locks_work = exchange.together(meet, all)[1] if is_local else True
+        if isinstance(store, UrlStore):  # its own error comes before anybody takes its worker for stopped
+            content = replace(content, store=store.patient(timeout_s / 2))
         return Job(
             rank=rank,
-            ranks=exchange.ranks,
+            ranks=ranks,
             content=content,
             ticket=ticket,
             check_finite=check_finite,
@@ -313,8 +346,14 @@ def start(request: SaveRequest) -> AsyncSave:
 
 def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
-    if not isinstance(request.store, LocalStore):
-        raise CheckpointError(f"{request.store.name}: background saves go to a local folder; use save for a URL")
+    store = request.store
+    if not store.is_shared:
+        raise CheckpointError(f"{store.name} is memory of one process; the worker process sees nothing of it: use save")
+    if type(store).__module__ == "__main__":
+        raise CheckpointError(
+            f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "
+            "import it from a module, or use save"
+        )
     if request.engine is None:
         raise CheckpointError(
             f"the strategies {request.sharded}, {request.common} save by themselves, which only save can let them; "

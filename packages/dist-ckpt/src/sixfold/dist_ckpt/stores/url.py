@@ -65,6 +65,7 @@ class UrlStore(ByPointer):
         self._url, self._options = url, options or {}
         self._timeout_s = PATIENCE_S if timeout_s is None else timeout_s
         self._opened: tuple[Any, str] | None = None
+        self.is_shared = not url.rpartition("::")[2].startswith("memory://")  # which is of one process
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UrlStore, (self._url, self._timeout_s, self._options)
@@ -157,6 +158,43 @@ class UrlStore(ByPointer):
             return self._asked(action, what)
         except FileNotFoundError as error:  # of the bucket
             raise self._error(error, what, 1, 0.0) from error
+
+    def patient(self, timeout_s: float) -> UrlStore:
+        """The same with another deadline."""
+        return UrlStore(self._url, timeout_s, self._options)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file whole, whatever was there."""
+        self._asked(lambda: self._written_whole(name, data), f"writing {name}")
+
+    def create_new(self, name: str, data: bytes) -> bool:
+        """Write a small file unless there is one; False if there was, which may be this one, asked for twice.
+
+        In one act where the client has it (S3, Google Cloud Storage); else by looking first.
+        """
+
+        def create(fs: Any, path: str) -> bool:
+            try:
+                fs.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+        return self._asked(lambda: self._in_folder(name, create), f"writing {name}")
+
+    def beside(self, mark: str, timeout_s: float) -> UrlStore:
+        """A folder of its own beside the checkpoint, hidden, whose name holds ``mark``.
+
+        Raises:
+            StorageError: the URL has no parent folder, or is a chain of several.
+        """
+        parent, _, name = self._url.rpartition("/")
+        if not name or parent.endswith("/") or "::" in self._url:
+            raise StorageError(
+                f"{self._url}: a background save of several ranks needs a place beside the checkpoint, which this URL "
+                "has not; save into a folder in it, or with save"
+            )
+        return UrlStore(f"{parent}/.{name}.{mark}", timeout_s, self._options)
 
     def _written_whole(self, name: str, data: bytes) -> FileDigest:
         self._in_folder(name, lambda fs, path: fs.pipe_file(path, data))

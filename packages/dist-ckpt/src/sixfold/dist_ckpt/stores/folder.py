@@ -11,6 +11,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from sixfold.dist_ckpt.stores.maps import Mapped, Maps
 
 LOOKS = 5  # at a folder that others write to meanwhile
 _SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
+_FORGET_LOOKS = 1 << 10  # of 64 KiB each
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -270,8 +272,11 @@ def _inside(folder: Path) -> str:
 
 
 def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
-    """The compact manifest, mapped; its blocks are hashed when something in them is looked at."""
-    path, done = folder / compact.FILE_NAME, set[int]()
+    """The compact manifest, mapped; its blocks are hashed when something in them is looked at.
+
+    A look brings 64 KiB of it into this process, which are given back to the page cache after some looks.
+    """
+    path, done, looks = folder / compact.FILE_NAME, set[int](), count(1)
 
     def size(name: str) -> int:
         if name not in integrity.files:
@@ -281,17 +286,19 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
         return integrity.files[name].size
 
     def check(start: int, stop: int) -> None:
+        if next(looks) % _FORGET_LOOKS == 0:
+            mapped.forget(0, len(mapped.data))
         for number in range(start // integrity.block_bytes, -(-stop // integrity.block_bytes)):
-            if number not in done:
+            if number not in done and verify != "off":
                 integrity.check_blocks(folder, [checks.Block(path.name, number)])
                 done.add(number)
 
     storage.check_regular(path)
     if not integrity.files[path.name].size:
         raise CorruptError(f"{path} is empty")
-    data = Mapped(path).data
-    manifest = _at(path, lambda: compact.read(data, size, (lambda *_: None) if verify == "off" else check))
-    if not compact.is_alone(data) and ".metadata" not in integrity.files:
+    mapped = Mapped(path)
+    manifest = _at(path, lambda: compact.read(mapped.data, size, check))
+    if not compact.is_alone(mapped.data) and ".metadata" not in integrity.files:
         raise CorruptError(f"{folder / '.metadata'} is not in {checks.FILE_NAME}: the save did not write it")
     return manifest
 

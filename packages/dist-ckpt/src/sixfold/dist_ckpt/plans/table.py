@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,12 +49,22 @@ class Encoded(NamedTuple):
 
     names: bytes
     dims: int
-    rows: bytes
+    rows: bytes | memoryview
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if protocol < 5:
+            return Encoded, (bytes(self.names), self.dims, bytes(self.rows))
+        return _encoded, (pickle.PickleBuffer(self.names), self.dims, pickle.PickleBuffer(self.rows))
 
     @property
     def digest(self) -> str:
         """Equal for equal tables."""
         return sha256(b"%d %d " % (len(self.names), self.dims) + self.names + self.rows).hexdigest()
+
+
+def _encoded(names: bytes | memoryview, dims: int, rows: bytes | memoryview) -> Encoded:
+    """What ``Encoded`` is unpickled by: its rows stay where they were received."""
+    return Encoded(bytes(names), dims, rows)
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def merge(tables: Sequence[Encoded]) -> Table:
     for table, count in zip(tables, counts, strict=True):
         if count:
             part, more = rows_NW[at : at + count], dims - table.dims
-            rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
+            rows = torch.frombuffer(_writable(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
             part[:, : 2 + table.dims] = rows[:, : 2 + table.dims]
             part[:, 2 + dims : 2 + dims + table.dims] = rows[:, 2 + table.dims :]
             if more:
@@ -174,6 +184,11 @@ def merge(tables: Sequence[Encoded]) -> Table:
             part[:, 0] = known[table.names][rows[:, 0]]
             at += count
     return Table(tuple(kinds), dims, rows_NW, ranks_N)
+
+
+def _writable(data: bytes | memoryview) -> bytearray | memoryview:
+    """Memory that torch takes without a warning: what was received is not copied."""
+    return data if isinstance(data, memoryview) and not data.readonly else bytearray(data)
 
 
 def covered_once(table: Table) -> torch.Tensor:

@@ -2,18 +2,28 @@
 
     each rank's report --> together (this file) --> one decision on every rank, or one error on every rank
 
-Star-shaped: reports go to the first rank of the group, its decision goes back. Point to point, so
-that a wait that fails names the peer. It runs on CPU tensors: on the given group where that has a
-CPU back end, else on a gloo subgroup derived from it once; never an object collective over NCCL.
-This is the one file of the package that looks up the default process group, for ``group="world"``.
+Reports go to the first rank of the group, its decision goes back. Point to point, so that a wait that fails names the
+peer. Arrays in a report travel as they are (parcel.py). It runs on CPU tensors: on the given group where that has a CPU
+back end, else on a gloo subgroup derived from it once; never an object collective over NCCL. This is the one file of
+the package that looks up the default process group, for ``group="world"``.
+
+[Note: star and tree] Up to ``STAR_RANKS`` ranks each sends to the first one. More are cut into runs of about the square
+root of their number: the first rank of a run collects the reports of its run, unread, and sends them on as one, in
+which equal arrays stand once; the decision goes back the same way. So no rank speaks with more than ``2 * sqrt(ranks)``
+others, and the names of tensors, which are the same on most ranks, reach the first one once for each run. At 1,024
+ranks 62 messages come in one after the other, where a star has 1,023. Below the limit a star has one wait less on its
+way, and 63 small messages cost some 3 ms. Who waits for the first rank of a run waits a little longer than that one
+does for its own. A rank that dies is named to all; of one that is late the first rank of its run says who it is, the
+others that they have lost that one: past a deadline gloo closes the connections.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil, sqrt
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,12 +32,14 @@ import torch.distributed as dist
 
 from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, StorageError, typed
 from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.ranks.parcel import Bundle, Parcel, decode_index, encode_index, pack, unpack
 
 Mine = TypeVar("Mine")
 Message = TypeVar("Message")
 Decision = TypeVar("Decision")
 Group = dist.ProcessGroup | Literal["world"] | None
 
+STAR_RANKS = 64  # see [Note: star and tree]
 _LONGEST_S = 1e8  # three years stand for infinity, which gloo's clock does not know
 _TAG = 0x5C4B  # keeps these messages apart from a trainer's own on the same group
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -80,59 +92,117 @@ class Exchange:
             return message
 
         own = Outcome.of(keep_mine, f"rank {self.rank}")
-        if self.rank:
-            self._send(0, own.encode())
-            return _result(kept, Outcome.decode(self._receive(0)), own)
-        decision = self._decide(own, decide)
-        for peer in range(1, self.ranks):
-            self._send(peer, decision.encode(), best_effort=decision.error is not None)
+        above, below = self._neighbours()
+        if above is None:
+            decision = self._decide([own, *self._gather(below)], decide)
+        else:
+            decision = self._report(above, own, self._collected(below))
+        sent = Bundle()
+        sent.add(decision.pack())
+        for peer in below:
+            self._send(peer, sent, best_effort=decision.error is not None)
         return _result(kept, decision, own)
 
-    def _decide(self, own: Outcome, decide: Callable[[list[Any]], Any]) -> Outcome:
-        outcomes = [own]
-        lost: Outcome | None = None
-        for peer in range(1, self.ranks):
+    def _report(self, above: int, own: Outcome, collected: Sequence[Parcel]) -> Outcome:
+        """Send what this rank and those below have to say; the decision."""
+        bundle = Bundle()
+        for parcel in (own.pack(), *collected):
+            bundle.add(parcel)
+        try:
+            self._send(above, bundle)
+            return Outcome.unpack(self._receive(above).parcels()[0])
+        except LostPeerError:
+            for parcel in collected:  # past a deadline gloo has closed all connections: whom it was for is what counts
+                if (outcome := Outcome.unpack(parcel)).is_lost:
+                    return outcome
+            raise
+
+    def _neighbours(self) -> tuple[int | None, list[int]]:
+        """Whom this rank reports to, and who reports to it. See [Note: star and tree]."""
+        run = self._run
+        first = self.rank - self.rank % run
+        own = list(range(self.rank + 1, min(first + run, self.ranks))) if self.rank == first else []
+        if self.rank:
+            return (first if self.rank != first else 0), own
+        return None, own + list(range(run, self.ranks, run))
+
+    @property
+    def _run(self) -> int:
+        """Ranks of which the first one speaks for all."""
+        return self.ranks if self.ranks <= STAR_RANKS else ceil(sqrt(self.ranks))
+
+    def _collected(self, peers: list[int]) -> list[Parcel]:
+        """What the ranks below have sent, in rank order; for one that is lost, that it is."""
+        found: list[Parcel] = []
+        for peer in peers:
             try:
-                outcomes.append(Outcome.decode(self._receive(peer)))
+                found += self._receive(peer, 0.0 if self.rank else self._slack_s(peer)).parcels()
             except LostPeerError as error:
                 # The others are still heard, so that they all get this error and none waits in vain.
-                lost = lost or Outcome(error=error)
-        if lost is not None:
-            return lost
+                found.append(Outcome(error=error, is_lost=True).pack())
+        return found
+
+    def _slack_s(self, peer: int) -> float:
+        """What the first rank waits longer for one that waits for others itself."""
+        alone = peer < self._run
+        return 0.0 if alone else min(5.0, self.timeout_s / 4)
+
+    def _gather(self, peers: list[int]) -> list[Outcome]:
+        return [Outcome.unpack(parcel) for parcel in self._collected(peers)]
+
+    def _decide(self, outcomes: list[Outcome], decide: Callable[[list[Any]], Any]) -> Outcome:
+        for outcome in outcomes:
+            if outcome.is_lost:
+                return Outcome(error=outcome.error)
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             # Damage that one rank has found explains what others ran into.
             return min(failed, key=lambda outcome: not isinstance(outcome.error, CorruptError))
         return Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
 
-    def _send(self, peer: int, data: bytes, *, best_effort: bool = False) -> None:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _send(self, peer: int, bundle: Bundle, *, best_effort: bool = False) -> None:
+        index = encode_index(bundle)
+        tensors = [torch.tensor([len(index)], device="cpu")]
+        tensors += [_as_tensor(part) for part in (index, *bundle.arrays) if len(part)]
         try:
-            for tensor in (torch.tensor([len(data)], device="cpu"), payload):
+            for tensor in tensors:
                 self._wait(dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAG), peer)
         except RuntimeError as error:
             if not best_effort:
                 raise self._lost(peer, error) from error
 
-    def _receive(self, peer: int) -> bytes:
-        header = torch.zeros(1, dtype=torch.int64, device="cpu")
+    def _receive(self, peer: int, slack_s: float = 0.0) -> Bundle:
+        header, bundle = torch.zeros(1, dtype=torch.int64, device="cpu"), Bundle()
         try:
-            self._wait(dist.irecv(header, group=self._group, group_src=peer, tag=_TAG), peer)
-            payload = torch.empty(int(header), dtype=torch.uint8, device="cpu")
-            self._wait(dist.irecv(payload, group=self._group, group_src=peer, tag=_TAG), peer)
+            self._wait(dist.irecv(header, group=self._group, group_src=peer, tag=_TAG), peer, slack_s)
+            bundle.heads, lengths = decode_index(bytes(self._received(peer, int(header))))
+            bundle.arrays += [self._received(peer, length) for length in lengths]
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        return bytes(tensor_bytes(payload))
+        return bundle
 
-    def _wait(self, work: dist.Work | None, peer: int) -> None:
+    def _received(self, peer: int, nbytes: int) -> memoryview:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if nbytes:
+            self._wait(dist.irecv(tensor, group=self._group, group_src=peer, tag=_TAG), peer)
+        return tensor_bytes(tensor)
+
+    def _wait(self, work: dist.Work | None, peer: int, slack_s: float = 0.0) -> None:
         if work is None:
             raise RuntimeError(f"this process is not in the group of rank {peer}")
-        work.wait(timedelta(seconds=self.timeout_s))
+        work.wait(timedelta(seconds=self.timeout_s + slack_s))
 
     def _lost(self, peer: int, error: RuntimeError) -> LostPeerError:
         reason = str(error).partition("\n")[0]
+        run = self._run
+        many = self.rank == 0 and run < self.ranks and peer % run == 0
+        who = (
+            f"rank {peer}, which speaks for ranks {peer} to {min(peer + run, self.ranks) - 1},"
+            if many
+            else f"rank {peer}"
+        )
         return LostPeerError(
-            f"rank {peer} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
+            f"{who} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
             f"(rank {self.rank} waited: {reason}). Restart the job; the folder holds the old or "
             "the new checkpoint, whole"
         )
@@ -156,8 +226,8 @@ def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
 class Outcome:
     """What a rank has to say: a value or an error."""
 
-    def __init__(self, value: Any = None, error: CheckpointError | None = None) -> None:
-        self.value, self.error = value, error
+    def __init__(self, value: Any = None, error: CheckpointError | None = None, *, is_lost: bool = False) -> None:
+        self.value, self.error, self.is_lost = value, error, is_lost
 
     @classmethod
     def of(cls, action: Callable[[], Any], who: str) -> Outcome:
@@ -171,17 +241,41 @@ class Outcome:
             return cls(error=wrapped)
 
     def encode(self) -> bytes:
-        error = self.error and (type(self.error).__name__, str(self.error), getattr(self.error, "errno", None))
-        return pickle.dumps((self.value, error))
+        """As one text."""
+        return pickle.dumps(self._parts())
 
     @classmethod
     def decode(cls, data: bytes) -> Outcome:
-        value, error = pickle.loads(data)  # from a rank of this job, never from a file
+        """What ``encode`` gave: from a rank of this job, never from a file."""
+        return cls._of_parts(*pickle.loads(data))
+
+    def pack(self) -> Parcel:
+        """As it travels between ranks."""
+        return pack(self._parts())
+
+    @classmethod
+    def unpack(cls, parcel: Parcel) -> Outcome:
+        """What ``pack`` gave."""
+        return cls._of_parts(*unpack(parcel))
+
+    def _parts(self) -> tuple[Any, Any, bool]:
+        error = self.error and (type(self.error).__name__, str(self.error), getattr(self.error, "errno", None))
+        return self.value, error, self.is_lost
+
+    @classmethod
+    def _of_parts(cls, value: Any, error: Any, is_lost: bool) -> Outcome:
         if error is None:
             return cls(value=value)
         name, text, errno = error
         kind = BY_NAME.get(name, CheckpointError)
-        return cls(error=StorageError(text, errno) if kind is StorageError else kind(text))
+        found = StorageError(text, errno) if kind is StorageError else kind(text)
+        return cls(error=found, is_lost=is_lost)
+
+
+def _as_tensor(data: bytes | memoryview) -> torch.Tensor:
+    """Bytes as a tensor; what was received is not copied."""
+    is_received = isinstance(data, memoryview) and not data.readonly
+    return torch.frombuffer(data if is_received else bytearray(data), dtype=torch.uint8)
 
 
 def _result(kept: list[Mine], decision: Outcome, own: Outcome) -> tuple[Mine, Any]:

@@ -1,0 +1,128 @@
+"""Reports of many ranks go up a tree: who speaks with whom, what travels, and what is said of a rank that is lost."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
+from sixfold.dist_ckpt.plans.table import Encoded
+from sixfold.dist_ckpt.ranks import exchange
+from sixfold.dist_ckpt.ranks.exchange import Exchange
+
+PEERS = [{1, 2, 3}, {0}, {0}, {0, 4}, {3}]  # of 5 ranks: 0 collects 1 and 2, 3 collects 4
+
+
+def caught(action):
+    try:
+        return action()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+
+
+def shard(rank, ranks):
+    return ShardedTensor.from_rank_offsets("w", torch.full((3,), float(rank)), (0, rank, ranks))
+
+
+def speak(rank, ranks, folder):
+    """What is decided, what an error becomes, and whom this rank has sent something to."""
+    exchange.STAR_RANKS = 2
+    together, sent, plain = Exchange("world", 20), [], dist.isend
+
+    def counted(tensor, **options):
+        sent.append((options["group_dst"], tensor.numel() * tensor.element_size()))
+        return plain(tensor, **options)
+
+    dist.isend = counted
+    rows = memoryview(bytearray([rank]) * 5000)
+    report = Encoded(b"names" * 1000, 1, bytes(rows))
+    _, seen = together.together(
+        lambda: (None, (rank, report)),
+        lambda found: [(number, bytes(one.rows) == bytes([number]) * 5000, one.names) for number, one in found],
+    )
+    told, sent[:] = list(sent), []
+
+    def fail():
+        if rank == 4:
+            raise ValueError("my own bug")
+        return None, None
+
+    error = caught(lambda: together.together(fail, lambda _: None))
+    dist.isend = plain
+    dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c")
+    loaded = dist_ckpt.load({"w": shard(rank, ranks)}, folder / "c")
+    hole = caught(lambda: dist_ckpt.save({"w": shard(rank, ranks)} if rank != 4 else {}, folder / "d"))
+    return seen, told, error, loaded["w"].tolist(), hole
+
+
+def test_reports_come_in_rank_order_through_a_tree_and_errors_are_the_same_everywhere(tmp_path):
+    results = run_ranks(speak, 5, tmp_path)
+    expected = [(rank, True, b"names" * 1000) for rank in range(5)]
+    for rank, (seen, told, error, values, hole) in enumerate(results):
+        assert seen == expected
+        assert {peer for peer, _ in told} == PEERS[rank]
+        assert error == ("CheckpointError", "rank 4: ValueError: my own bug")
+        assert values == [float(rank)] * 3
+        assert hole == results[0][4] and "w[12:15]" in hole[1]
+    up = [(peer, nbytes) for peer, nbytes in results[3][1] if peer == 0]
+    assert len(up) == 2 + 3, "a head, an index, the names once, and the rows of two ranks"
+    assert sum(nbytes for _, nbytes in up) < 5000 * 3 + 1000
+
+
+def lose_one(rank, ranks, dies):
+    exchange.STAR_RANKS = 2
+    together = Exchange("world", 20 if dies else 0.8)
+    together.together(lambda: (None, None), lambda _: None)
+    if rank == 4:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2.5)
+        return None
+    start = time.monotonic()
+    found = caught(lambda: together.together(lambda: (None, None), lambda _: None))
+    return found, time.monotonic() - start
+
+
+def test_a_rank_that_is_late_is_named_by_the_one_that_waits_for_it():
+    results = run_ranks(lose_one, 5, False)
+    late = "is dead, absent or later than timeout_s=0.8"
+    for rank, who in ((0, "rank 3, which speaks for ranks 3 to 4, of 5"), (3, "rank 4 of 5")):
+        (kind, text), seconds = results[rank]
+        assert (kind, text.startswith(f"{who} {late}")) == (LostPeerError.__name__, True), text
+        assert seconds < 2.4
+
+
+def test_a_rank_that_dies_is_named_by_all_though_it_reports_to_one():
+    results = run_ranks(lose_one, 5, True, allow_exit=(4,))
+    for (kind, text), seconds in results[:4]:
+        assert (kind, text.startswith("rank 4 of 5 is dead")) == (LostPeerError.__name__, True), text
+        assert seconds < 10
+
+
+def star(rank, ranks):
+    above, below = Exchange("world", 20)._neighbours()
+    return above, below
+
+
+def test_few_ranks_speak_with_the_first_one():
+    assert run_ranks(star, 3) == [(None, [1, 2]), (0, []), (0, [])]
+
+
+def test_a_thousand_ranks_speak_with_few_others():
+    """Everyone reports to the one that expects it, and what reaches the first rank is in the order of the ranks."""
+    ranks, links = 1024, {}
+    for rank in range(ranks):
+        one = object.__new__(Exchange)
+        one.rank, one.ranks = rank, ranks
+        links[rank] = one._neighbours()
+
+    def below(rank):
+        return [rank, *(found for peer in links[rank][1] for found in below(peer))]
+
+    assert below(0) == list(range(ranks))
+    assert all(rank in links[above][1] for rank, (above, _) in links.items() if rank)
+    assert max(len(peers) + (above is not None) for above, peers in links.values()) == 62

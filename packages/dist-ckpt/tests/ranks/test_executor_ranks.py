@@ -18,9 +18,9 @@ def repeated_saves(rank, ranks, folder):
     """Bytes that this rank sent in each save: the same records thrice, one rank's changed, then the same again."""
     sent, plain, strategy = [], Exchange._send, TorchDistSaveShardedStrategy()
 
-    def send(exchange, peer, data, **options):
-        sent[-1] += len(data)
-        return plain(exchange, peer, data, **options)
+    def send(exchange, peer, bundle, **options):
+        sent[-1] += bundle.nbytes
+        return plain(exchange, peer, bundle, **options)
 
     Exchange._send = send
     for turn, extra in enumerate((0, 0, 0, 1, 1)):

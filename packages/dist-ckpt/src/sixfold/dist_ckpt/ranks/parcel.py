@@ -43,6 +43,11 @@ class Bundle:
         self.arrays: list[bytes | memoryview] = []
         self._alike: dict[int, list[int]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of heads and arrays."""
+        return sum(len(head) for head, _ in self.heads) + sum(map(len, self.arrays))
+
     def add(self, parcel: Parcel) -> None:
         """The next one."""
         self.heads.append((parcel.head, tuple(map(self._number, parcel.arrays))))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import Block, Span
+from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
@@ -191,7 +192,9 @@ def _has_no_common(checkpoint: Checkpoint) -> bool:
 def _allocate(record: ShardedTensor, stored: Stored) -> None:
     """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
     nbytes = prod(record.local_shape) * record.dtype.itemsize
-    if nbytes > _DOUBTFUL_BYTES and prod(stored.shape) > sum(chunk.box.volume for chunk in stored.chunks):
+    alike = nbytes > _DOUBTFUL_BYTES and len(record.global_shape) == len(stored.shape)
+    wanted = intersect(record.box, whole(stored.shape)) if alike else None
+    if wanted is not None and wanted.volume > sum(chunk.box.volume for chunk in stored.near(wanted)):
         raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
     try:
         record.init_data("cpu")

@@ -16,7 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardingError, dcp
+from sixfold.dist_ckpt.doors import dcp_write
 from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.stores import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -216,3 +218,45 @@ def test_bytes_of_a_key_that_is_not_stored_are_told_of(tmp_path):
     item = torch_dcp.ReadItem(torch_dcp.planner.LoadItemType.BYTE_IO, index, size, index, size, size)
     with pytest.raises(MismatchError, match="gone"):
         reader.prepare_local_plan(torch_dcp.LoadPlan([item]))
+
+
+class ManyStreams(MemoryStore):
+    """Takes several files at once, as a URL does."""
+
+    streams = 3
+
+
+def test_a_store_that_takes_several_files_gets_them_and_a_planner_that_fails_leaves_none(monkeypatch):
+    monkeypatch.setattr(dcp_write, "_PART_BYTES", 10_000)
+    store = ManyStreams()
+    dcp_save(contents(), dcp.Writer(store))
+    parts = [name for name in store.files if name.endswith(".distcp")]
+    assert len(parts) == 3
+    assert same(everything(dcp.Reader(store)), contents())
+
+    def broken():
+        raise ConnectionError("as of a network, but the planner's own")  # no store may ask again for it
+
+    before = dict(store.files)
+    with pytest.raises(CheckpointException, match="the planner's own") as caught:
+        dcp_save(contents(2), dcp.Writer(store), planner=Meddling(broken, 3))
+    assert type(caught.value.failures[0][0]) is ConnectionError
+    assert store.files == before
+    dcp_save(contents(3), dcp.Writer(store))
+    assert everything(dcp.Reader(store))["step"] == 3
+    assert not set(parts) & store.files.keys()  # what it replaced is gone
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5, 100])
+def test_items_are_cut_into_runs_of_about_equal_bytes(monkeypatch, streams):
+    monkeypatch.setattr(dcp_write, "_PART_BYTES", 1 << 16)
+    planner = torch_dcp.DefaultSavePlanner()
+    planner.set_up_planner({f"t{n}": torch.zeros(1000 * (n % 7)) for n in range(40)} | {"step": 1}, is_coordinator=True)
+    items = planner.create_local_plan().items
+    groups = dcp_write._groups(items, streams)
+    assert [item for group in groups for item in group] == items
+    assert len(groups) <= streams
+    assert all(groups)
+    sizes = [sum(map(dcp_write._nbytes, group)) for group in groups]
+    assert max(sizes) - min(sizes) <= 3 * 40_000
+    assert dcp_write._groups([], streams) == []

@@ -236,7 +236,7 @@ def test_a_large_metadata_is_hashed_by_the_load_and_not_read_at_once(folder, mon
     monkeypatch.setattr(opening.checks.Integrity, "check_file_bytes", seen_bytes)
     integrity = opening.open_checkpoint(folder).integrity
     assert ".metadata" in seen and opening.open_checkpoint(folder).unread == ()
-    monkeypatch.setattr(opening, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(opening, "SMALL_BYTES", 100)
     seen.clear()
     expected = ByteRange(".metadata", 0, integrity.files[".metadata"].size)
     assert opening.open_checkpoint(folder).unread == (expected,) and ".metadata" not in seen

@@ -9,7 +9,7 @@
 The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
 import line changed. How it works, in the order of the data: box, mapping, tree, factory, manifest,
 unpickle, dcp_pickle, metadata, zarr_format, frame, crc, integrity, table, plan, validation, exchange,
-storage, folder, sources, reader, transfer, balance, relay, saving, loading, strategies, foreign, remote,
+storage, mirror, folder, hosts, sources, reader, transfer, balance, relay, saving, loading, strategies, foreign,
 serialization; beside it arena, control and background for background saves, and tools for the command.
 """
 

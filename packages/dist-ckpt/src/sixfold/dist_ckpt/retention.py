@@ -4,7 +4,7 @@
     root folder or URL + rule --> prune (this file) --> deleted checkpoints
 
 A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
-places are text, for a local root (``file://`` too) they are Paths.
+places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import operator
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 from sixfold.dist_ckpt.errors import CheckpointError, typed
-from sixfold.dist_ckpt.road import remote
-from sixfold.dist_ckpt.stores import UrlStore, paths
+from sixfold.dist_ckpt.stores import ByPointer, UrlStore, paths, view
 from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores.child import ChildStore
 from sixfold.dist_ckpt.stores.folder import is_complete
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
@@ -36,16 +36,19 @@ _UNFINISHED = re.compile(r"\.step-(\d{8,})\.(tmp|job)-.+")
 def step_path(root: Path, step: int) -> Path: ...
 @overload
 def step_path(root: str, step: int) -> Path | str: ...
-def step_path(root: str | Path, step: int) -> Path | str:
+@overload
+def step_path(root: ByPointer, step: int) -> ByPointer: ...
+def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer:
     """``root/step-%08d``, the place of a step; relative if ``root`` is.
 
     Raises:
         CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
     """
-    place = paths.located(root, "root")
+    place = root if isinstance(root, ByPointer) else paths.located(root, "root")
     if not _is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
-    return paths.child(place, _name(operator.index(step)))
+    name = _name(operator.index(step))
+    return ChildStore(place, name) if isinstance(place, ByPointer) else paths.child(place, name)
 
 
 def _is_integer(value: Any, least: int) -> bool:
@@ -60,7 +63,9 @@ def _is_integer(value: Any, least: int) -> bool:
 def checkpoints(root: Path) -> list[tuple[int, Path]]: ...
 @overload
 def checkpoints(root: str) -> list[tuple[int, Path | str]]: ...
-def checkpoints(root: str | Path) -> list[tuple[int, Path]] | list[tuple[int, Path | str]]:
+@overload
+def checkpoints(root: ByPointer) -> list[tuple[int, ByPointer]]: ...
+def checkpoints(root: str | Path | ByPointer) -> Sequence[tuple[int, Path | str | ByPointer]]:
     """Complete checkpoints as (step, place), ascending; metadata and sizes are looked at, not digests.
 
     Raises:
@@ -74,7 +79,9 @@ def checkpoints(root: str | Path) -> list[tuple[int, Path]] | list[tuple[int, Pa
 def latest(root: Path) -> Path | None: ...
 @overload
 def latest(root: str) -> Path | str | None: ...
-def latest(root: str | Path) -> Path | str | None:
+@overload
+def latest(root: ByPointer) -> ByPointer | None: ...
+def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
     """The complete checkpoint of the highest step; None if there is none, also where there is no such root.
 
     Raises:
@@ -88,7 +95,11 @@ def latest(root: str | Path) -> Path | str | None:
 def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> list[Path]: ...
 @overload
 def prune(root: str, *, keep_last: int, keep_every: int | None = None) -> list[Path | str]: ...
-def prune(root: str | Path, *, keep_last: int, keep_every: int | None = None) -> list[Path] | list[Path | str]:
+@overload
+def prune(root: ByPointer, *, keep_last: int, keep_every: int | None = None) -> list[ByPointer]: ...
+def prune(
+    root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None
+) -> Sequence[Path | str | ByPointer]:
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
     Oldest first, each renamed aside before it is deleted (of a URL ``metadata.json`` goes first), so that a kill leaves
@@ -138,9 +149,13 @@ class _Run(Protocol):
         ...
 
 
-def _run_at(root: str | Path) -> _Run:
-    place = paths.located(root, "root")
-    return _LocalRun(place) if isinstance(place, Path) else _StoredRun(place)
+def _run_at(root: str | Path | ByPointer) -> _Run:
+    place = root if isinstance(root, ByPointer) else paths.located(root, "root")
+    if isinstance(place, Path):
+        return _LocalRun(place)
+    if isinstance(place, str):
+        return _StoredRun(UrlStore(place), lambda name: UrlStore(str(paths.child(place, name))))
+    return _StoredRun(place, partial(ChildStore, place))
 
 
 def _name(step: int) -> str:
@@ -199,14 +214,14 @@ class _StoredRun:
     """[Note: unfinished in a store] A save that died, and a deletion that was cut short, have the step's own name
     there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it."""
 
-    def __init__(self, url: str) -> None:
-        self._url, self._store = url, UrlStore(url)
+    def __init__(self, store: ByPointer, child: Callable[[str], ByPointer]) -> None:
+        self._store, self._child = store, child
 
     def steps(self) -> list[int]:
         return _numbers({name.partition("/")[0] for name in self._store.list_files() if "/" in name})
 
     def is_complete(self, step: int) -> bool:
-        return remote.is_complete(str(paths.child(self._url, _name(step))))
+        return view.is_complete(self._child(_name(step)))
 
     def delete(self, step: int) -> None:
         names = [name for name in self._store.list_files() if name.startswith(f"{_name(step)}/")]

@@ -17,11 +17,12 @@ from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
-from sixfold.dist_ckpt.road import foreign, loading, remote, saving
+from sixfold.dist_ckpt.road import foreign, loading, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
+from sixfold.dist_ckpt.stores.view import viewed
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register
@@ -151,7 +152,7 @@ def load(
         verify: "touched" checks the digests of what is read, each block on one rank of the group;
             "full" of everything; "off" only sizes and structure.
         safe_globals: classes that common data and objects may name besides torch's own list.
-        timeout_s: longest wait for one peer, seconds.
+        timeout_s: longest wait for one peer, seconds; a URL that fails is asked again for half of it.
         progress: called with bytes that this rank has read of tensors, and in all, as in ``save``.
     Returns:
         The state dict with plain tensors and the saved common data; for ``return_*`` modes the
@@ -161,11 +162,12 @@ def load(
             errors.py; raised on every rank, and before the result is returned.
     """
     with told_to_all(group, timeout_s):
-        store = store_at(checkpoint_dir, timeout_s)
-        place = store.path if isinstance(store, LocalStore) else Path()
+        # Who waits for this rank does so for timeout_s: a store that fails is told of before.
+        store = store_at(checkpoint_dir, timeout_s / 2)
+        strategies, engine = _strategies_for(store, sharded_strategy, common_strategy)
     request = LoadRequest(
         state=sharded_state_dict,
-        path=place,
+        store=store,
         validate_access_integrity=validate_access_integrity,
         strict=strict,
         group=group,
@@ -175,18 +177,27 @@ def load(
         timeout_s=timeout_s,
         progress=progress,
     )
-    if not isinstance(store, LocalStore):
-        with told_to_all(group, timeout_s):
-            stored_engine = base.load_engine(sharded_strategy, common_strategy)
-        return remote.load(request, store, stored_engine)
-    with told_to_all(group, timeout_s):
-        strategies = _foreign_strategies(place, sharded_strategy, common_strategy)
     if strategies is not None:
         sharded, common = strategies
         return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
-    engine = base.load_engine(sharded_strategy, common_strategy)
     assert engine is not None, "strategies that load by themselves are foreign"
     return loading.load(request, engine)
+
+
+def _strategies_for(
+    store: Store, sharded_strategy: Any, common_strategy: Any
+) -> tuple[tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None, base.LoadEngine | None]:
+    """The strategies if they read by themselves, else what the built-in engine shall do."""
+    if isinstance(store, LocalStore):
+        strategies = _foreign_strategies(store.path, sharded_strategy, common_strategy)
+        if strategies is not None:
+            return strategies, None
+    engine = base.load_engine(sharded_strategy, common_strategy)
+    if engine is None:
+        raise CheckpointError(
+            f"{store.name}: strategies of users read local folders; torch_dist and zarr come from any store"
+        )
+    return None, engine
 
 
 def _foreign_strategies(
@@ -219,7 +230,7 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
 
     Raises: as ``load``. {} for a plain DCP folder.
     """
-    with remote.local_view(checkpoint_dir) as folder:
+    with viewed(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, None, None)
         if strategies is not None:
             return strategies[1].load_common(folder)
@@ -228,7 +239,7 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
 
 def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    with remote.local_view(checkpoint_dir) as folder:
+    with viewed(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, sharded_strategy, None)
         if strategies is not None:
             return strategies[0].load_tensors_metadata(folder)
@@ -242,7 +253,7 @@ def load_sharded_metadata(
 
     What it returns is a state dict to load with.
     """
-    with remote.local_view(checkpoint_dir) as folder:
+    with viewed(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, sharded_strategy, common_strategy)
         if strategies is not None:
             return foreign.listing(folder, *strategies)
@@ -276,7 +287,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
     """
     store = store_at(checkpoint_dir)
     try:
-        with remote.local_view(store) as folder:
+        with viewed(store) as folder:
             strategies = _foreign_strategies(folder, None, None)
             if strategies is None:
                 return loading.check_is_distributed_checkpoint(folder)
@@ -302,7 +313,7 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
-    with remote.local_view(checkpoint_dir) as folder:
+    with viewed(checkpoint_dir) as folder:
         config = foreign.read_config(folder)
     strategy: base.LoadShardedStrategy = base.get(StrategyAction.LOAD_SHARDED, *(config or (("torch_dist", 1),))[0])
     return strategy

@@ -48,17 +48,17 @@ from sixfold.dist_ckpt.errors import (
 )
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
-from sixfold.dist_ckpt.road.remote import Mirror
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.stores.mirror import Mirror
 
 _Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
@@ -168,9 +168,12 @@ class Reader(StorageReader):
         self._mirror = None if isinstance(store, LocalStore) else Mirror(store)
         if self._mirror is not None:
             weakref.finalize(self, self._mirror.close)  # also where nothing is read
+            self._mirror.create()
         with self._named():
             place = self._mirror.folder if self._mirror is not None else store.name
             checkpoint = open_checkpoint(place, verify=self.verify)
+            if self._mirror is not None:
+                checkpoint.fill_by(self._mirror.arrives)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
             try:
@@ -294,7 +297,9 @@ class Reader(StorageReader):
         reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
         blocks = [block for span in share.spans for block in span.blocks()]
         if self._mirror is not None:
-            self._mirror.fetch({self._frame(item) for item in items}, blocks)
+            spans = share.spans or spans_of({self._frame(item) for item in items}, BLOCK_BYTES)
+            integrity = checkpoint.integrity
+            self._mirror.start({0: spans}, BLOCK_BYTES if integrity is None else integrity.block_bytes)
         reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
             tensor.copy_(_part(self._value(checkpoint, item)[1], item))

@@ -75,13 +75,7 @@ class Integrity:
 
     def spans_of(self, ranges: Iterable[ByteRange]) -> list[Span]:
         """The blocks that hold any byte of ``ranges``, as few sorted spans."""
-        size, spans = self.block_bytes, list[Span]()
-        for file, offset, length in sorted(r for r in ranges if r.length):
-            first, stop = offset // size, -(-(offset + length) // size)
-            if spans and spans[-1].file == file and spans[-1].stop >= first:
-                first, stop = spans[-1].first, max(stop, spans.pop().stop)
-            spans.append(Span(file, first, stop))
-        return spans
+        return spans_of(ranges, self.block_bytes)
 
     def all_spans(self) -> list[Span]:
         """Every block of every file."""
@@ -143,6 +137,17 @@ class Integrity:
 
     def _compare(self, path: Path, index: int, data: bytes | memoryview) -> None:
         self.compare(path, index, digest(self.algorithm, data))
+
+
+def spans_of(ranges: Iterable[ByteRange], block_bytes: int) -> list[Span]:
+    """The blocks of a size that hold any byte of ``ranges``, as few sorted spans."""
+    size, spans = block_bytes, list[Span]()
+    for file, offset, length in sorted(r for r in ranges if r.length):
+        first, stop = offset // size, -(-(offset + length) // size)
+        if spans and spans[-1].file == file and spans[-1].stop >= first:
+            first, stop = spans[-1].first, max(stop, spans.pop().stop)
+        spans.append(Span(file, first, stop))
+    return spans
 
 
 def _hash_file(file: RawIOBase, most: int, buffer: bytearray, hasher: Hasher) -> int:

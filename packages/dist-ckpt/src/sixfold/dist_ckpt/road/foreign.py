@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.road.reader import check_policy
 from sixfold.dist_ckpt.road.saving import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore, paths
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.strategies.base import AsyncSaveShardedStrategy, LoadCommonStrategy, LoadShardedStrategy
 
@@ -243,7 +243,9 @@ def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: L
     check_policy(request.dtype_policy)
     strict = validation.parse_strict(request.strict)
     with told_to_all(request.group, request.timeout_s):
-        folder = paths.resolved(Path(request.path))
+        if not isinstance(request.store, LocalStore):
+            raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
+        folder = request.store.path
     exchange = Exchange(request.group, request.timeout_s)
 
     def decide(asked: list[_Asked]) -> tuple[set[str], set[str], bool]:

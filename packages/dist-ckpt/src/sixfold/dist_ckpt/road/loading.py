@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.files import metadata, weights_only
-from sixfold.dist_ckpt.files.integrity import Block, Span
+from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
 from sixfold.dist_ckpt.pause import collection_paused
@@ -29,12 +29,14 @@ from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.ranks.relay import Relay, relay_through
+from sixfold.dist_ckpt.road.hosts import Seen, block_bytes, seen_at
 from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, bytes_of, check_policy
 from sixfold.dist_ckpt.road.saving import object_report
 from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint, is_complete, open_checkpoint
+from sixfold.dist_ckpt.stores.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
 _log = logging.getLogger("sixfold.dist_ckpt")
@@ -54,6 +56,8 @@ class _Report(NamedTuple):
     seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
     manifest: Manifest | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
+    room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
+    block_bytes: int
 
 
 class _Decision(NamedTuple):
@@ -71,6 +75,7 @@ class _Decision(NamedTuple):
 class _Request:
     """What this rank wants, and how."""
 
+    seen: Seen
     checkpoint: Checkpoint
     expanded: Any
     merges: list[factory.Merge]
@@ -80,7 +85,6 @@ class _Request:
     reads: plan.LoadPlan
     common: dict[Any, Any]
     relay: Relay | None = None
-    before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
 
     def shareable(self) -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
         """The tensors that can be loaded, and the place of the last frame that each of them needs."""
@@ -96,7 +100,7 @@ class LoadRequest:
     """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
 
     state: Mapping[Any, Any]
-    path: str | Path
+    store: Store
     validate_access_integrity: bool = True
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
     group: Group
@@ -110,18 +114,9 @@ class LoadRequest:
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
     """``serialization.load`` by the built-in engine."""
     exchange = Exchange(asked.group, asked.timeout_s)
-
-    def requested() -> tuple[_Request, _Report]:
-        check_policy(asked.dtype_policy)
-        validation.parse_strict(asked.strict)
-        return _request(asked, engine, exchange)
-
-    request, decision = exchange.together(
-        requested,
-        lambda reports: _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity),
-    )
+    with seen_at(asked.store, exchange) as seen:
+        request, decision, values, casts = _loaded(asked, engine, exchange, seen)
     mode = validation.parse_strict(asked.strict)
-    values, casts = exchange.together(lambda: _read_one_save(request, decision, exchange.rank, asked), _union)
     if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     if exchange.rank == 0 and not mode.logs:
@@ -136,15 +131,42 @@ def load(asked: LoadRequest, engine: LoadEngine) -> Any:
     return (result, missing, decision.unexpected) if mode.returns else result
 
 
+def _loaded(
+    asked: LoadRequest, engine: LoadEngine, exchange: Exchange, seen: Seen
+) -> tuple[_Request, _Decision, dict[tree.Path, Any], list[str]]:
+    """What was asked for and decided, the values by place, and the keys whose dtype was converted."""
+
+    def requested() -> tuple[_Request, _Report]:
+        check_policy(asked.dtype_policy)
+        validation.parse_strict(asked.strict)
+        with seen.told():
+            return typed(lambda: _request(asked, engine, exchange, seen))
+
+    def agreed(reports: list[_Report]) -> _Decision:
+        return _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity, seen)
+
+    def read() -> tuple[dict[tree.Path, Any], set[str]]:
+        with seen.told():
+            return typed(lambda: _read_one_save(request, decision, exchange.rank, asked))
+
+    def of_one_save(casts: list[set[str]]) -> list[str]:
+        seen.check_unchanged()
+        return _union(casts)
+
+    request, decision = exchange.together(requested, agreed)
+    values, casts = exchange.together(read, of_one_save)
+    return request, decision, values, casts
+
+
 def _union(keys_by_rank: list[set[str]]) -> list[str]:
     return sorted({key for keys in keys_by_rank for key in keys})
 
 
-def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tuple[_Request, _Report]:
+def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange, seen: Seen) -> tuple[_Request, _Report]:
     looked: list[_Request] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(asked, engine.with_common, exchange.rank))
+        looked.append(_look(asked, engine.with_common, exchange.rank, seen))
         return looked[0].shareable()
 
     if engine.parallel:
@@ -152,16 +174,16 @@ def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange) -> tupl
         relay = relay_through(look, within, engine.memory)
         wanted = looked[0]
         reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=asked.dtype_policy)
-        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay, before_read=engine.before_read)
+        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
     else:
         look()
-        wanted = request = replace(looked[0], before_read=engine.before_read)
-    return request, _report(request, wanted, exchange.rank)
+        wanted = request = looked[0]
+    return request, _report(request, wanted, exchange)
 
 
-def _look(asked: LoadRequest, with_common: bool, rank: int) -> _Request:
+def _look(asked: LoadRequest, with_common: bool, rank: int, seen: Seen) -> _Request:
     """What this rank wants of the checkpoint; records without data get some."""
-    checkpoint = open_checkpoint(asked.path, verify=asked.verify)
+    checkpoint = seen.opened(asked.verify)
     expanded, merges = factory.expand(tree.checked(asked.state))
     common = _common(checkpoint, asked.safe_globals) if with_common else {}
     manifest, objects = checkpoint.manifest, checkpoint.manifest.objects
@@ -180,7 +202,7 @@ def _look(asked: LoadRequest, with_common: bool, rank: int) -> _Request:
     with collection_paused():
         table, pieces = tabulate(tensors)
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
-    return _Request(checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+    return _Request(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
 def _has_no_common(checkpoint: Checkpoint) -> bool:
@@ -202,7 +224,7 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
-def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
+def _report(request: _Request, wanted: _Request, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
@@ -214,11 +236,13 @@ def _report(request: _Request, wanted: _Request, rank: int) -> _Report:
         [object_report(record) for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
-        _touched(checkpoint, request.reads, objects),
+        request.seen.touched(checkpoint, _frames(request, objects), exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
-        manifest if rank == 0 else None,
+        manifest if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
+        request.seen.room(),
+        block_bytes(checkpoint),
     )
 
 
@@ -246,18 +270,14 @@ def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> 
     return lines, unknown
 
 
-def _touched(checkpoint: Checkpoint, reads: plan.LoadPlan, objects: Sequence[ShardedObject]) -> list[Span]:
-    integrity = checkpoint.integrity
-    if integrity is None or checkpoint.verify == "off":
-        return []
-    if checkpoint.verify == "full":
-        return integrity.all_spans()
-    stored = checkpoint.manifest.objects
-    frames = reads.frames() | {stored[record.unique_key] for record in objects if record.unique_key in stored}
-    return integrity.spans_of([*frames, *checkpoint.unread])
+def _frames(request: _Request, objects: Sequence[ShardedObject]) -> set[ByteRange]:
+    """What this rank reads itself."""
+    stored = request.checkpoint.manifest.objects
+    own = {stored[record.unique_key] for record in objects if record.unique_key in stored}
+    return request.reads.frames() | own | set(request.checkpoint.unread)
 
 
-def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool) -> _Decision:
+def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, seen: Seen) -> _Decision:
     if len({report.seen for report in reports}) > 1:
         raise CorruptError(
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
@@ -278,7 +298,9 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
         problems = validation.table_problems(table, "asked for")
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
-    shares, threads = plan.assign([report.touched for report in reports]), threads_of([r.cpus for r in reports])
+    shares = seen.shares([report.touched for report in reports])
+    seen.check_room(shares, [report.room for report in reports], reports[0].block_bytes)
+    threads = threads_of([report.cpus for report in reports])
     return _Decision(missing, unexpected, shares, threads, any(report.has_stateful for report in reports))
 
 
@@ -296,9 +318,13 @@ def _read_one_save(
         window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
         meter = Meter(asked.progress, lambda: sum(map(bytes_of, request.reads.reads)))
         reader = Reader(request.checkpoint, asked.dtype_policy, decision.threads, window_bytes, meter.add)
+        request.seen.start(decision.shares, block_bytes(request.checkpoint))
         values = _read(request, reader, decision.shares[rank], asked.safe_globals)
         meter.finish()
         return values, reader.cast_keys
+    except CorruptError:
+        request.seen.check_unchanged()
+        raise
     finally:
         request.checkpoint.check_unchanged()
 
@@ -307,11 +333,8 @@ def _read(
     request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
 ) -> dict[tree.Path, Any]:
     checkpoint, relay = request.checkpoint, request.relay
-    blocks = [block for span in share for block in span.blocks()]
-    if request.before_read is not None:
-        stored, objects = checkpoint.manifest.objects, (record for _, record in request.parts.records)
-        keys = [record.unique_key for record in objects if isinstance(record, ShardedObject)]
-        request.before_read(request.reads.frames() | {stored[key] for key in keys if key in stored}, blocks)
+    has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
+    blocks = [block for span in share for block in span.blocks()] if has_digests else []
     if relay is None:
         reader.run(request.tensors, request.reads, blocks)
     else:
@@ -415,13 +438,6 @@ def load_sharded_metadata(
     """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
     found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
     return found | {key: by_name.record_of(key) for key in open_checkpoint(checkpoint_dir).manifest.objects}
-
-
-def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
-    tensors = load_tensors_metadata(checkpoint_dir)
-    loaded = load(LoadRequest(state=tensors, path=checkpoint_dir, group=None), LoadEngine())
-    return {key: loaded[key] for key in tensors}
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:

@@ -123,6 +123,13 @@ class Reader:
         """
         for index, piece in plan.zeroed:
             records[index].view(piece).zero_()
+        self._once(records, plan, blocks, on_complete)
+        if not self._sources.confirm():  # see [Note: taken for ours]
+            self._once(records, plan, blocks, on_complete)
+
+    def _once(
+        self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block], on_complete: OnComplete | None
+    ) -> None:
         with collection_paused():
             windows = self._windows(records, plan, blocks)
         order = sorted(windows)
@@ -283,7 +290,7 @@ class Reader:
 
     def _prefetch(self, place: Place, window: _Window) -> None:
         """Have the kernel read this rank's blocks of a window while it works on the one before."""
-        for number in window.blocks:
+        for number in () if self._checkpoint.is_arriving else window.blocks:
             at, length = number * self._block_bytes, self._block_bytes
             os.posix_fadvise(self._handles[place[0]], at, length, os.POSIX_FADV_WILLNEED)
 
@@ -307,6 +314,7 @@ class Reader:
         self._moved(copied)
 
     def _read(self, file: str, run: Run) -> None:
+        self._checkpoint.await_bytes(file, run.start, run.stop)
         handle, at = self._handles[file], run.start
         target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
         while at < run.stop:

@@ -6,6 +6,9 @@ A frame of this package is recognised by comparing it with the template of its d
 torch or megatron by its zip directory, once, and its CRC-32, which they write and never look at, is checked
 on the way. What is not plain values in row-major order goes through torch's weights-only reader, when it is copied:
 of what was decoded the last ``KEPT_BYTES`` are kept, for the next reads of the same chunk.
+
+[Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame.
+A frame of the length of ours, in a checkpoint of ours, is taken for one until all is there; then ``confirm`` looks.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
+        self._unseen: dict[ByteRange, frames.Template] | None = {} if checkpoint.is_arriving else None
         self._decoded = _Decoded()
 
     def start(self, step: Read) -> int | None:
@@ -47,6 +51,8 @@ class Sources:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
         start, box = self.start(step), step.chunk.box
         if start is not None:
+            stop = start + box.volume * step.stored_dtype.itemsize
+            self._checkpoint.await_bytes(step.chunk.frame.file, start, stop)
             data = self._checkpoint.map(step.chunk.frame.file).data
             return torch.frombuffer(data, dtype=step.stored_dtype, count=box.volume, offset=start).view(box.size)
         tensor = self._decoded.get((step.chunk.frame, box))
@@ -62,17 +68,32 @@ class Sources:
             return frame.offset if decoder.is_plain(chunk) else None
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
-        if frame.length == template.nbytes:
-            data, first = self._checkpoint.map(frame.file).data, frame.offset + len(template.head[0])
-            if (
-                data[frame.offset : first] == template.head[0]
-                and data[first + 4 : frame.offset + template.head_bytes] == template.head[1]
-                and self._checkpoint.integrity is not None
-            ):
-                return frame.offset + template.head_bytes
+        if frame.length == template.nbytes and self._checkpoint.integrity is not None:
+            if self._unseen is not None:
+                self._unseen[frame] = template
+            elif not self._is_ours(frame, template):
+                return self._start_of(frame, step)
+            return frame.offset + template.head_bytes
+        return self._start_of(frame, step)
+
+    def confirm(self) -> bool:
+        """Whether all frames were what they were taken for; they are not taken for anything again."""
+        unseen, self._unseen = self._unseen or {}, None
+        others = [frame for frame, template in unseen.items() if not self._is_ours(frame, template)]
+        for frame in others:
+            del self._starts[frame]
+        return not others
+
+    def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
+        head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])
+        return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
+
+    def _start_of(self, frame: ByteRange, step: Read) -> int | None:
+        """As ``start``, by the frame's own directory."""
+        chunk, dtype = step.chunk, step.stored_dtype
         layout = self._checked_layout(frame)
         plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
-        if plain and layout.pickle == frames.data_pickle(dtype, shape):
+        if plain and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape):
             return frame.offset + layout.data_start
         return None
 
@@ -87,6 +108,7 @@ class Sources:
         """The chunk of a frame that is not plain."""
         chunk, frame, decoder = step.chunk, step.chunk.frame, self._checkpoint.manifest.decoder
         if decoder is not None:
+            self._checkpoint.await_bytes(frame.file, frame.offset, frame.offset + frame.length)
             return decoder.decode(self._checkpoint.folder, chunk)
         value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
         if not isinstance(value, torch.Tensor):

@@ -30,10 +30,10 @@ from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths, safetensors_folder, zarr_format
-from sixfold.dist_ckpt.stores.maps import Mapped, Maps
+from sixfold.dist_ckpt.stores.maps import Arrives, Mapped, Maps
 
 LOOKS = 5  # at a folder that others write to meanwhile
-_SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
+SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 _FORGET_LOOKS = 1 << 10  # of 64 KiB each
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
@@ -59,6 +59,19 @@ class Checkpoint:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
         return self._maps.get(self.folder / name)
 
+    def fill_by(self, arrives: Callable[[Path], Arrives]) -> None:
+        """Bytes arrive while the checkpoint is read: ``arrives`` of a path gives what waits for them."""
+        self._maps.arrives = arrives
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether bytes arrive while the checkpoint is read."""
+        return self._maps.arrives is not None
+
+    def await_bytes(self, name: str, start: int, stop: int) -> None:
+        """Until bytes [start, stop) of a file are there."""
+        self._maps.await_bytes(self.folder / name, start, stop)
+
     def forget(self, name: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a file will not be looked at soon."""
         self._maps.forget(self.folder / name, start, stop)
@@ -74,7 +87,7 @@ class Checkpoint:
         """The bytes of a frame, not copied."""
         if not frame.length:
             raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
-        return self.map(frame.file).data[frame.offset : frame.offset + frame.length]
+        return self.map(frame.file).view(frame.offset, frame.offset + frame.length)
 
     def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file.
@@ -100,6 +113,8 @@ class Checkpoint:
         """A whole small file, its digest checked unless verify is "off"; None if there is none."""
         path = self.folder / name
         with _or_replaced(self.folder, self.identity, self.integrity):
+            if self.is_arriving and path.exists():
+                self.await_bytes(name, 0, path.stat().st_size)
             data = _read(path)
             if data is not None and self.integrity is not None and self.verify != "off":
                 self.integrity.check_file_bytes(path, data)
@@ -308,7 +323,7 @@ def _unread(folder: Path, integrity: Integrity, verify: str) -> tuple[ByteRange,
     path, expected = folder / ".metadata", integrity.files.get(".metadata")
     if expected is None or verify == "off":
         return ()
-    if expected.size > _SMALL_BYTES:
+    if expected.size > SMALL_BYTES:
         return (ByteRange(path.name, 0, expected.size),)
     integrity.check_file_bytes(path, _read(path) or b"")
     return ()

@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -23,6 +24,7 @@ from typing import Any
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 1 << 16  # less is not worth a system call
 _FAILED = ctypes.c_void_p(-1).value
+Arrives = Callable[[int, int], None]
 KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 
 
@@ -33,16 +35,16 @@ class Mapped:
         data: its bytes; a view of them keeps them mapped.
     """
 
-    __slots__ = ("_memory", "_path", "data")
+    __slots__ = ("_arrives", "_memory", "_path", "data")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arrives: Arrives | None = None) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             nbytes = os.fstat(handle).st_size
             address = _map(handle, nbytes, path)
         finally:
             os.close(handle)
-        self._path = path
+        self._path, self._arrives = path, arrives
         self._memory = (ctypes.c_char * nbytes).from_address(address)
         # At the end of the process the kernel does it: a tensor may still be looked at then.
         weakref.finalize(self._memory, _unmap, address, nbytes).atexit = False
@@ -51,8 +53,11 @@ class Mapped:
     def at(self, start: int, stop: int) -> int:
         """Where bytes [start, stop) lie in memory, as long as the caller keeps this object.
 
-        They are read here: a disk that fails is an error of the system now, and no SIGBUS when they are used.
+        They have arrived, and are read here: a disk that fails is an error of the system now, and no SIGBUS when they
+        are used.
         """
+        if self._arrives is not None:
+            self._arrives(start, stop)
         address = ctypes.addressof(self._memory)
         if stop - start >= _POPULATE_BYTES:
             first = start - start % mmap.PAGESIZE
@@ -64,6 +69,12 @@ class Mapped:
                     )
         return address + start
 
+    def view(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) when they have arrived."""
+        if self._arrives is not None:
+            self._arrives(start, stop)
+        return self.data[start:stop]
+
     def forget(self, start: int, stop: int) -> None:
         """Count the bytes [start, stop) no longer as memory of this process: the page cache keeps them."""
         first, size = start - start % mmap.PAGESIZE, len(self.data)
@@ -72,9 +83,14 @@ class Mapped:
 
 
 class Maps:
-    """Maps by path, the ``KEPT_MAPS`` used last; for threads."""
+    """Maps by path, the ``KEPT_MAPS`` used last; for threads.
+
+    Attributes:
+        arrives: gives for a path what waits until bytes [start, stop) of the file are there; None: all are there.
+    """
 
     def __init__(self) -> None:
+        self.arrives: Callable[[Path], Arrives] | None = None
         self._kept: OrderedDict[Path, Mapped] = OrderedDict()
         self._lock = Lock()
 
@@ -83,12 +99,17 @@ class Maps:
         with self._lock:
             found = self._kept.get(path)
             if found is None:
-                found = self._kept[path] = Mapped(path)
+                found = self._kept[path] = Mapped(path, self.arrives and self.arrives(path))
                 if len(self._kept) > KEPT_MAPS:
                     self._kept.popitem(last=False)
             else:
                 self._kept.move_to_end(path)
         return found
+
+    def await_bytes(self, path: Path, start: int, stop: int) -> None:
+        """Until bytes [start, stop) of a file are there."""
+        if self.arrives is not None:
+            self.arrives(path)(start, stop)
 
     def forget(self, path: Path, start: int, stop: int) -> None:
         """See ``Mapped.forget``; nothing if the file is not mapped."""

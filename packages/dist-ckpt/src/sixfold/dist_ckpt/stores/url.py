@@ -13,23 +13,25 @@ itself before that, request by request.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.files.integrity import FileDigest, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight
 from sixfold.dist_ckpt.stores.store import ByPointer, Content, PartFile, Save
 from sixfold.dist_ckpt.stores.stream import Sink
 
 PATIENCE_S = 10.0
 BLOCK_BYTES = 8 << 20  # of an upload that are sent as one part
 _MOST_PARTS = 9_000  # an object store takes 10,000
-_AT_ONCE = 32  # ranges that are asked for together
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _PASSING_CODES = frozenset([
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET,
@@ -102,17 +104,20 @@ class UrlStore(ByPointer):
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
         fs, _ = self._connection()
-        for at in range(0, len(ranges), _AT_ONCE):
-            group = ranges[at : at + _AT_ONCE]
-            found = fs.cat_ranges(
-                [self._path(part.file) for part in group],
-                [part.offset for part in group],
-                [part.offset + part.length for part in group],
-                on_error="return",
-            )
-            for part, data in zip(group, found, strict=True):
-                whole = isinstance(data, bytes) and len(data) == part.length
-                yield part, data if whole else self.read(part.file, part.offset, part.offset + part.length)
+        if not fs.async_impl:
+            yield from super().read_ranges(ranges)
+            return
+
+        def ask(part: ByteRange) -> Future[Any]:
+            request = fs._cat_file(self._path(part.file), start=part.offset, end=part.offset + part.length)
+            return asyncio.run_coroutine_threadsafe(request, fs.loop)
+
+        def told(error: BaseException, part: ByteRange, times: int, seconds: float) -> BaseException:
+            if isinstance(error, CheckpointError | FileNotFoundError) or not isinstance(error, Exception):
+                return error
+            return self._error(error, f"reading {part}", times, seconds)
+
+        yield from in_flight(ask, ranges, self._timeout_s, _passes, told)
 
     def create(self, name: str, nbytes: int) -> Sink:
         block_bytes = max(BLOCK_BYTES, -(-nbytes // _MOST_PARTS))
@@ -223,7 +228,8 @@ class UrlStore(ByPointer):
                 raise StorageError(
                     f"{self._url}: URLs need the fsspec library: pip install 'sixfold-dist-ckpt[fsspec]'", errno.ENOSYS
                 ) from error
-            self._opened = self._asked(lambda: fsspec.core.url_to_fs(self._url, **self._options), "opening it")
+            options = {**_pool_options(self._url, fsspec.config.conf), **self._options}
+            self._opened = self._asked(lambda: fsspec.core.url_to_fs(self._url, **options), "opening it")
         return self._opened
 
     def _asked(self, action: Callable[[], _Value], what: str) -> _Value:
@@ -249,7 +255,16 @@ class UrlStore(ByPointer):
         return StorageError(text, getattr(error, "errno", None))
 
 
-def _passes(error: Exception) -> bool:
+def _pool_options(url: str, conf: Mapping[str, Any]) -> dict[str, Any]:
+    """As many connections as are used at once: s3fs opens ten if nobody asks for more."""
+    protocol = url.partition("://")[0]
+    if protocol not in ("s3", "s3a"):
+        return {}
+    config = conf.get(protocol, {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": 2 * AT_ONCE, **config}}
+
+
+def _passes(error: BaseException) -> bool:
     """Whether asking again may help. See [Note: what passes]."""
     response = getattr(error.__cause__, "response", None)  # of botocore, beneath what s3fs makes of it
     meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}

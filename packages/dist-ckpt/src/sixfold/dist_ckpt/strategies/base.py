@@ -24,8 +24,6 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
-    from sixfold.dist_ckpt.files.integrity import Block
-    from sixfold.dist_ckpt.geometry.manifest import ByteRange
     from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
     from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 
@@ -69,14 +67,12 @@ class LoadEngine:
         group: that group; None for all ranks that load.
         memory: what is kept between two loads of one strategy object; None: nothing.
         with_common: read the common data too.
-        before_read: called with the frames and the blocks that this rank is about to read.
     """
 
     parallel: bool = False
     group: Group = None
     memory: dict[str, Any] | None = field(default=None)
     with_common: bool = True
-    before_read: Callable[[set[ByteRange], list[Block]], None] | None = None
 
 
 class SaveStrategyBase(ABC):  # noqa: B024

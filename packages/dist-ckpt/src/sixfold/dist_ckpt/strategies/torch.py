@@ -20,7 +20,7 @@ from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores import paths, store_at
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import (
@@ -127,7 +127,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
         request = loading.LoadRequest(
             state=sharded_state_dict,
-            path=checkpoint_dir,
+            store=store_at(checkpoint_dir),
             validate_access_integrity=False,
             group=self._group,
             timeout_s=self._timeout_s,

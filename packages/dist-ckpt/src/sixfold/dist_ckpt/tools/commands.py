@@ -23,14 +23,14 @@ from sixfold.dist_ckpt.road import foreign
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import paths, safetensors_folder
+from sixfold.dist_ckpt.stores import Store, paths, safetensors_folder
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.tools import conversion, probe, standin
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
 
 
-def inspect(path: str | Path, *, keys: str = "*") -> dict[str, Any]:
+def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
     """What a checkpoint holds; no tensor is read.
 
     Args:
@@ -90,7 +90,7 @@ def _objects(folder: Path) -> list[dict[str, Any]]:
     return [{"key": key, "shape": shape} for key, shape in sorted(grids.items())]
 
 
-def verify(path: str | Path, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
+def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
     """Check a checkpoint and report all damage, not the first.
 
     Args:
@@ -110,8 +110,8 @@ def verify(path: str | Path, *, quick: bool = False, progress: Progress | None =
 
 
 def convert(
-    src: str | Path,
-    dst: str | Path,
+    src: str | Path | Store,
+    dst: str | Path | Store,
     *,
     to: str,
     max_shard_bytes: int | None = None,
@@ -137,9 +137,10 @@ def convert(
         raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
     if max_shard_bytes is not None and to != "safetensors":
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
+    if not isinstance(dst, Store):
+        paths.located(dst, "dst")
     if to != "torch_dist":
         paths.local(dst, f"{to} is written into a local folder; upload it")
-    paths.located(dst, "dst")
     with probe.opened(src, whole=True) as source:
         wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
         objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
@@ -154,7 +155,7 @@ def convert(
     return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
 
 
-def _check_matches(keys: str, where: str | Path, matches: Collection[str]) -> None:
+def _check_matches(keys: str, where: str | Path | Store, matches: Collection[str]) -> None:
     """A mistyped glob is told, and not taken for a checkpoint without tensors."""
     if keys != "*" and not matches:
         raise MismatchError(f"keys is {keys!r}, which matches nothing of {where}; inspect lists what there is")
@@ -168,7 +169,12 @@ def _name(stored_key: str) -> str:
 
 
 def diff(
-    a: str | Path, b: str | Path, *, rtol: float = 0.0, keys: str = "*", progress: Progress | None = None
+    a: str | Path | Store,
+    b: str | Path | Store,
+    *,
+    rtol: float = 0.0,
+    keys: str = "*",
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compare two checkpoints by value, whatever layout and format they were saved in.
 

@@ -28,8 +28,8 @@ from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.road.sources import Sources
 from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import LocalStore, Store, paths, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths, store_at
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import safetensors_export, standin
@@ -92,7 +92,7 @@ def object_keys(folder: Path) -> list[str]:
 
 def to_safetensors(
     source: Path,
-    destination: str | Path,
+    destination: str | Path | Store,
     tensors: Mapping[str, ShardedTensor],
     max_shard_bytes: int | None,
     meter: Meter,
@@ -127,7 +127,7 @@ def to_safetensors(
 
 def to_checkpoint(
     source: Path,
-    destination: str | Path,
+    destination: str | Path | Store,
     tensors: Mapping[str, ShardedTensor],
     objects: Sequence[str],
     to: str,
@@ -140,9 +140,9 @@ def to_checkpoint(
 
     ``in_place``: the target may be the source, and bytes of plain DCP stay under their own keys.
     """
-    place, if_exists = paths.located(destination), "replace" if in_place else "error"
-    is_url, target = isinstance(place, str), Path(place).resolve()
-    if not is_url:
+    store, if_exists = store_at(destination), "replace" if in_place else "error"
+    target = store.path if isinstance(store, LocalStore) else None
+    if target is not None:
         storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)
     checkpoint = _opened(source)
@@ -151,8 +151,8 @@ def to_checkpoint(
     clashes = {*names[0], *names[1]} & {key for key in state if isinstance(key, str)}
     if clashes:
         raise CheckpointError(f"the common data has the keys {sorted(clashes)[:3]}, which the conversion needs")
-    beside = None if is_url else target.parent  # where there is room for the target
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.tmp-", dir=beside) as scratch:
+    prefix, beside = (None, None) if target is None else (f".{target.name}.tmp-", target.parent)  # where there is room
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=beside) as scratch:
         if checkpoint is not None and checkpoint.integrity is not None:
             checkpoint.integrity.check_blocks(checkpoint.folder, checkpoint.integrity.all_blocks())
         for name, (key, record) in zip(names[0], tensors.items(), strict=True):
@@ -164,10 +164,9 @@ def to_checkpoint(
                 state[name] = _object(stored_key, source, safe_globals)
             else:
                 _add_object(state, name, stored_key, source, checkpoint, safe_globals)
-        where: str | Path = destination if is_url else target
-        serialization.save(state, where, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
-    if is_url:
-        return str(destination), sorted(store_at(str(destination)).list_files())
+        serialization.save(state, store, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
+    if target is None:
+        return store.name, sorted(store.list_files())
     return str(target), sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
 
 

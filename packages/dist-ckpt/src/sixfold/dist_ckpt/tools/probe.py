@@ -18,39 +18,41 @@ from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import Manifest
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.road import foreign, remote
+from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.stores import LocalStore, Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths, safetensors_folder
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.stores.view import viewed
 
 Problem = dict[str, Any]
 
 
 @contextmanager
-def opened(path: str | Path, *, whole: bool = False) -> Iterator[Path]:
+def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     """The local folder of a checkpoint, while the context lasts.
 
-    The folder itself, resolved; where its checkpoint is if its replacement was cut short; for a URL a mirror of
-    its small files, with ``whole`` of all.
+    The folder itself, resolved; where its checkpoint is if its replacement was cut short; for a URL or a store
+    a mirror of its small files, with ``whole`` of all.
 
     Raises:
         MismatchError: there is no such folder.
     """
-    place = paths.located(path)
-    if isinstance(place, str):
-        with remote.local_view(place, whole=whole) as folder:
+    store = store_at(path)
+    if not isinstance(store, LocalStore):
+        with viewed(store, whole=whole) as folder:
             yield folder
         return
-    folder = place.resolve()
+    folder = store.path
     if folder.exists() and not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
     yield folder if folder.is_dir() else open_checkpoint(folder).folder
 
 
-def name_of(path: str | Path, folder: Path) -> str:
+def name_of(path: str | Path | Store, folder: Path) -> str:
     """How results call a checkpoint: by its URL or by its resolved path."""
-    return str(path) if paths.is_url(path) else str(folder)
+    store = store_at(path)
+    return str(folder) if isinstance(store, LocalStore) else store.name
 
 
 def files(folder: Path) -> list[tuple[str, int]]:

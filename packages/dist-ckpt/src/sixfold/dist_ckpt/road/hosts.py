@@ -1,0 +1,150 @@
+"""Hosts: which ranks of a load share a mirror of the store, and who of them fetches which block.
+
+store --> seen_at (this file) --> a folder: the store's own, or one mirror per host
+blocks that ranks touch --> Seen.shares (this file) --> blocks that each rank fetches and hashes
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.plans.plan import assign
+from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.stores import LocalStore
+from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.stores.leases import Host
+from sixfold.dist_ckpt.stores.mirror import Mirror, check_room
+from sixfold.dist_ckpt.stores.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A store as this rank's host sees it.
+
+    Attributes:
+        store: the checkpoint's place.
+        folder: holds, or gets, its files.
+        mirror: fills the folder; None if the folder is the store itself.
+        hosts: the ranks that see one folder, of each folder; they read and fetch for each other.
+        rank: of this process.
+    """
+
+    store: Store
+    folder: Path
+    mirror: Mirror | None
+    hosts: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Errors inside name the store; see ``Mirror.told``."""
+        with nullcontext() if self.mirror is None else self.mirror.told():
+            yield
+
+    def opened(self, verify: str) -> Checkpoint:
+        """The checkpoint, whose bytes may arrive while it is read."""
+        checkpoint = open_checkpoint(self.folder, verify=verify)
+        if self.mirror is not None:
+            checkpoint.fill_by(self.mirror.arrives)
+        return checkpoint
+
+    def touched(self, checkpoint: Checkpoint, frames: set[ByteRange], ranks: int) -> list[Span]:
+        """Of all the blocks that hold what this rank reads, those that must be fetched or hashed by somebody.
+
+        For ``verify="full"`` all blocks are hashed: where each host fetches for itself, one of them takes those that
+        nobody reads.
+        """
+        integrity, verify = checkpoint.integrity, checkpoint.verify
+        if self.mirror is None and (integrity is None or verify == "off"):
+            return []
+        if integrity is None or verify != "full":
+            return spans_of(frames, block_bytes(checkpoint))
+        if self.mirror is None:
+            return integrity.all_spans()
+        whole = [ByteRange(name, 0, file.size) for name, file in sorted(integrity.files.items())]
+        return spans_of([*frames, *whole[self.rank :: ranks]], block_bytes(checkpoint))
+
+    def shares(self, touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
+        """The blocks that ranks touch, by rank, each given to one of those on a host that touch it."""
+        shares: list[list[Span]] = [[] for _ in touched]
+        for ranks in self.hosts:
+            for rank, share in zip(ranks, assign([touched[rank] for rank in ranks]), strict=True):
+                shares[rank] = share
+        return shares
+
+    def room(self) -> tuple[str, int] | None:
+        """Where a mirror lies, and the bytes that are free there."""
+        return None if self.mirror is None else (self.mirror.place, self.mirror.free_bytes)
+
+    def check_room(
+        self, shares: Sequence[Sequence[Span]], rooms: Sequence[tuple[str, int] | None], nbytes: int
+    ) -> None:
+        """StorageError if what a host will fetch, in blocks of ``nbytes``, has no room there."""
+        for ranks in self.hosts:
+            room = rooms[ranks[0]]
+            if room is not None and self.mirror is not None:
+                needed = sum(self.mirror.nbytes_of(shares[rank], nbytes) for rank in ranks)
+                check_room(self.store.name, room[0], needed, room[1])
+
+    def start(self, shares: Sequence[Sequence[Span]], nbytes: int) -> None:
+        """Begin to fetch this rank's share, in blocks of ``nbytes``, if the store is not there already."""
+        if self.mirror is not None:
+            mates = next(ranks for ranks in self.hosts if self.rank in ranks)
+            self.mirror.start({mate: shares[mate] for mate in mates}, nbytes)
+
+    def check_unchanged(self) -> None:
+        """StorageError if another save has taken the place, in a store that is no local folder."""
+        if self.mirror is not None:
+            self.mirror.check_unchanged()
+
+
+def block_bytes(checkpoint: Checkpoint) -> int:
+    """The blocks in which a checkpoint is fetched are those that it has digests of."""
+    return BLOCK_BYTES if checkpoint.integrity is None else checkpoint.integrity.block_bytes
+
+
+@contextmanager
+def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
+    """The store as a local folder while the context lasts. Collective, unless it is one."""
+    everyone = tuple(range(exchange.ranks))
+    if isinstance(store, LocalStore):
+        yield Seen(store, store.path, None, (everyone,), exchange.rank)
+        return
+
+    def here() -> tuple[None, Host]:
+        if exchange.ranks > 1 and not store.is_shared:
+            raise CheckpointError(f"{store.name} is seen by one process alone; load it with group=None")
+        return None, Host.here()
+
+    def by_host(found: list[Host]) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        hosts = tuple(tuple(rank for rank in everyone if found[rank] == host) for host in dict.fromkeys(found))
+        return secrets.token_hex(8), hosts
+
+    _, (token, hosts) = exchange.together(here, by_host)
+    mates = next(ranks for ranks in hosts if exchange.rank in ranks)
+    mirror = Mirror(store, token, exchange.rank, mates, exchange.timeout_s)
+    is_first = exchange.rank == mates[0]
+
+    def make() -> tuple[None, None]:
+        if is_first:
+            mirror.create()
+        return None, None
+
+    def join() -> tuple[None, None]:
+        if not is_first:
+            mirror.attach()
+        return None, None
+
+    try:
+        exchange.together(make, lambda _: None)
+        exchange.together(join, lambda _: None)
+        yield Seen(store, mirror.folder, mirror, hosts, exchange.rank)
+    finally:
+        mirror.close()

@@ -1,0 +1,98 @@
+"""Leases: folders of this host that live as long as one of the processes which use them.
+
+    Host.here, mirror_name --> mirror.py;  hold, is_held --> mirror.py;  remove_dead (this file) --> dead ones are gone
+
+A process holds a lock in the folder, which the system takes back when the process is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}")
+
+
+class Host(NamedTuple):
+    """Ranks with equal ones share a mirror: one system, one folder for temporary files."""
+
+    name: str
+    boot: str
+    folder: str
+    device: int
+    inode: int
+
+    @classmethod
+    def here(cls) -> Host:
+        """The host of this process."""
+        folder, boot = os.path.realpath(tempfile.gettempdir()), ""
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        status = os.stat(folder)
+        return cls(socket.gethostname(), boot, folder, status.st_dev, status.st_ino)
+
+
+def mirror_name(token: str) -> str:
+    """The name of a mirror's folder; ``token``: 16 hexadecimal digits."""
+    return f"sixfold-mirror-{_host_digits()}-{token}"
+
+
+def hold(root: Path, rank: int) -> int:
+    """Hold a rank's lock in a folder until the handle, which is returned, is closed."""
+    handle = os.open(lock_path(root, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def lock_path(root: Path, rank: int) -> Path:
+    """The lock file of a rank."""
+    return root / f"alive-{rank}"
+
+
+def _host_digits() -> str:
+    return sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process of this host holds the lock of a rank; True also where that cannot be told."""
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def remove_dead(parent: Path) -> None:
+    """Remove this user's mirrors of this host that no process holds. See [Note: a mirror's end] (mirror.py)."""
+    for folder in _own_mirrors(parent):
+        with suppress(OSError):
+            locks = [path for path in folder.iterdir() if path.name.startswith("alive-")]
+            if locks and not any(map(is_held, locks)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _own_mirrors(parent: Path) -> Iterable[Path]:
+    with suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match and match.group(1) == _host_digits() and entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        yield Path(entry.path)

@@ -1,0 +1,415 @@
+"""The mirror of a store: a sparse local folder that looks like the store's, shared by the ranks of one host.
+
+    small files of the store --> Mirror.create (this file) --> folder.py opens it
+    shares of blocks --> Mirror.start: each rank fetches its own (this file) --> Mirror.arrives --> reader.py
+
+[Note: one fetches, all see] Each block that any rank of a host wants is fetched by one of them, into the folder that
+all share. A mapped file has a byte for each block, set when it is there, and for each rank a count that grows with what
+it fetches. Who needs a block waits for its byte: until the rank that fetches it fails (its own error), dies (nobody
+holds its lock any more) or fetches nothing for ``timeout_s``. A block that no rank was to fetch is fetched when it is
+needed.
+
+[Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
+holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
+the folders whose locks nobody holds. A folder gets its name when the first lock is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock, Thread
+
+from sixfold.dist_ckpt.errors import (
+    BY_NAME,
+    CheckpointError,
+    LostPeerError,
+    MismatchError,
+    StorageError,
+    UnsafeError,
+    typed,
+)
+from sixfold.dist_ckpt.files import compact
+from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, FILE_NAME, Span
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.folder import SMALL_BYTES
+from sixfold.dist_ckpt.stores.leases import hold, is_held, lock_path, mirror_name, remove_dead
+from sixfold.dist_ckpt.stores.maps import Arrives
+from sixfold.dist_ckpt.stores.ranges import AT_ONCE
+from sixfold.dist_ckpt.stores.store import Store, is_checkpoint_file
+
+_READY = 1
+_COUNT = struct.Struct("<q")  # of each rank: grows with what it fetches
+_LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = 4 << 20, 8 << 20
+_HEAD_BYTES = 1 << 16  # of a safetensors file, which tells itself how long its header is
+_LOOK_S = 0.2  # between two looks at whether a rank lives
+_LONGEST_PAUSE_S = 0.005
+
+
+class Mirror:
+    """One rank's part of a mirror.
+
+    Args:
+        token: 16 hexadecimal digits, the same on all ranks of a host and of no other mirror.
+        ranks: who shares the mirror, this ``rank`` among them.
+        timeout_s: see [Note: one fetches, all see].
+
+    Attributes:
+        folder: looks like the store's; small files are whole, of the others there is what has arrived.
+    """
+
+    def __init__(
+        self, store: Store, token: str = "", rank: int = 0, ranks: Sequence[int] = (0,), timeout_s: float = 600.0
+    ) -> None:
+        self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(token or secrets.token_hex(8))
+        self.folder = self._root / "checkpoint"
+        self._store, self._rank, self._ranks, self._timeout_s = store, rank, tuple(ranks), timeout_s
+        self._sizes: dict[str, int] = {}
+        self._whole: frozenset[str] = frozenset()
+        self._first: dict[str, int] = {}  # number of each file's first block among all blocks
+        self._owners = array("q")  # by block; -1: nobody's
+        self._arrived: dict[int, int] = defaultdict(int)  # bytes of blocks that have not arrived whole
+        self._block_bytes, self._count, self._head = BLOCK_BYTES, 0, _COUNT.size * len(ranks)
+        self._lock_handle: int | None = None
+        self._states: mmap.mmap | None = None
+        self._failure: CheckpointError | None = None
+        self._is_closed, self._one_at_a_time = False, Lock()
+
+    def create(self) -> None:
+        """First rank of a host: list the store, make the folder, fetch the small files.
+
+        Raises:
+            MismatchError: nothing is there. UnsafeError: a name that leaves the folder.
+            StorageError: the store fails, or this host's disk.
+        """
+        with self.told():
+            typed(self._create)
+
+    def _create(self) -> None:
+        remove_dead(self._root.parent)
+        sizes = self._store.list_files()
+        if not sizes:
+            raise MismatchError(f"{self._store.name} does not exist")
+        for name in sizes:
+            # Also an empty part: joined to a path, the name behind "//" would stand for itself, anywhere on this host.
+            if "\0" in name or {"", ".", ".."} & set(name.split("/")):
+                raise UnsafeError(f"{self._store.name}: the name {name!r} leaves the folder; nothing was written")
+        begun = self._root.with_name(f"{self._root.name}.begun")
+        begun.mkdir(mode=0o700)
+        self._hold(begun)
+        begun.rename(self._root)
+        for name, size in sizes.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.truncate(size)
+        (self._root / "listing").write_text(json.dumps(sizes))
+        self._list(sizes)
+        self._fill([part for name in sorted(self._whole) for part in _cut(name, 0, sizes[name], _MOST_RANGE_BYTES)])
+        self._fill_heads()
+
+    def attach(self) -> None:
+        """Other ranks of the host, when it is made."""
+        self._hold(self._root)
+        self._list(json.loads((self._root / "listing").read_text()))
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for what will be fetched."""
+        return shutil.disk_usage(self._root).free
+
+    @property
+    def place(self) -> str:
+        """Where the mirrors of this host lie."""
+        return str(self._root.parent)
+
+    def start(self, shares: Mapping[int, Sequence[Span]], block_bytes: int) -> None:
+        """Fetch this rank's share, in the order given, while the load goes on.
+
+        Args:
+            shares: blocks of ``block_bytes`` that each rank of the host fetches; the same on all of them.
+        """
+        self._block_bytes, blocks = block_bytes, 0
+        for name in sorted(self._sizes):
+            self._first[name] = blocks
+            blocks += -(-self._sizes[name] // block_bytes)
+        self._owners = array("q", [-1]) * blocks
+        for rank, spans in shares.items():
+            for span in spans:
+                first = self._first[span.file]
+                self._owners[first + span.first : first + span.stop] = array("q", [rank]) * (span.stop - span.first)
+        try:
+            self._states = _shared(self._root / "ready", self._head + blocks)
+        except OSError as error:
+            self._fail(error)
+            raise
+        Thread(target=self._fetch, args=(self._ranges(shares.get(self._rank, ())),), daemon=True).start()
+
+    def nbytes_of(self, share: Sequence[Span], block_bytes: int) -> int:
+        """Bytes that are fetched for a share."""
+        return sum(
+            min(span.stop * block_bytes, self._sizes[span.file]) - span.first * block_bytes
+            for span in share
+            if span.file not in self._whole
+        )
+
+    def arrives(self, path: Path) -> Arrives:
+        """For a file in ``folder``: what waits until bytes of it are there.
+
+        It raises:
+            LostPeerError: the rank that was to fetch them is dead or late.
+            CheckpointError: what made that rank fail.
+        """
+        name = path.relative_to(self.folder).as_posix()
+        return _nothing if name in self._whole else partial(self._await, name)
+
+    def fetch_all(self) -> None:
+        """Fetch all that is not there yet, by this process alone."""
+        check_room(self._store.name, self.place, sum(self._sizes.values()), self.free_bytes)
+        shares = [Span(name, 0, -(-size // BLOCK_BYTES)) for name, size in sorted(self._sizes.items()) if size]
+        self.start({self._rank: shares}, BLOCK_BYTES)
+        for name, size in self._sizes.items():
+            if name not in self._whole:
+                self._await(name, 0, size)
+
+    def check_unchanged(self) -> None:
+        """StorageError if another save has taken the store's folder since it was listed."""
+        with self._or_replaced():
+            name = next((name for name in (FILE_NAME, ".metadata") if name in self._sizes), None)
+            same = name is None or self._store.read(name) == (self.folder / name).read_bytes()
+            if not same or (name != FILE_NAME and self._store.list_files() != self._sizes):
+                raise FileNotFoundError(name)
+
+    def close(self) -> None:
+        """Delete the folder. May be called more than once, by each rank."""
+        self._is_closed = True
+        shutil.rmtree(self._root, ignore_errors=True)
+        if self._lock_handle is not None:
+            os.close(self._lock_handle)
+            self._lock_handle = None
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Errors inside call the checkpoint by the store's name, where what opens folders knows only the folder."""
+        try:
+            yield
+        except CheckpointError as error:
+            text = str(error).replace(str(self.folder), self._store.name)
+            raise _error(type(error).__name__, text, getattr(error, "errno", None)) from error
+
+    @contextmanager
+    def _or_replaced(self, ranges: Sequence[ByteRange] = ()) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            name = next((f"/{part.file}" for part in ranges if part.file in str(error)), "")
+            raise StorageError(
+                f"{self._store.name}{name} was replaced or removed while it was read; load it again", errno.ESTALE
+            ) from error
+
+    def _hold(self, root: Path) -> None:
+        self._lock_handle = hold(root, self._rank)
+
+    def _list(self, sizes: dict[str, int]) -> None:
+        self._sizes = sizes
+        # A large .metadata beside the compact manifest is hashed as data is, and otherwise not looked at.
+        unread = {".metadata"} if sizes.get(".metadata", 0) > SMALL_BYTES and compact.FILE_NAME in sizes else set[str]()
+        self._whole = frozenset(name for name in sizes if _is_small(name)) - unread
+
+    def _fill_heads(self) -> None:
+        """Headers of safetensors files, which are looked at when they are opened."""
+        files = [name for name in self._sizes if name.endswith(".safetensors")]
+        self._fill([ByteRange(name, 0, min(_HEAD_BYTES, self._sizes[name])) for name in files if self._sizes[name]])
+        for name in files:
+            with (self.folder / name).open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            stop = min(8 + length, self._sizes[name]) if length < 10 * BLOCK_BYTES else 0
+            self._fill(list(_cut(name, _HEAD_BYTES, stop, _MOST_RANGE_BYTES)))
+
+    def _ranges(self, share: Sequence[Span]) -> list[ByteRange]:
+        """A share as ranges: whole blocks joined, or parts of large ones; enough of them to be in flight together."""
+        size, found = self._block_bytes, list[ByteRange]()
+        total = sum(span.stop - span.first for span in share) * size
+        most = min(max(total // AT_ONCE, _LEAST_RANGE_BYTES), _MOST_RANGE_BYTES)
+        step = most if size > most else most // size * size
+        for span in share:
+            if span.file not in self._whole:
+                stop = min(span.stop * size, self._sizes[span.file])
+                found += _cut(span.file, span.first * size, stop, step)
+        return found
+
+    def _fetch(self, ranges: list[ByteRange]) -> None:
+        """The thread that fetches."""
+        try:
+            typed(lambda: self._fill(ranges, self._mark))
+        except BaseException as error:
+            if not self._is_closed:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Let this rank's other threads, and the other ranks, know why it fetches no more."""
+        known = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+        self._failure, path = known, self._error_path(self._rank)
+        with suppress(OSError):
+            path.with_suffix(".begun").write_text(
+                json.dumps([type(known).__name__, str(known), getattr(known, "errno", None)])
+            )
+            path.with_suffix(".begun").rename(path)
+
+    def _error_path(self, rank: int) -> Path:
+        return self._root / f"error-{rank}"
+
+    def _fill(self, ranges: Sequence[ByteRange], mark: Callable[[ByteRange], None] | None = None) -> None:
+        """Fetch ranges and write them where they belong."""
+        with self._or_replaced(ranges):
+            for part, data in self._store.read_ranges(ranges):
+                if self._is_closed:
+                    return
+                if len(data) != part.length:
+                    raise FileNotFoundError(part.file)
+                self._write(part, data)
+                if mark is not None:
+                    mark(part)
+
+    def _write(self, part: ByteRange, data: bytes) -> None:
+        try:
+            with (self.folder / part.file).open("r+b", buffering=0) as file:
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(file.fileno(), memoryview(data)[done:], part.offset + done)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise no_room(self._store.name, self.place, part.length, self.free_bytes) from error
+            raise StorageError(f"{self.place}: {error.strerror or error}", error.errno) from error
+
+    def _mark(self, part: ByteRange) -> None:
+        """A range has arrived."""
+        size, file_bytes = self._block_bytes, self._sizes[part.file]
+        assert self._states is not None, "started"
+        stop = part.offset + part.length
+        for number in range(part.offset // size, -(-stop // size)):
+            index, start = self._first[part.file] + number, number * size
+            self._arrived[index] += min(stop, start + size) - max(part.offset, start)
+            if self._arrived[index] == min(size, file_bytes - start):
+                del self._arrived[index]
+                self._states[self._head + index] = _READY
+        self._count += 1
+        _COUNT.pack_into(self._states, _COUNT.size * self._ranks.index(self._rank), self._count)
+
+    def _await(self, name: str, start: int, stop: int) -> None:
+        """Until bytes [start, stop) of a file are there. See [Note: one fetches, all see]."""
+        if self._states is None:
+            self._fill(list(_cut(name, start, min(stop, self._sizes[name]), _MOST_RANGE_BYTES)))
+            return
+        size, head = self._block_bytes, self._head
+        first, last = self._first[name] + start // size, self._first[name] + -(-stop // size)
+        if self._states[head + first : head + last].count(_READY) == last - first:
+            return
+        for index in range(first, last):
+            if self._states[head + index] == _READY:
+                continue
+            if self._owners[index] < 0:
+                with self._one_at_a_time:
+                    at = (index - self._first[name]) * size
+                    self._fill(list(_cut(name, at, min(at + size, self._sizes[name]), _MOST_RANGE_BYTES)))
+                    self._states[head + index] = _READY
+            else:
+                self._await_block(head + index, self._owners[index])
+
+    def _await_block(self, at: int, owner: int) -> None:
+        states, place = self._states, _COUNT.size * self._ranks.index(owner)
+        assert states is not None, "started"
+        pause_s, seen, look, deadline = 0.0002, -1, 0.0, 0.0
+        while states[at] != _READY:
+            (count,), now = _COUNT.unpack_from(states, place), time.monotonic()
+            if count != seen:
+                seen, deadline = count, now + self._timeout_s
+            if now > look:
+                look = now + _LOOK_S
+                self._check_fetches(owner)
+            if now > deadline:
+                raise self._late(owner)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _check_fetches(self, owner: int) -> None:
+        """The error of a rank that fetches no more; LostPeerError if it is dead."""
+        if self._failure is not None:
+            raise self._failure
+        if owner != self._rank and self._error_path(owner).exists():
+            raise _error(*json.loads(self._error_path(owner).read_text()))
+        if owner != self._rank and not is_held(lock_path(self._root, owner)):
+            raise LostPeerError(
+                f"rank {owner} died while it fetched blocks of {self._store.name} that rank {self._rank} waits for. "
+                "Restart the job"
+            )
+
+    def _late(self, owner: int) -> CheckpointError:
+        if owner == self._rank:
+            return StorageError(
+                f"{self._store.name} gave nothing for timeout_s={self._timeout_s:g} (rank {owner} reads)",
+                errno.ETIMEDOUT,
+            )
+        return LostPeerError(
+            f"rank {owner} has fetched nothing of {self._store.name} for timeout_s={self._timeout_s:g}, and rank "
+            f"{self._rank} waits for it. Restart the job"
+        )
+
+
+def check_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> None:
+    """StorageError if what is to be fetched has no room on this host."""
+    if needed_bytes > free_bytes:
+        raise no_room(name, place, needed_bytes, free_bytes)
+
+
+def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> StorageError:
+    """The error of a mirror that does not fit."""
+    return StorageError(
+        f"ENOSPC: {needed_bytes} bytes of {name} are fetched into {place} on host {socket.gethostname()}, where "
+        f"{free_bytes} are free; TMPDIR names another place",
+        errno.ENOSPC,
+    )
+
+
+def _shared(path: Path, nbytes: int) -> mmap.mmap:
+    """A file of zeros, mapped; who maps it first makes it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(handle, nbytes)
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)
+
+
+def _cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:
+    for at in range(start, stop, step):
+        yield ByteRange(name, at, min(step, stop - at))
+
+
+def _is_small(name: str) -> bool:
+    """Whether a file is read when a checkpoint is opened."""
+    if is_checkpoint_file(name):
+        return not name.endswith(".distcp")
+    return name.endswith((".zarray", ".pt", ".safetensors.index.json"))
+
+
+def _nothing(start: int, stop: int) -> None:
+    """Of a whole file all is there."""
+
+
+def _error(kind: str, text: str, code: int | None) -> CheckpointError:
+    return StorageError(text, code) if kind == "StorageError" else BY_NAME.get(kind, CheckpointError)(text)

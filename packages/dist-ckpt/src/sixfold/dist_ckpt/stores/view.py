@@ -1,0 +1,58 @@
+"""Views: a checkpoint of any store as a local folder of one process, for functions that look and for tools.
+
+    path, URL or Store --> viewed (this file) --> a folder: the store's own, or a mirror of it
+
+Loads see a store through road/hosts.py, where ranks share a mirror.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sixfold.dist_ckpt.errors import MismatchError, StorageError
+from sixfold.dist_ckpt.stores import LocalStore, folder, paths, store_at
+from sixfold.dist_ckpt.stores.mirror import Mirror
+from sixfold.dist_ckpt.stores.store import Store
+
+
+@contextmanager
+def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
+    """A folder while the context lasts: a local checkpoint's own, or the small files of another, all with ``whole``.
+
+    Raises:
+        MismatchError: nothing is there; local folders are not looked at.
+    """
+    located = place if isinstance(place, Store) else paths.located(place)
+    if isinstance(located, Path | LocalStore):
+        yield located if isinstance(located, Path) else located.path
+        return
+    mirror = Mirror(store_at(located))
+    try:
+        mirror.create()
+        with mirror.told():
+            if whole:
+                mirror.fetch_all()
+            yield mirror.folder
+    finally:
+        mirror.close()
+
+
+def is_complete(store: Store) -> bool:
+    """Whether a whole checkpoint is there; its small files are read.
+
+    Raises:
+        StorageError: the store does not answer, which is not taken for a "no".
+    """
+    for _ in range(folder.LOOKS):
+        try:
+            with viewed(store) as place:
+                return folder.is_complete(place)
+        except MismatchError:
+            return False
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return False

@@ -1,0 +1,173 @@
+"""Ranks of one host load from a store together: each block is fetched by one of them, and each loss is told."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from s3_server import Fault, S3Server
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, ShardedTensor
+from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
+from sixfold.dist_ckpt.stores.mirror import Mirror
+
+WHOLE = torch.arange(6 << 20, dtype=torch.float32).view(2048, 3072)  # 24 MiB: six blocks
+DATA = "*.distcp"
+PASSING = ("error", "truncate", "stall_body")  # all of them: test_mirror.py
+
+
+def cut(key, part, axis, number, count):
+    return ShardedTensor.from_rank_offsets(key, part.contiguous(), (axis, number, count))
+
+
+def rows():
+    return {"w": [cut("w", part, 0, n, 4) for n, part in enumerate(WHOLE.chunk(4))], "step": 3}
+
+
+@pytest.fixture
+def spool(tmp_path):
+    """Where mirrors lie; at the end there are none."""
+    place = tmp_path / "spool"
+    place.mkdir()
+    yield place
+    assert not list(place.iterdir())
+
+
+def loaded(rank, ranks, place, axis=1, **options):
+    """True if the values are right, or the error, its words and how long it took."""
+    part, start = WHOLE.chunk(ranks, axis)[rank], time.monotonic()
+    try:
+        found = dist_ckpt.load({"w": cut("w", torch.zeros_like(part), axis, rank, ranks)}, place, **options)
+    except CheckpointError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return torch.equal(found["w"], part) and found["step"] == 3
+
+
+def load_through_faults(rank, ranks, environment, spool, url, port):
+    """One job for all: each rank needs a second to import the client of S3."""
+    os.environ.update(environment)
+    tempfile.tempdir, s3, found = str(spool), S3Server(port), {}
+
+    def case(name, axis=1, faults=(), **options):
+        dist.barrier()
+        if rank == 0:
+            s3.set(faults=faults)
+        dist.barrier()
+        result = loaded(rank, ranks, url, axis, **options)
+        dist.barrier()
+        keys = [key.rpartition("/")[2] for kind, key, *_ in s3.log() if kind in ("get", "range")]
+        found[name] = result, s3.counts()["range"]["bytes_out"], keys
+
+    case("rows", 0)
+    case("columns")
+    case("off", verify="off")
+    case("full", 0, verify="full")
+    for what in PASSING:
+        case(what, faults=[Fault(what=what, kind="range", key=DATA, times=3)], timeout_s=16.0)
+    case("for ever", faults=[Fault(what="error", kind="range", key=DATA, after=2)], timeout_s=3.0)
+    return found
+
+
+def test_a_host_fetches_each_byte_once_and_faults_that_pass_are_seen_by_no_rank(s3, spool):
+    url = f"s3://{s3.bucket()}/run/c"
+    dist_ckpt.save(rows(), url, group=None)
+    results = run_ranks(load_through_faults, 2, s3.environment(), spool, url, s3.port)
+    for found in results:
+        kind, text, _ = found.pop("for ever")[0]
+        assert kind == "StorageError"
+        assert text.startswith(url)
+        assert "failed" in text
+        assert {name: result for name, (result, *_) in found.items()} == dict.fromkeys(found, True)
+        for name in ("rows", "columns", "off", "full"):
+            _, nbytes, keys = found[name]
+            assert WHOLE.nbytes <= nbytes <= 1.05 * WHOLE.nbytes, name
+            assert [keys.count(small) for small in ("metadata.json", "common.pt")] == [1, 1], "once per host"
+
+
+class Folder(ByPointer):
+    """A store that all ranks see and that needs no client: files of a folder, which the engine knows nothing of."""
+
+    def __init__(self, path):
+        self.path = path
+
+    @property
+    def name(self):
+        return "folder://store"
+
+    def list_files(self):
+        return {path.name: path.stat().st_size for path in self.path.iterdir()}
+
+    def read(self, name, start=0, stop=None):
+        return (self.path / name).read_bytes()[start:stop]
+
+    def create(self, name, nbytes):
+        raise AssertionError("nothing is saved here")
+
+    def delete(self, name):
+        raise AssertionError("nothing is deleted here")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    memory = MemoryStore()
+    dist_ckpt.save(rows(), memory, group=None)
+    place = tmp_path / "store"
+    place.mkdir()
+    for name, data in memory.files.items():
+        (place / name).write_bytes(data)
+    return place
+
+
+def load_and_fall(rank, ranks, place, spool, number):
+    """Rank 1 stops or dies when it begins to fetch; the other wakes it when it has its error."""
+    tempfile.tempdir = str(spool)
+    pid = place.parent / "pid"
+    if rank == 1:
+        pid.write_text(str(os.getpid()))
+        Mirror.start = lambda *_: os.kill(os.getpid(), number)
+    found = loaded(rank, ranks, Folder(place), timeout_s=1.5)
+    if rank == 0:
+        with suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_falls_while_others_wait_for_its_blocks_is_named(folder, spool, number):
+    kind, text, _ = run_ranks(load_and_fall, 2, folder, spool, number, allow_exit=(1,))[0]
+    assert kind == "LostPeerError"
+    assert "rank 1" in text
+
+
+def load_from_folder(rank, ranks, place, spool, free_bytes):
+    tempfile.tempdir = str(spool)
+    if free_bytes and rank == 0:
+        plain = shutil.disk_usage
+        shutil.disk_usage = lambda path: plain(path)._replace(free=free_bytes)
+    return loaded(rank, ranks, Folder(place))
+
+
+def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool):
+    assert run_ranks(load_from_folder, 2, folder, spool, None) == [True] * 2
+    (path,) = folder.glob(DATA)
+    data = bytearray(path.read_bytes())
+    data[13_000_000] ^= 1
+    path.write_bytes(data)
+    for kind, text, _ in run_ranks(load_from_folder, 2, folder, spool, None):
+        assert kind == "CorruptError"
+        assert text.startswith(f"folder://store/{path.name}")
+        assert "damaged: w" in text
+
+
+def test_room_for_all_ranks_of_a_host_is_asked_for_before_any_fetches(folder, spool):
+    for kind, text, _ in run_ranks(load_from_folder, 2, folder, spool, 5_000_000):
+        assert kind == "StorageError"
+        assert "ENOSPC: 25" in text, "bytes of both ranks"
+        assert "5000000 are free" in text

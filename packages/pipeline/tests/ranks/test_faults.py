@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from fault_helpers import Acts, Report, end_the_stopped, report, runner_of, step_of, stop, timeout_of
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+from torch import nn
 from torch.distributed import PrefixStore
 from transport_helpers import Altered
 
@@ -167,6 +168,20 @@ def test_a_lost_message_is_a_timeout_that_says_where_everyone_stands(edges):
     assert re.search(r"rank 2 (waits )?at \[\d+/\d+\] 2RECV_F1", results[2][1])
     if edges is None:  # who is not a neighbour of who fails is woken too
         assert all("silent" not in text for _, text, _ in results), results
+
+
+def step_with_a_wrong_shape(rank: int, ranks: int, edges: str | None) -> Report:
+    """The stage of rank 1 makes what that of rank 2 cannot take."""
+    module = nn.Linear(8, 9) if rank == 1 else layers(ranks)[rank]
+    return step_of(one_f_one_b(ranks, 6), rank, module, TIMEOUT_S, edges=edges)
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_a_shape_that_the_next_stage_cannot_take_is_that_stages_error_on_every_rank(edges):
+    for kind, text, took in run_ranks(step_with_a_wrong_shape, 3, edges):
+        assert kind == "ScheduleError"
+        assert re.match(r"rank 2 failed at \[\d+/\d+\] 2F0: RuntimeError: mat1 and mat2 shapes", text), text
+        assert "\n" not in text and took < TIMEOUT_S + 1
 
 
 def stop_between_two(rank: int, ranks: int) -> Report:

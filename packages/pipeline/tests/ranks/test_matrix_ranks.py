@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe
+from sixfold.pipeline import Costs, PipelineRunner, Program, Stage, gpipe, simulate
 from sixfold.pipeline.schedules import registered
 
 
@@ -81,3 +81,40 @@ def send_far_ahead(rank: int, ranks: int) -> list[int]:
 def test_an_output_is_released_when_it_is_sent_and_not_at_the_end_of_the_step():
     sender, _ = run_ranks(send_far_ahead, 2)
     assert sender == [0] * 6  # a shared slot has a copy of it
+
+
+class Scales(nn.Module):
+    """Autograd saves its output, and its input until I; notes the most outputs of its rank that live."""
+
+    def __init__(self, made: list[StorageWeakRef], most: list[int]) -> None:
+        super().__init__()
+        self.weight, self.made, self.most = nn.Parameter(torch.ones(WIDTH)), made, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * self.weight)
+        self.made.append(StorageWeakRef(y.untyped_storage()))
+        self.most.append(sum(not each.expired() for each in self.made))
+        return y
+
+
+def most_outputs(rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+    """Of each schedule, in its second step: outputs that live on this rank at most, and as simulated."""
+    found = {}
+    for entry in registered():
+        if entry.flushed:
+            program = entry.with_chunks(ranks, 6, entry.chunks or 2)
+            made: list[StorageWeakRef] = []
+            most: list[int] = []
+            stages = [Stage(Scales(made, most), s) for s in program.stages_of(rank)]
+            runner = PipelineRunner(program, stages, dist.group.WORLD, lambda o, _: o.sum(), timeout_s=20)
+            for _ in range(2):
+                made.clear()
+                most.clear()
+                runner.step(torch.ones(6, WIDTH))
+            found[entry.name] = max(most), simulate(program, Costs.per_rank(program)).peak_outputs[rank]
+    return found
+
+
+def test_live_outputs_of_processes_of_one_host_are_those_of_the_simulator():
+    for rank, found in enumerate(run_ranks(most_outputs, 3)):
+        assert all(lived == simulated for lived, simulated in found.values()), f"rank {rank}: {found}"

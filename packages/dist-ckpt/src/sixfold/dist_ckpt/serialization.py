@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import foreign, loading, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
-from sixfold.dist_ckpt.road.saving import SaveRequest
+from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.view import viewed

@@ -43,7 +43,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.road.saving import SaveRequest
+from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, UrlStore
 from sixfold.dist_ckpt.stores.store import Store

@@ -47,7 +47,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import Write
 from sixfold.dist_ckpt.road import transfer
-from sixfold.dist_ckpt.road.saving import check_if_exists
+from sixfold.dist_ckpt.road.request import check_if_exists
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at

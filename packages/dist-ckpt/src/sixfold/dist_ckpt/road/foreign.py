@@ -28,7 +28,7 @@ from sixfold.dist_ckpt.ranks.exchange import Exchange, told_to_all
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
 from sixfold.dist_ckpt.road.reader import check_policy
-from sixfold.dist_ckpt.road.saving import SaveRequest
+from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore

@@ -26,22 +26,15 @@ from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks import agreement
-from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
+from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import transfer
+from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores import store_at
 from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, pieces_of
 from sixfold.dist_ckpt.stores.store import Content as FileContent
-from sixfold.dist_ckpt.strategies.base import (
-    SaveCommonStrategy,
-    SaveEngine,
-    SaveShardedStrategy,
-    StrategyAction,
-    find,
-    owns_file,
-)
+from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
 _KEPT_CHUNKS = 1 << 16  # of the last save
 
@@ -121,58 +114,6 @@ class Content:
     threads: int = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveRequest:
-    """What a call of ``save`` or ``async_save`` asks for, made once there. ``serialization.save`` explains each.
-
-    ``engine``: what the built-in engine shall do; None: the strategies write by themselves (foreign.py).
-    """
-
-    state: Mapping[Any, Any]
-    store: Store
-    sharded: SaveShardedStrategy
-    common: SaveCommonStrategy
-    engine: SaveEngine | None
-    preprocess: Callable[[dict[Any, Any]], Any] | None = None
-    content_metadata: dict[str, Any] | None = None
-    group: Group
-    if_exists: str = "replace"
-    check_finite: bool = False
-    metadata: str = "torch"
-    timeout_s: float
-    progress: Progress | None = None
-
-    @classmethod
-    def made(
-        cls,
-        state: Mapping[Any, Any],
-        place: Any,
-        strategies: tuple[Any, Any],
-        *,
-        group: Group,
-        timeout_s: float,
-        **rest: Any,
-    ) -> SaveRequest:
-        """The request of a call: its store opened, its strategies (None, tuples, objects) looked up.
-
-        Raises: what is wrong with them, on every rank.
-        """
-        with told_to_all(group, timeout_s):
-            store = store_at(place, timeout_s)
-            sharded = find(StrategyAction.SAVE_SHARDED, strategies[0], ("torch_dist", 1))
-            common = find(StrategyAction.SAVE_COMMON, strategies[1], ("torch", 1))
-        return cls(
-            state=state,
-            store=store,
-            sharded=sharded,
-            common=common,
-            engine=sharded.engine() if common.is_built_in else None,
-            group=group,
-            timeout_s=timeout_s,
-            **rest,
-        )
-
-
 def save(request: SaveRequest) -> None:
     """``serialization.save`` by the built-in engine."""
     agreed = agree_on(request)
@@ -230,8 +171,6 @@ def agree_on(request: SaveRequest) -> Agreed:
         return host.agree(reports)._replace(metadata=request.metadata)
 
     def described() -> tuple[tuple[Content, _Report], _Report]:
-        check_if_exists(request.if_exists)
-        check_metadata(request.metadata)
         if exchange.ranks > 1 and not request.store.is_shared:
             raise CheckpointError(f"{request.store.name} is seen by one process alone; save into it with group=None")
         (content, report), _ = describe(request, exchange, engine, kept)
@@ -251,18 +190,6 @@ def agree_on(request: SaveRequest) -> Agreed:
     if engine.memory is not None and not ticket.known:
         kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
     return Agreed(exchange, content, ticket, kept)
-
-
-def check_if_exists(if_exists: str) -> None:
-    """CheckpointError for what is neither of the two words."""
-    if if_exists not in ("replace", "error"):
-        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
-
-
-def check_metadata(metadata: str) -> None:
-    """CheckpointError for what is neither of the two words."""
-    if metadata not in ("torch", "compact"):
-        raise CheckpointError(f"metadata is {metadata!r}; it is 'torch' or 'compact' (no .metadata is written)")
 
 
 class _Host:

@@ -1,0 +1,91 @@
+"""Requests: what a call of ``save`` or ``async_save`` asks for, as one value.
+
+    arguments of the public functions --> SaveRequest.made (this file) --> saving.py, foreign.py, background/
+
+Everything that a save must know and has not found out itself is here, checked and looked up on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.progress import Progress
+from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
+from sixfold.dist_ckpt.stores import store_at
+from sixfold.dist_ckpt.stores.store import Store
+from sixfold.dist_ckpt.strategies.base import (
+    SaveCommonStrategy,
+    SaveEngine,
+    SaveShardedStrategy,
+    StrategyAction,
+    find,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveRequest:
+    """What a call of ``save`` or ``async_save`` asks for, made once there. ``serialization.save`` explains each.
+
+    ``engine``: what the built-in engine shall do; None: the strategies write by themselves (foreign.py).
+    """
+
+    state: Mapping[Any, Any]
+    store: Store
+    sharded: SaveShardedStrategy
+    common: SaveCommonStrategy
+    engine: SaveEngine | None
+    preprocess: Callable[[dict[Any, Any]], Any] | None = None
+    content_metadata: dict[str, Any] | None = None
+    group: Group
+    if_exists: str = "replace"
+    check_finite: bool = False
+    metadata: str = "torch"
+    timeout_s: float
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        check_if_exists(self.if_exists)
+        if self.metadata not in ("torch", "compact"):
+            raise CheckpointError(
+                f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
+            )
+
+    @classmethod
+    def made(
+        cls,
+        state: Mapping[Any, Any],
+        place: Any,
+        strategies: tuple[Any, Any],
+        *,
+        group: Group,
+        timeout_s: float,
+        **rest: Any,
+    ) -> SaveRequest:
+        """The request of a call: its store opened, its strategies (None, tuples, objects) looked up.
+
+        Raises:
+            CheckpointError: what is wrong with any of it, on every rank.
+        """
+        with told_to_all(group, timeout_s):
+            store = store_at(place, timeout_s)
+            sharded = find(StrategyAction.SAVE_SHARDED, strategies[0], ("torch_dist", 1))
+            common = find(StrategyAction.SAVE_COMMON, strategies[1], ("torch", 1))
+            return cls(
+                state=state,
+                store=store,
+                sharded=sharded,
+                common=common,
+                engine=sharded.engine() if common.is_built_in else None,
+                group=group,
+                timeout_s=timeout_s,
+                **rest,
+            )
+
+
+def check_if_exists(if_exists: str) -> None:
+    """CheckpointError for what is neither of the two words."""
+    if if_exists not in ("replace", "error"):
+        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")

@@ -29,6 +29,7 @@ PUBLIC_MODULES = {
         "background",
         "dcp",
         "retention",
+        "stores",
         "strategies",
         "strategies.torch",
         "strategies.fully_parallel",

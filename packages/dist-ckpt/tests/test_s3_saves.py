@@ -15,7 +15,7 @@ from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.stores import UrlStore
 from sixfold.dist_ckpt.stores import url as urls
 
-IMPATIENT = {"config_kwargs": {"retries": {"max_attempts": 0}, "read_timeout": 2.0}, "skip_instance_cache": True}
+IMPATIENT = {"config_kwargs": {"retries": {"max_attempts": 0}, "read_timeout": 1.5}, "skip_instance_cache": True}
 TENSORS = 2
 ELEMENTS = 11 << 18  # 11 MiB: an upload of three parts
 
@@ -72,6 +72,7 @@ PARTS = [
 SMALL = [
     Fault(what="error", kind="put", key="*metadata.json", times=3),
     Fault(what="lost", kind="put", key="*integrity.json", times=1),
+    Fault(what="stall", kind="put", key="*common.pt", times=1),
     Fault(what="error", kind="list", times=2, status=500, code="InternalError"),
 ]
 

@@ -279,21 +279,17 @@ class ByPointer(ABC):
         return self.write_part(save, name, fill, len(data) if isinstance(data, bytes) else 0)
 
     def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
-        before = self.list_files()
-        if lost := [name for name in names if name != POINTER and name not in before]:
-            raise overtaken(f"{self.name}/{lost[0]}")
         self.write(save, POINTER, pointer)
-        # Another save may have written its small files between ours, and has parts here then: neither is whole, and
-        # nothing is removed.
-        after = self.list_files()
-        strange = (before.keys() | after.keys()) - set(names)
-        if set(names) - after.keys() or (strange and not self.holds(save.save_id)):
+        found = self.list_files()
+        strange = found.keys() - set(names)
+        # Another save may have written its small files between ours, and has parts here then: nothing is removed.
+        if set(names) - found.keys() or (strange and not self.holds(save.save_id)):
             raise StorageError(
-                f"another save to {self.name} was committed while this one was: what is there is of both, and a load "
+                f"another save to {self.name} was committed while this one was; if what is there is of both, a load "
                 "refuses it. Two saves to one place at a time are one too many; save again",
                 errno.ESTALE,
             )
-        for name in sorted(before.keys() - set(names) - {POINTER}):
+        for name in sorted(strange):
             with suppress(CheckpointError):  # the next save removes it
                 self.delete(name)
 

@@ -211,7 +211,7 @@ def test_two_jobs_into_one_folder_are_told(tmp_path, monkeypatch):
 
 
 def test_memory_of_one_process_is_refused_where_others_must_see_it():
-    with pytest.raises(CheckpointError, match="background saves"):
+    with pytest.raises(CheckpointError, match="memory of one process"):
         dist_ckpt.async_save(state(1), MemoryStore())
     with pytest.raises(StorageError, match="memory of one process"):
         pickle.dumps(MemoryStore())

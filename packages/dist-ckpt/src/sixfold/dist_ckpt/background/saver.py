@@ -348,7 +348,9 @@ def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
     store = request.store
     if not store.is_shared:
-        raise CheckpointError(f"{store.name} is memory of one process; the worker process sees nothing of it: use save")
+        raise CheckpointError(
+            f"{store.name} is memory of one process; background saves are written by another: use save"
+        )
     if type(store).__module__ == "__main__":
         raise CheckpointError(
             f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "

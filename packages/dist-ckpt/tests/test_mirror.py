@@ -113,6 +113,15 @@ def test_a_fault_that_passes_is_not_seen(s3, bucket, what):
     assert torch.equal(values, WHOLE)
 
 
+@pytest.mark.parametrize(("kind", "key"), [("list", "*"), ("range", "*common.pt"), ("get", "*integrity.json")])
+def test_a_request_that_stands_still_is_asked_again_whatever_it_is(s3, bucket, kind, key):
+    s3.set(faults=[Fault(what="stall", kind=kind, key=key, times=1)])
+    start = time.monotonic()
+    assert torch.equal(loaded_columns(bucket, timeout_s=8.0)[0], WHOLE)
+    assert time.monotonic() - start < 40, "the client alone waits for 60 s"
+    assert s3.report()["total"]["faults"] == 1
+
+
 def test_a_fault_that_does_not_pass_is_told_with_how_often_and_how_long(s3, bucket):
     s3.set(faults=[Fault(what="stall_body", kind="range", key="*.distcp")])
     start = time.monotonic()

@@ -146,6 +146,17 @@ def test_a_rank_that_falls_while_others_wait_for_its_blocks_is_named(folder, spo
     assert "rank 1" in text
 
 
+def load_on_two_hosts(rank, ranks, place, spool):
+    """What tells hosts apart here is the folder of temporary files."""
+    tempfile.tempdir = str(spool.parent / f"host-{rank}")
+    os.mkdir(tempfile.tempdir)
+    return loaded(rank, ranks, Folder(place), verify="full"), os.listdir(tempfile.tempdir)
+
+
+def test_ranks_of_two_hosts_have_a_mirror_each(folder, spool):
+    assert run_ranks(load_on_two_hosts, 2, folder, spool) == [(True, [])] * 2
+
+
 def load_from_folder(rank, ranks, place, spool, free_bytes):
     tempfile.tempdir = str(spool)
     if free_bytes and rank == 0:

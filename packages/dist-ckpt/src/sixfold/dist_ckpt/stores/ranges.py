@@ -36,6 +36,11 @@ class _Asked:
     due: float = 0.0
 
 
+def stall_s(timeout_s: float) -> float:
+    """Longest time that one request may take. See [Note: a range that fails]."""
+    return min(STALL_S, timeout_s / 4)
+
+
 def in_flight(
     ask: Callable[[ByteRange], Future[Any]],
     ranges: Sequence[ByteRange],
@@ -51,7 +56,7 @@ def in_flight(
         told: makes the error that is raised from an error, its range, how often and for how many seconds it failed.
     """
     left, later, busy = deque(map(_Asked, ranges)), list[_Asked](), dict[Future[Any], _Asked]()
-    stall_s = min(STALL_S, timeout_s / 4)
+    longest_s = stall_s(timeout_s)
 
     def failed(asked: _Asked, error: BaseException) -> None:
         now = time.monotonic()
@@ -76,7 +81,7 @@ def in_flight(
             if not busy:
                 time.sleep(_TICK_S)
                 continue
-            done, _ = wait(busy, _TICK_S if later else min(1.0, stall_s / 4), FIRST_COMPLETED)
+            done, _ = wait(busy, _TICK_S if later else min(1.0, longest_s / 4), FIRST_COMPLETED)
             for future in done:
                 asked, error = busy.pop(future), future.exception()
                 if error is not None:
@@ -84,10 +89,10 @@ def in_flight(
                 else:
                     yield asked.part, future.result()
             for future, asked in list(busy.items()):
-                if time.monotonic() - asked.begun > stall_s and not future.done():
+                if time.monotonic() - asked.begun > longest_s and not future.done():
                     del busy[future]
                     future.cancel()
-                    failed(asked, TimeoutError(f"no answer within {stall_s:g} s"))
+                    failed(asked, TimeoutError(f"no answer within {longest_s:g} s"))
     finally:
         for future in busy:
             future.cancel()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.files.integrity import FileDigest, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
-from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight
+from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight, stall_s
 from sixfold.dist_ckpt.stores.store import ByPointer, Content, PartFile, Save
 from sixfold.dist_ckpt.stores.stream import Sink
 
@@ -83,7 +83,7 @@ class UrlStore(ByPointer):
         def found() -> dict[str, Any]:
             fs.invalidate_cache()
             try:
-                return dict(fs.find(root, detail=True))
+                return dict(fs.find(root, detail=True, **_within(fs, self._timeout_s / 2)))
             except FileNotFoundError:
                 return {}
 
@@ -92,15 +92,17 @@ class UrlStore(ByPointer):
 
     def size(self, name: str) -> int | None:
         fs, _ = self._connection()
+        limit = _within(fs, stall_s(self._timeout_s))
         try:
-            return int(self._asked(lambda: fs.info(self._path(name))["size"], f"the size of {name}"))
+            return int(self._asked(lambda: fs.info(self._path(name), **limit)["size"], f"the size of {name}"))
         except FileNotFoundError:
             return None
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         fs, _ = self._connection()
-        first = start or None  # a range of the whole would be another kind of request
-        return bytes(self._asked(lambda: fs.cat_file(self._path(name), start=first, end=stop), f"reading {name}"))
+        limit = _within(fs, stall_s(self._timeout_s))
+        span = {"start": start or None, "end": stop}  # a range of the whole would be another kind of request
+        return bytes(self._asked(lambda: fs.cat_file(self._path(name), **span, **limit), f"reading {name}"))
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
         fs, _ = self._connection()
@@ -253,6 +255,11 @@ class UrlStore(ByPointer):
         if times > 1:
             text += f" ({what} failed {times} times in {seconds:.1f} s; timeout_s={self._timeout_s:g})"
         return StorageError(text, getattr(error, "errno", None))
+
+
+def _within(fs: Any, seconds: float) -> dict[str, float]:
+    """A deadline of one call, as far as the file system knows one: without, a client may wait for minutes."""
+    return {"timeout": seconds} if fs.async_impl else {}
 
 
 def _pool_options(url: str, conf: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import board, control
+from sixfold.dist_ckpt.background import bell, board, control
 from sixfold.dist_ckpt.background.board import FolderBoard
 from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.control import Gathering, Job, Waiting
@@ -247,3 +247,20 @@ def test_a_verdict_whose_maker_died_before_it_said_why_is_taken_over(ranks, monk
         f"rank 2 of 3 died during a background save; {control._ADVICE}"
     }
     assert isinstance(all_ranks.board, FolderBoard)
+
+
+def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has_left(monkeypatch):
+    ranks = StoreRanks(2)
+    steps = iter([lambda: ranks.signs[1].beat(0), ranks.signs[1].close])
+
+    def wait(*_):
+        next(steps)()
+        return set()
+
+    monkeypatch.setattr(bell.Bell, "wait", wait)
+    control.remove(ranks.jobs[0], control.board_of(ranks.jobs[0]))
+    assert next(steps, None) is None, "the board went before the rank had left"
+    assert not ranks.things.data
+    ranks.signs[0].close()  # late, when the board is gone
+    assert not ranks.things.data
+    ranks.gauge.close()

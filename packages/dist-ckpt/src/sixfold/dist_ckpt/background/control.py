@@ -431,7 +431,7 @@ def remove(job: Job, board: Board) -> None:
     until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
     with board.bell() as bell:
         while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
-            if board.life(rank, False).state is State.LIVES:
+            if board.life(rank, False).state in _HERE:
                 bell.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
             else:
                 rank += 1

@@ -9,7 +9,8 @@ are objects that are created only if they are not there, in one act where the st
 Storage); on others by looking first, and there the order of the waits has to do, as in [Note: who gives up when].
 
 [Note: not there yet] The call sends one request for the board, by the first rank while tensors are copied. Signs come
-with the first beat, after it: one that was never seen is not there yet, one that was and is no more has left.
+with the first beat, after it: one that was never seen is not there yet. A rank that leaves says so in its sign, which
+goes with the board: a board that is looked at anew cannot tell a sign that is gone from one that never was.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 
 _MARK = "board"  # there as long as the board is
+_LEFT = b"left"  # the last sign of a rank that has heard the outcome
 
 
 class Objects(Protocol):
@@ -120,6 +122,8 @@ class StoreBoard:
         except StorageError:
             return Life(State.LIVES)
         self._seen.add(name)
+        if data == _LEFT:
+            return Life(State.LEFT)
         is_dead = self._still.setdefault(rank, Stillness()).of(data) > self._stale_s
         return Life(State.DEAD if is_dead else State.LIVES, data[BEATS_BYTES:])
 
@@ -153,7 +157,11 @@ class StoreSign:
 
     def close(self) -> None:
         with suppress(StorageError, OSError):
-            self._objects.delete(self._name)
+            self._objects.replace(self._name, _LEFT)
+            try:
+                self._objects.read(_MARK)
+            except FileNotFoundError:  # nobody else takes it away
+                self._objects.delete(self._name)
 
 
 @contextmanager

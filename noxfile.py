@@ -42,6 +42,7 @@ FULL = (
     ("pipeline", "tests/test_threads_random.py", "--random-runs=1000"),
     ("pipeline", "tests/test_controllable_memory.py", "--all-bubbles"),
     ("pipeline", "tests/ranks/test_export.py", "--all-exports"),
+    ("pipeline", "tests/ranks/test_matrix_ranks.py", "--full-matrix"),
     ("fsdp", "tests/ranks/test_matrix_bits.py", "--all-pairs"),
     ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
     ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),

@@ -26,4 +26,4 @@ def pytest_addoption(parser):
     parser.addoption("--all-exports", action="store_true", help="run every flush schedule's CSV in PyTorch's runtime")
     parser.addoption("--all-bubbles", action="store_true", help="V-Half and V-Min beside the authors' at all 60 sizes")
     parser.addoption("--random-runs", type=int, default=60, help="of programs with random delays over threads (60)")
-    parser.addoption("--full-matrix", action="store_true", help="every schedule at every m from 1 to 4p")
+    parser.addoption("--full-matrix", action="store_true", help="every schedule at every m from 1 to 4p; and over gloo")

@@ -49,6 +49,9 @@ class TensorOutgoing(Protocol):
     def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
         """Start to send; blocks only while the peer is far behind."""
 
+    def received(self, tag: int) -> None:
+        """The peer is known to have the last message of this tag."""
+
 
 class TensorIncoming(Protocol):
     """The receiving end of an edge for tensors."""
@@ -162,9 +165,12 @@ class GroupLane:
         """See Lane; a message that one list asks for may be waited for by the next, so there is one receipt for it."""
         route = route_of(action, self._microbatches)
         if route not in self._receipts:
-            self._receipts[route] = Receipt(
-                self._inlets[self._placement[action.peer_stage]], route, self.tag_of(route), action
-            )
+            peer = self._placement[action.peer_stage]
+            receipt = Receipt(self._inlets[peer], route, self.tag_of(route), action)
+            if (outlet := self._outlets.get(peer)) is not None:
+                # Gradients are made of the output that was sent; an input is made in a slot whose gradients are used.
+                receipt.proves = partial(outlet.edge.received, self.tag_of(route._replace(forward=not route.forward)))
+            self._receipts[route] = receipt
         return self._receipts[route]
 
     def resume(self, action: Action, values: Values) -> None:
@@ -184,7 +190,7 @@ class Outlet:
     """
 
     def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int, batch: int) -> None:
-        self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch
+        self._lane, self.edge, self._peer, self._batch = lane, edge, peer, batch
         self._left = 0  # forward messages of this batch
         self._headers = True
 
@@ -208,11 +214,11 @@ class Outlet:
                 f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
                 f"{words_of(lane.sent[slot])}; {say}make the runner with dynamic_shapes=True"
             )
-        self._edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
+        self.edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
 
     def send_backward(self, tag: int, action: Action, gradients: Values) -> None:
         """The gradients of what was received."""
-        self._edge.send(gradients, tag, action)
+        self.edge.send(gradients, tag, action)
 
 
 class Inlet:
@@ -252,6 +258,8 @@ class Inlet:
             self._ask(self._queue.popleft()[0])
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
+        if receipt.works and receipt.proves is not None:
+            receipt.proves()
         return receipt.buffers
 
     def _ask_for_next(self, wanted: Receipt) -> None:
@@ -298,7 +306,7 @@ class Inlet:
 class Receipt:
     """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("_inlet", "action", "buffers", "route", "slot", "specs", "tag", "wanted", "works")
+    __slots__ = ("_inlet", "action", "buffers", "proves", "route", "slot", "specs", "tag", "wanted", "works")
 
     def __init__(self, inlet: Inlet, route: Route, tag: int, action: Action) -> None:
         self._inlet, self.route, self.tag, self.action = inlet, route, tag, action
@@ -307,6 +315,7 @@ class Receipt:
         self.specs: Specs = ()
         self.wanted: list[TensorSpec] = []  # the last time
         self.works: list[Any] | None = None
+        self.proves: Callable[[], None] | None = None  # that the peer has what this message is made of
 
     def post(self) -> None:
         """See transport.Receipt."""

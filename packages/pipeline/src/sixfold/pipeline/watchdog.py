@@ -20,13 +20,24 @@ from typing import Any, TypeVar
 
 from sixfold.pipeline.action import Action
 
-__all__ = ["HostWait", "PeerLost", "StreamWait", "within"]
+__all__ = ["HostWait", "InFlight", "PeerLost", "Sent", "StreamWait", "within"]
 
 _POLL_S = 0.05
 _LOOK_S = 0.0005  # of a host that has nothing else to do than to wait for a device
 
 Result = TypeVar("Result")
-InFlight = deque[tuple[Any, Any, Action | None]]  # works of sends in order, each with its tensor
+
+
+class Sent:
+    """A tensor that was sent. ``work`` and ``tensor`` are None once it is known that the peer has it."""
+
+    __slots__ = ("action", "tensor", "work")
+
+    def __init__(self, work: Any, tensor: Any, action: Action | None) -> None:
+        self.work, self.tensor, self.action = work, tensor, action
+
+
+InFlight = deque[Sent]  # in order
 
 
 class PeerLost(Exception):
@@ -89,9 +100,14 @@ class HostWait:
     def release(self, in_flight: InFlight, window: int, peer: int) -> None:
         """Forget sends that are done: here the oldest of more than ``window``, which are waited for."""
         while len(in_flight) > window:
-            work, _, action = in_flight[0]
-            self(work, action, peer)
+            self.let_go(in_flight[0], peer)
             in_flight.popleft()
+
+    def let_go(self, sent: Sent, peer: int) -> None:
+        """Wait until it was sent, and drop its tensor. Raises PeerLost."""
+        if sent.work is not None:
+            self(sent.work, sent.action, peer)
+            sent.work = sent.tensor = None
 
     def check(self) -> None:
         """Nothing is ever overdue behind the caller's back."""
@@ -141,7 +157,7 @@ class StreamWait:
         on the device is its receives.
         """
         self.check()
-        while in_flight and in_flight[0][0].is_completed():
+        while in_flight and in_flight[0].work.is_completed():
             in_flight.popleft()
 
     def check(self) -> None:

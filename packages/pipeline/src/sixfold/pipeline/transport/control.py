@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sixfold.pipeline.action import Action
-from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost
+from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, Sent
 
 __all__ = ["GroupControl", "close_connection", "wait_until_sent"]
 
@@ -33,7 +33,7 @@ class GroupControl:
         self._group = group
         self._peers = [peer for peer in range(ranks) if peer != rank]
         self._wait = wait
-        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+        self._in_flight: InFlight = deque()
 
     def send(self, data: bytes, peer: int, action: Action | None = None, tag: int = 0) -> None:
         """See Control."""
@@ -98,7 +98,7 @@ class GroupControl:
             work = self._group.send([data], peer, tag)
         except RuntimeError as error:
             raise PeerLost(action, peer) from error
-        self._in_flight.append((work, data, action))
+        self._in_flight.append(Sent(work, data, action))
         self._wait.release(self._in_flight, _NOTES_IN_FLIGHT, peer)
 
     def _receive(self, size: int, peer: int, tag: int, action: Action | None) -> bytes:
@@ -117,9 +117,9 @@ class GroupControl:
 def wait_until_sent(in_flight: InFlight, deadline: float) -> None:
     """Nobody is left who would be told: what is overdue or has failed is passed over."""
     while in_flight:
-        work, _, _ = in_flight.popleft()
+        work = in_flight.popleft().work
         try:
-            if not work.is_completed():
+            if work is not None and not work.is_completed():
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError:
             pass

@@ -15,10 +15,13 @@ of edges then wait for each other under different names (torch 2.13,
 a second runner on the same group gets its own. All of a runner's gloo communicators
 share one device, that is one thread that moves bytes.
 
-[Note: sends in flight] A SEND is not waited for, not even at the end of a step:
-a peer may ask for it only in its next one. A tensor is kept until it was sent. gloo
-does not tell (``is_completed`` stays False until ``wait``), so there the oldest is waited
-for when more than a batch are in flight; NCCL tells, and is asked at each SEND.
+[Note: sends in flight] A SEND is not waited for, not even at the end of a step: a peer may ask
+for it only in its next one. A tensor is kept until it was sent. NCCL tells, and is asked at each
+SEND. gloo does not (``is_completed`` stays False until ``wait``), but a message that the peer
+makes of it does: gradients say that their output is there, the next input of a slot that the
+gradients of the one before are. That message alone is then waited for, at once: older ones may be
+under way (gloo has an order per tag). Where nothing comes back (no gradients, an evaluation)
+the oldest of more than a batch in flight is waited for.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from sixfold.pipeline.transport.ring import Ring
 from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, in_rounds, route_of, window_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
 from sixfold.pipeline.transport.specs import TensorSpec
-from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait, within
+from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, Sent, StreamWait, within
 
 __all__ = ["GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
 
@@ -71,11 +74,14 @@ class Outgoing:
         self._send = group.send
         self._peer, self._rank = peer, rank  # in the edge's group, in the pipeline
         self._wait, self._host = wait, host
-        self._in_flight: deque[tuple[Any, Any, Action | None]] = deque()
+        self._in_flight: InFlight = deque()
+        self._last: dict[int, list[Sent]] = {}  # by tag its last message, where the host waits
+        self._let_go = wait.let_go if isinstance(wait, HostWait) else None
         self.window = _WINDOW  # messages; see routes.window_of
 
     def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
         """Start to send; returns at once unless the peer is far behind."""
+        message = []
         for tensor in tensors:
             tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()  # what is sent is memory
             tensor = tensor.cpu() if self._host else tensor
@@ -83,8 +89,17 @@ class Outgoing:
                 work = self._send([tensor], self._peer, tag)
             except RuntimeError as error:  # the connection has ended
                 raise PeerLost(action, self._rank) from error
-            self._in_flight.append((work, tensor, action))
+            message.append(Sent(work, tensor, action))
+        self._in_flight += message
+        if self._let_go is not None:
+            self._last[tag] = message
         self._wait.release(self._in_flight, self.window * len(tensors), self._rank)
+
+    def received(self, tag: int) -> None:
+        """The peer is known to have the last message of this tag: drop its tensors. [Note: sends in flight]"""
+        if self._let_go is not None:
+            for sent in self._last.pop(tag, ()):
+                self._let_go(sent, self._rank)
 
     def deliver(self, deadline: float) -> None:
         """Wait until everything has been sent."""
@@ -94,6 +109,7 @@ class Outgoing:
         """Let the peer notice that nothing more will come."""
         close_connection(self._group, self._peer)
         self._in_flight.clear()
+        self._last.clear()
 
 
 class Incoming:
@@ -191,13 +207,7 @@ class GroupLinks:
 
     store: Store | None = None
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_s: float,
-        edges: Edges,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, edges: Edges) -> None:
         self.rank, self.ranks = group.rank(), group.size()
         self._group = group
         self._device = device

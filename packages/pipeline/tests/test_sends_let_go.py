@@ -1,4 +1,4 @@
-"""When edges of gloo drop what they sent: a work of gloo tells nothing until it is waited for, an answer of the peer does.
+"""When edges of gloo drop what they sent: a work tells nothing until it is waited for, an answer of the peer does.
 
 One rank's lane over a stand-in of gloo, whose works note who waits for them.
 """

@@ -7,10 +7,10 @@
     dist_ckpt.load(state, "run/step-00000007")
 
 The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
-import line changed. How it works, in the order of the data: box, mapping, tree, factory, manifest,
-unpickle, dcp_pickle, metadata, zarr_format, frame, crc, integrity, table, plan, validation, exchange,
-storage, mirror, folder, hosts, sources, reader, transfer, balance, relay, saving, loading, strategies, foreign,
-serialization; beside it arena, control and background for background saves, and tools for the command.
+import line changed. How it works, room by room in the order of the data, each importing only those before it:
+geometry, state, files, plans, stores, ranks, strategies/base.py, road, background; then the doors: serialization.py,
+strategies, retention.py, optimizers.py, doors and dcp.py, tools, and modules under megatron-core's names (mapping,
+validation, core, utils, dict_utils, exchange_utils, optimizer).
 """
 
 from sixfold.dist_ckpt import optimizer, optimizers, retention, strategies, validation

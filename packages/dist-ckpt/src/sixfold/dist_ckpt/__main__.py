@@ -1,6 +1,6 @@
 """The command ``sixfold-ckpt``, also ``python -m sixfold.dist_ckpt``.
 
-    arguments --> tools.py --> text or JSON, exit status (this file)
+    arguments --> tools/commands.py --> text or JSON, exit status (this file)
 
 Exit status: 0 fine; 1 ``verify`` found problems, ``diff`` differences; 2 the command could not do its work.
 """

@@ -1,4 +1,4 @@
-"""The worker process of a rank: ``python -m sixfold.dist_ckpt._worker``, started by background.py.
+"""The worker process of a rank: ``python -m sixfold.dist_ckpt._worker``, started by background/process.py.
 
     Job + arena --> run (this file) --> files, record, outcome --> the trainer's handle
 

@@ -3,7 +3,8 @@
     save, load --> strategies --> saving.py, loading.py: the built-in engine
     (this file)               --> foreign.py: strategies of users
 
-Every other file of the package is below this one.
+Tools, the doors for torch's own functions and modules under megatron-core's names stand beside or above this file;
+all others are below it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Formats: bytes of frames, checksums, metadata and pickles, made and read. No path is opened."""
+"""Formats: bytes of frames, checksums, metadata and pickles, made and read. integrity.py alone opens files."""

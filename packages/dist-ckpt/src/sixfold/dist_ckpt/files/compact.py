@@ -45,7 +45,6 @@ _HEAD = 9  # integers
 _FIXED = 5  # integers of a tensor before its shape
 _MOST_AXES = 1 << 12
 _KEPT_TENSORS = 1 << 16
-_TEXT_BYTES = 1 << 20  # at once
 
 
 def encode(index: Index, *, is_alone: bool = False) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """Integers of records: whatever counts as an integer becomes an int, and nothing else does.
 
-    caller's shapes, offsets, replica ids --> integers.py (this file) --> mapping.py
+    caller's shapes, offsets, replica ids --> integers.py (this file) --> records.py
 
 numpy's and torch's integers are common there. A float or a truth value is a mistake that would be found later, in words
 about something else. Pure.

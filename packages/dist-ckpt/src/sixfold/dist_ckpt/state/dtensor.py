@@ -1,6 +1,6 @@
 """DTensors: which boxes of the global tensor a rank's local tensor fills, and whose copy is written.
 
-    DTensor --> layout_of (this file) --> mapping.py, factory.py: ordinary records
+    DTensor --> layout_of (this file) --> records.py, factory.py: ordinary records
 
 Worked out from mesh and placements by plain arithmetic, which ``tests/ranks/test_dtensor_ranks.py`` compares
 with what torch itself distributes. No files, no group.

@@ -1,6 +1,6 @@
 """Records: what a leaf of a state dict says about its place in the global tensor.
 
-    caller's tensors --> mapping.py (this file) --> tree.py --> plan.py --> transfer.py
+    caller's tensors --> records.py (this file) --> factory.py, tree.py --> plan.py --> transfer.py, reader.py
 
 Names and argument order are megatron-core's (``dist_checkpointing/mapping.py``), flat shards
 included, which megatron itself dropped after 0.12. No files, no ranks.

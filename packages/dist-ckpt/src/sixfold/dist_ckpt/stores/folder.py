@@ -1,6 +1,6 @@
 """An existing checkpoint, opened: found, told from what only looks like one, its files mapped.
 
-    path --> folder.py (this file) --> Checkpoint(manifest, integrity, files) --> plan.py, transfer.py
+    path --> folder.py (this file) --> Checkpoint(manifest, integrity, files) --> plan.py, reader.py
 
 Opening reads the small files and the sizes of the others, no tensor.
 """
@@ -242,7 +242,7 @@ def is_complete(path: str | Path) -> bool:
 
 
 def _fallback(folder: Path) -> Path:
-    """The newest complete sibling of a missing folder whose replacement was cut short; see storage.commit."""
+    """The newest complete sibling of a missing folder whose replacement was cut short; see ``commit`` in local.py."""
     if storage.siblings(folder, "old"):
         candidates = [*storage.siblings(folder, "tmp"), *storage.siblings(folder, "old")]
         for sibling in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):

@@ -77,11 +77,6 @@ def resolved(place: Path) -> Path:
         raise StorageError(f"{place}: {error}", getattr(error, "errno", None)) from error
 
 
-def is_url(place: Any) -> bool:
-    """Whether ``located`` gives a URL, which needs fsspec."""
-    return isinstance(located(place), str)
-
-
 def child(root: Path | str, name: str) -> Path | str:
     """``root/name`` for what ``located`` gave."""
     if isinstance(root, Path):

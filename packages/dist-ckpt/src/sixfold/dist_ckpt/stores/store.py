@@ -195,7 +195,10 @@ class Store(Protocol):
 class ByPointer(ABC):
     """A store without rename, from five things that it can do; see [Note: visible by one act].
 
-    A store of one's own defines ``name``, ``list_files``, ``read``, ``create`` and ``delete``.
+    A store of one's own defines ``name``, ``list_files``, ``read``, ``create`` and ``delete``; ``Store`` says what they
+    do, memory.py is an example. Other processes can import its class. It raises FileNotFoundError for a file that is
+    not there and StorageError for all else: another exception ends the call too, and does not name the store. For
+    background saves of several ranks it has ``beside`` (``HasBeside``, ``Objects`` in background/store_board.py).
     """
 
     is_shared = True

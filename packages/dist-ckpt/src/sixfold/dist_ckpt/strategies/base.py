@@ -2,8 +2,8 @@
 
     user's strategy, built-in strategies --> register (this file) --> save, load (serialization.py)
 
-Four abstract classes, megatron-core's (``dist_checkpointing/strategies/base.py``), and a registry from
-(backend, version) to strategies. For one backend and version every saving strategy goes with every
+Four abstract classes and one of background saves, megatron-core's (``dist_checkpointing/strategies/base.py``), and a
+registry from (backend, version) to strategies. For one backend and version every saving strategy goes with every
 loading strategy: a strategy changes the way, never the format.
 
 The built-in engine (saving.py, loading.py) is told what to do by ``SaveEngine`` and ``LoadEngine``. A

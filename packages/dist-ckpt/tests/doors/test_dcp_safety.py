@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import random
+import tracemalloc
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ from dist_ckpt_door_helpers import contents, dcp_load, dcp_save
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, UnsafeError, dcp
+from sixfold.dist_ckpt.doors import dcp_metadata
 
 PROOF = "SIXFOLD_CODE_OF_A_FILE_RAN"
 
@@ -54,6 +56,41 @@ def test_hostile_metadata_is_refused_by_name_and_not_run(folder):
         dcp.Reader(folder).read_metadata()
     with pytest.raises(CheckpointException, match="exec"):
         dcp_load({"w": torch.zeros(4)}, dcp.Reader(folder))
+
+
+def with_paths(folder, paths):
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    (folder / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, planner_data=paths)))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_deep_path_of_the_planner_is_refused_before_it_takes_memory(folder, kind):
+    with_paths(folder, {"w": kind([1]) * 4000, "step": kind([2]) * 4000})
+    assert (folder / ".metadata").stat().st_size < 20_000
+    reader = dcp.Reader(folder)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match="path of 4000 parts"):
+            reader.read_metadata()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_deep_paths_of_the_planner_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(dcp_metadata, "_MOST_PLACES", 4000)
+    with_paths(folder, {"w": (1,) * 64})
+    assert dcp.Reader(folder).read_metadata().planner_data == {"w": (1,) * 64}
+    with_paths(folder, {"w": (1,) * 64, "step": (2,) * 64})
+    with pytest.raises(CorruptError, match="4032 parts deep"):
+        dcp.Reader(folder).read_metadata()
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_long_list_that_a_path_stands_for_is_refused(folder, kind):
+    with_paths(folder, {"w": kind(["w", 10**12])})
+    with pytest.raises(CorruptError, match="lists of"):
+        dcp.Reader(folder).read_metadata()
 
 
 def test_code_in_the_data_of_the_planner_is_not_run(folder):

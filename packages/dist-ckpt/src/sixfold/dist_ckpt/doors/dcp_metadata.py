@@ -11,7 +11,7 @@ that types, boxes and byte ranges are what they must be. The planner's data is t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from sixfold.dist_ckpt.files.unpickle import Node
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 
+_MOST_DEPTH = 64  # of a path of planner_data
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together
 
 Places = Mapping[tuple[str, Ints | None], ByteRange]
@@ -153,7 +154,7 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
                 place = MetadataIndex(index.get("fqn"), index.get("offset"), index.get("index"))
                 at = _StorageInfo(info.get("relative_path"), info.get("offset"), info.get("length"))
                 found.storage_data[place] = at
-        found.planner_data = _planner_data(root.get("planner_data"))
+        found.planner_data = _planner_data(root.get("planner_data"), found.state_dict_metadata)
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
         raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
     found.version = root.get("version") if isinstance(root.get("version"), str) else None
@@ -191,20 +192,32 @@ def _entry(properties: TensorProperties, shape: Ints, boxes: Iterable[tuple[Ints
     return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
 
-def _planner_data(value: Any) -> Any:
+def _planner_data(value: Any, keys: Iterable[str]) -> Any:
     """What a planner kept, if it is of plain types; torch's own planners keep the path of each key."""
     odd = _first_object(value)
     if odd is not None:
         warnings.warn(f"planner_data of .metadata holds a {unpickle.kind_of(odd)} and is left out", stacklevel=4)
         return None
+    named = [value[key] for key in keys if key in value] if isinstance(value, dict) else []
+    _check_paths([path for path in named if isinstance(path, tuple | list)])
+    return value
+
+
+def _check_paths(paths: list[Sequence[Any]]) -> None:
+    """CorruptError for paths that would make torch's planner, or this check, fill memory: few bytes name long lists."""
+    deepest = max(map(len, paths), default=0)
+    if deepest > _MOST_DEPTH:
+        raise CorruptError(f"planner_data has a path of {deepest} parts; {_MOST_DEPTH} are read")
+    kept = sum(depth for path in paths for depth, part in enumerate(path) if type(part) is int)
+    if kept > _MOST_PLACES:
+        raise CorruptError(f"planner_data has {len(paths)} paths whose lists stand {kept} parts deep, added up")
     longest: dict[Any, int] = {}
-    for path in value.values() if isinstance(value, dict) else ():
-        for depth, part in enumerate(path) if isinstance(path, tuple) else ():
+    for path in map(tuple, paths):
+        for depth, part in enumerate(path):
             if type(part) is int:
                 longest[path[:depth]] = max(part, longest.get(path[:depth], 0))
     if sum(longest.values()) > _MOST_PLACES:
         raise CorruptError(f"planner_data places values in lists of {sum(longest.values())} places")
-    return value
 
 
 def _first_object(value: Any) -> Node | None:

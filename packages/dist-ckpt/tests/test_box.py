@@ -1,6 +1,7 @@
 """Box geometry against sets of elements counted one by one."""
 
-from itertools import product
+from collections import Counter
+from itertools import combinations_with_replacement, product
 from math import prod
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from sixfold.dist_ckpt.geometry.box import (
     Box,
+    cover_weight,
     describe,
     first_element,
     holes,
@@ -70,6 +72,26 @@ def test_holes_and_overlaps_are_those_of_the_element_sets(case):
     ) - covered
     naive = [(i, j) for j in range(len(boxes)) for i in range(j) if elements(boxes[i]) & elements(boxes[j])]
     assert overlaps(boxes) == sorted(naive)
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [((9,), 3), ((4,), 5), ((3, 4), 2), ((2, 3), 3), ((2, 2), 4), ((2, 2, 2), 3), ((), 3)]
+)
+def test_weights_add_up_to_the_whole_for_tilings_and_for_nothing_else(shape, most):
+    """Every choice of up to ``most`` boxes, counted element by element."""
+    axes = [[(low, high - low) for low in range(n) for high in range(low + 1, n + 1)] for n in shape]
+    boxes = [Box(tuple(o for o, _ in axis), tuple(n for _, n in axis)) for axis in product(*axes)]
+    places = {place: 1 << (4 * n) for n, place in enumerate(product(*map(range, shape)))}  # four bits count to `most`
+    counted = [sum(places[place] for place in elements(box)) for box in boxes]
+    weights = [cover_weight(box) for box in boxes]
+    once, whole = sum(places.values()), cover_weight(Box((0,) * len(shape), shape))
+    told: Counter[tuple[bool, bool]] = Counter()
+    for count in range(1, most + 1):
+        for chosen in combinations_with_replacement(range(len(boxes)), count):
+            told[sum(counted[i] for i in chosen) == once, sum(weights[i] for i in chosen) == whole] += 1
+    assert told[True, False] == told[False, True] == 0
+    assert told[True, True] > 0
+    assert told[False, False] > 0
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 Ints = tuple[int, ...]
 
+_WORD = (1 << 64) - 1
+
 
 class Box(NamedTuple):
     """The elements ``offset[d] <= i[d] < offset[d] + size[d]`` for every axis d."""
@@ -171,9 +173,17 @@ def describe(key: str, box: Box, shape: Sequence[int], flattened: tuple[int, int
 def cover_weight(box: Box) -> int:
     """A number that adds up: boxes that tile a box have its weight together; any hole or overlap gives another sum.
 
-    As in table.py's [Note: cover by hashes], for the few boxes of one read.
+    As in table.py's [Note: cover by hashes], for the few boxes of one read; here products and sums are exact.
     """
     weight = 1
     for axis, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        weight *= hash((axis, start + length)) - hash((axis, start))
+        weight *= _mixed(start + length, axis) - _mixed(start, axis)
     return weight
+
+
+def _mixed(place: int, axis: int) -> int:
+    """splitmix64 of a place, another one for each axis. Python's hash of small integers keeps their differences."""
+    mixed = (place + (axis + 1) * 0x1E3779B97F4A7C15) & _WORD
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _WORD
+    return mixed ^ mixed >> 31

@@ -46,7 +46,7 @@ def byte_of_the_values(folder, key):
     """A place among the raw values of a tensor, found by zipfile."""
     name, start, stop = place_of(folder, key)
     frame = (folder / name).read_bytes()[start:stop]
-    values = contents()["model"][key.removeprefix("model.")].contiguous().view(torch.uint8).numpy().tobytes()
+    values = bytes(contents()["model"][key.removeprefix("model.")].contiguous().view(torch.uint8).flatten().tolist())
     return name, start + frame.index(values) + len(values) // 2
 
 

@@ -293,3 +293,30 @@ def test_keys_that_are_not_sorted_are_told():
     data = written(cut(2, axis=0, tensors=3))
     with pytest.raises(CheckpointError, match="not sorted"):
         list(read(data.replace(b"layer.00001", b"layer.00009")).tensors)
+
+
+@pytest.mark.parametrize(("asked", "most_looks"), [(2000, 3 * 2000), (40, 40 * 35)])
+def test_who_asks_for_many_keys_has_each_decoded_once_and_who_asks_for_few_bisects(asked, most_looks):
+    looks = []
+    manifest = read(written(cut(1, axis=0, tensors=2000)), lambda start, stop: looks.append(stop - start))
+    looks.clear()
+    for n in range(asked):
+        assert manifest.tensors[f"layer.{n:05}"].shape == (8, 8)
+    assert "layer.02000" not in manifest.tensors
+    assert asked < len(looks) < most_looks
+
+
+@pytest.mark.parametrize("swapped", [b"layer.00009", b"layer.00000"])
+def test_many_keys_that_are_not_sorted_are_told(swapped):
+    tensors = read(written(cut(1, axis=0, tensors=3)).replace(b"layer.00001", swapped)).tensors
+    with pytest.raises(CorruptError, match="not sorted"):
+        tensors["layer.00002"]
+
+
+def test_a_key_that_leaves_the_text_is_corrupt_for_one_who_asks_for_many():
+    data = written(cut(1, axis=0, tensors=3))
+    end = 8 * (9 + 1 + 1 + 1)  # of the first key: after the save id, a dtype and a file
+    for value in (-1, 1 << 40, 1 << 62):
+        data[end : end + 8] = struct.pack("<q", value)
+        with pytest.raises(CorruptError, match="in order"):
+            read(data).tensors["layer.00002"]

@@ -25,25 +25,20 @@ from __future__ import annotations
 
 import struct
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, UnsafeError
 from sixfold.dist_ckpt.files.dcp_pickle import Index, sort_key
 from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.files.mapped_rows import FIXED, MAGIC, Reader
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import FEW_CHUNKS, ByteRange, Manifest, StoredChunk
 
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"
-MAGIC = int.from_bytes(b"6FCKPT\x00\x01", "little")
-_HEAD = 9  # integers
-_FIXED = 5  # integers of a tensor before its shape
-_MOST_AXES = 1 << 12
 _KEPT_TENSORS = 1 << 16
 
 
@@ -103,7 +98,7 @@ def _tensor_rows(index: Index, dtypes: Sequence[str], axis_K: torch.Tensor, long
         if len(flat) > 1 << 16:
             yield _int64s(flat)
             flat = []
-    yield _int64s([*flat, first, *(0,) * (_FIXED - 1 + index.dims)])
+    yield _int64s([*flat, first, *(0,) * (FIXED - 1 + index.dims)])
 
 
 def _int64s(values: Sequence[int]) -> bytes:
@@ -117,47 +112,6 @@ def _bytes(values: torch.Tensor) -> bytes:
     return bytes(tensor_bytes(data))
 
 
-class _Head(NamedTuple):
-    """Numbers of the head, and where what follows begins, in bytes."""
-
-    is_alone: int
-    dtypes: int
-    files: int
-    objects: int
-    tensors: int
-    chunks: int
-    dims: int
-    text_bytes: int
-
-    @property
-    def texts(self) -> int:
-        return 1 + self.dtypes + self.files + self.objects + self.tensors
-
-    @property
-    def at_objects(self) -> int:
-        return 8 * (_HEAD + self.texts)
-
-    @property
-    def at_tensors(self) -> int:
-        return self.at_objects + 24 * self.objects
-
-    @property
-    def at_starts(self) -> int:
-        return self.at_tensors + 8 * (self.tensors + 1) * (_FIXED + self.dims)
-
-    @property
-    def at_chunks(self) -> int:
-        return self.at_starts + 8 * self.chunks
-
-    @property
-    def at_text(self) -> int:
-        return self.at_chunks + 8 * self.chunks * (2 * self.dims + 3)
-
-    @property
-    def nbytes(self) -> int:
-        return self.at_text + self.text_bytes
-
-
 def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, int], None]) -> Manifest:
     """The manifest of a mapped file, whose entries are read and checked when they are asked for.
 
@@ -169,7 +123,7 @@ def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, in
         CorruptError: it is not what such a file is. UnsafeError: a file name that leaves the folder. The same when
         an entry is asked for that contradicts itself.
     """
-    reader = _Reader(data, check)
+    reader = Reader(data, check)
     names = [reader.text(1 + reader.head.dtypes + number) for number in range(reader.head.files)]
     for name in names:
         if name in ("", ".", "..") or "/" in name or not name.isprintable():
@@ -212,72 +166,10 @@ class _Places:
         return ByteRange(self._names[file], start, length)
 
 
-class _Reader:
-    """Integers and texts of the file by their places."""
-
-    def __init__(self, data: memoryview, check: Callable[[int, int], None]) -> None:
-        self._data, self._check = data, check
-        if len(data) < 8 * _HEAD:
-            raise CorruptError(f"{len(data)} bytes are no compact manifest")
-        magic, *numbers = self.int64s(0, _HEAD)
-        if magic != MAGIC:
-            raise CorruptError("not a compact manifest, or one of a version that is not read here")
-        self.head = head = _Head(*numbers)
-        if min(head) < 0 or head.dims > _MOST_AXES or head.nbytes != len(data):
-            raise CorruptError(f"{len(data)} bytes do not hold {head}")
-
-    def int64s(self, at: int, count: int) -> tuple[int, ...]:
-        """``count`` integers from byte ``at`` on."""
-        self._check(at, at + 8 * count)
-        return struct.unpack_from(f"<{count}q", self._data, at)
-
-    def array(self, at: int, count: int) -> torch.Tensor:
-        """The same as a tensor, where they are mapped; ``count`` > 0."""
-        self._check(at, at + 8 * count)
-        if sys.byteorder == "big":
-            swapped = torch.frombuffer(bytearray(self._data[at : at + 8 * count]), dtype=torch.uint8)
-            return swapped.view(-1, 8).flip(1).contiguous().view(torch.int64).view(-1)
-        return torch.frombuffer(self._data, dtype=torch.int64, count=count, offset=at)
-
-    def text(self, number: int) -> str:
-        """Text ``number``."""
-        try:
-            return self.encoded(number).decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise CorruptError(f"text {number} is not UTF-8: {error}") from error
-
-    def encoded(self, number: int) -> bytes:
-        """Its bytes."""
-        at = 8 * (_HEAD + number - 1)
-        start, stop = self.int64s(at, 2) if number else (0, *self.int64s(at + 8, 1))
-        if not 0 <= start <= stop <= self.head.text_bytes:
-            raise CorruptError(f"text {number} is bytes {start} to {stop} of {self.head.text_bytes}")
-        first = self.head.at_text + start
-        self._check(first, first + stop - start)
-        return bytes(self._data[first : first + stop - start])
-
-    def sorted_texts(self, first: int, count: int) -> Iterator[str]:
-        """All of ``count`` keys from text ``first`` on, each of which ``find`` finds."""
-        last = b""
-        for number in range(first, first + count):
-            if (key := self.encoded(number)) <= last and number > first:
-                raise CorruptError(f"the keys are not sorted at text {number}")
-            last = key
-        return (self.text(number) for number in range(first, first + count))
-
-    def find(self, first: int, count: int, key: object) -> int | None:
-        """The number of a key among ``count`` sorted texts from ``first`` on."""
-        if not isinstance(key, str):
-            return None
-        wanted = sort_key(key)
-        number = first + bisect_left(range(first, first + count), wanted, key=self.encoded)
-        return number - first if number < first + count and self.encoded(number) == wanted else None
-
-
 class _Objects(Mapping[str, ByteRange]):
     """Frames of objects by stored key."""
 
-    def __init__(self, reader: _Reader, places: _Places) -> None:
+    def __init__(self, reader: Reader, places: _Places) -> None:
         self._reader, self._places = reader, places
         self._first = 1 + reader.head.dtypes + reader.head.files
 
@@ -297,7 +189,7 @@ class _Objects(Mapping[str, ByteRange]):
 class _Tensors(Mapping[str, "_Stored"]):
     """Tensors by key; those asked for last are kept."""
 
-    def __init__(self, reader: _Reader, dtypes: Sequence[torch.dtype], places: _Places) -> None:
+    def __init__(self, reader: Reader, dtypes: Sequence[torch.dtype], places: _Places) -> None:
         self._reader, self._dtypes, self._places = reader, dtypes, places
         self._first = reader.head.texts - reader.head.tensors
         self._kept: dict[str, _Stored | None] = {}
@@ -326,10 +218,10 @@ class _Tensors(Mapping[str, "_Stored"]):
         return self._kept[key]
 
     def _stored(self, key: str, number: int) -> _Stored:
-        head, width = self._reader.head, _FIXED + self._reader.head.dims
+        head, width = self._reader.head, FIXED + self._reader.head.dims
         row = self._reader.int64s(head.at_tensors + 8 * number * width, width + 1)
-        (first, dtype, axes, axis, longest), stop = row[:_FIXED], row[width]
-        shape = row[_FIXED : _FIXED + axes]
+        (first, dtype, axes, axis, longest), stop = row[:FIXED], row[width]
+        shape = row[FIXED : FIXED + axes]
         fits = 0 <= first <= stop <= head.chunks and 0 <= dtype < len(self._dtypes)
         fits = fits and 0 <= axes <= head.dims and 0 <= longest < 1 << 62
         if not fits or min(shape, default=0) < 0 or not 0 <= axis < max(1, axes):
@@ -378,7 +270,7 @@ class _Stored:
         rows: range,
         axis: int,
         longest: int,
-        reader: _Reader,
+        reader: Reader,
         places: _Places,
     ) -> None:
         self.dtype, self.shape = dtype, shape

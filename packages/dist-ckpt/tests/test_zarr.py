@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
@@ -222,3 +223,10 @@ def test_a_mangled_file_gives_our_error_or_a_result_never_another_exception(tmp_
         (folder / name).write_bytes(bytes(broken[: rng.choice([len(data), rng.randrange(len(data))])]))
         with contextlib.suppress(dist_ckpt.CheckpointError):
             dist_ckpt.load(asked, folder, strict="ignore_all")
+
+
+def test_what_torch_saves_over_it_is_not_passed_over(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "c")
+    torch_dcp.save({"w": torch.zeros(8)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CorruptError, match="two saves are mixed"):
+        dist_ckpt.load_plain_tensors(tmp_path / "c")

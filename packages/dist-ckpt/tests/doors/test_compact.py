@@ -6,12 +6,23 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_door_helpers import everything
 from dist_ckpt_helpers import flip_byte, folder_bytes, names, one, state, value_of
 from torch.distributed.checkpoint import FileSystemReader
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, ShardedObject, ShardedTensor, retention, tools
+from sixfold.dist_ckpt import (
+    CheckpointError,
+    CorruptError,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+    dcp,
+    retention,
+    tools,
+)
+from sixfold.dist_ckpt.stores import MemoryStore
 
 
 def contents(value=1.0):
@@ -163,3 +174,50 @@ def test_a_file_missing_from_a_compact_save_is_named(folder):
     file.unlink()
     with pytest.raises(CorruptError, match=file.name):
         dist_ckpt.load({"w": one("w", torch.zeros(4, 6))}, folder)
+
+
+@pytest.mark.parametrize("form", ["compact", "torch"])
+@pytest.mark.parametrize("verify", ["touched", "full", "off"])
+def test_what_torch_saves_over_it_is_never_passed_over_for_the_older_values(form, verify):
+    fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    url = "memory://compact/c"
+    try:
+        dist_ckpt.save({"w": one("w", torch.ones(8))}, url, metadata=form)
+        torch_dcp.save({"w": torch.full((8,), 2.0)}, storage_writer=FsspecWriter(url), no_dist=True)
+        with pytest.raises(CorruptError, match=r"\.metadata"):
+            dist_ckpt.load({"w": one("w", torch.zeros(8))}, url, verify=verify)
+        with pytest.raises(torch_dcp.CheckpointException, match=r"\.metadata"):
+            torch_dcp.load({"w": torch.zeros(8)}, storage_reader=dcp.Reader(url, verify=verify), no_dist=True)
+        assert not dist_ckpt.check_is_distributed_checkpoint(url)
+    finally:
+        fsspec.filesystem("memory").rm("/compact", recursive=True)
+
+
+def test_a_metadata_of_another_save_is_refused_and_not_written_over(folder, tmp_path):
+    dist_ckpt.save(contents(2.0), tmp_path / "other")
+    (folder / ".metadata").write_bytes((tmp_path / "other" / ".metadata").read_bytes())
+    before = folder_bytes(folder)
+    with pytest.raises(CorruptError, match="two saves are mixed"):
+        dist_ckpt.load_common_state_dict(folder)
+    with pytest.raises(CorruptError, match="two saves are mixed"):
+        tools.metadata(folder)
+    assert folder_bytes(folder) == before and not tools.verify(folder)["ok"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_compact_save_to_a_store_is_whole_from_the_moment_it_shows(known):
+    class Slow(MemoryStore):
+        def delete(self, name):
+            if "metadata.json" in self.files and name != "metadata.json":
+                raise StorageError("nothing is removed after the commit")
+            super().delete(name)
+
+    store = Slow()
+    dist_ckpt.save(contents(1.0), store)
+    if not known:
+        for name in ("integrity.json", "metadata.json", "shard_manifest.pt"):
+            del store.files[name]
+    dist_ckpt.save(contents(2.0), store, metadata="compact")
+    assert dist_ckpt.load({"o": an_object(None)}, store)["o"] == {"v": 2.0}

@@ -282,6 +282,8 @@ class ByPointer(ABC):
         return self.write_part(save, name, fill, len(data) if isinstance(data, bytes) else 0)
 
     def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
+        if ".metadata" not in names:
+            self.delete(".metadata")  # of an older save: beside this one's files a load refuses it
         self.write(save, POINTER, pointer)
         found = self.list_files()
         strange = found.keys() - set(names)

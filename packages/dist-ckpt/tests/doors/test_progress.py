@@ -1,5 +1,7 @@
 """``progress(bytes_done, bytes_total)`` of every long call: grows, ends at the total, and its errors lose nothing."""
 
+import threading
+
 import pytest
 import torch
 from dist_ckpt_helpers import folder_bytes, names, one, state, value_of
@@ -7,6 +9,7 @@ from dist_ckpt_helpers import folder_bytes, names, one, state, value_of
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, tools
 from sixfold.dist_ckpt.background import AsyncSaver
+from sixfold.dist_ckpt.progress import Meter
 
 MIB = 2**20
 TENSORS, EACH = 6, 4 * MIB  # bytes of float32
@@ -15,13 +18,13 @@ TENSORS, EACH = 6, 4 * MIB  # bytes of float32
 class Bar:
     """Notes what it is told; raises at the n-th time where one is given."""
 
-    def __init__(self, raise_at=None):
-        self.seen, self.raise_at = [], raise_at
+    def __init__(self, raise_at=None, kind=LookupError):
+        self.seen, self.raise_at, self.kind = [], raise_at, kind
 
     def __call__(self, done, total):
         self.seen.append((done, total))
         if len(self.seen) == self.raise_at:
-            raise LookupError("my bar broke")
+            raise self.kind("my bar broke")
 
     def check(self, *, least=TENSORS * EACH, steps=2):
         """It grew in steps to one total, which is that of the tensors and little more."""
@@ -123,6 +126,45 @@ def test_an_error_of_the_callable_ends_a_load(saved):
         dist_ckpt.load(large(0.0), saved, progress=Bar(raise_at=1))
     assert folder_bytes(saved) == before
     assert dist_ckpt.load(large(0.0), saved)["it"] == 3
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.filterwarnings("ignore:the zarr format is deprecated")
+def test_what_ends_the_interpreter_passes_on_the_callers_own_thread_and_leaves_nothing_half(saved, tmp_path, kind):
+    dist_ckpt.save(state(1.0), tmp_path / "c")
+    before = folder_bytes(tmp_path / "c")
+    calls = [
+        lambda bar: dist_ckpt.save(state(2.0, EACH // 2), tmp_path / "c", progress=bar),
+        lambda bar: dist_ckpt.load(large(0.0), saved, progress=bar),
+        lambda bar: tools.verify(saved, progress=bar),
+        lambda bar: tools.convert(saved, tmp_path / "d", to="torch_dist", progress=bar),
+        lambda bar: tools.convert(saved, tmp_path / "z", to="zarr", progress=bar),
+        lambda bar: tools.convert(saved, tmp_path / "s", to="safetensors", progress=bar),
+    ]
+    for call in calls:
+        with pytest.raises(kind, match="my bar broke"):
+            call(Bar(raise_at=1, kind=kind))
+        with pytest.raises((kind, CheckpointError), match="my bar broke"):  # the second call may be of another thread
+            call(Bar(raise_at=2, kind=kind))
+    assert names(tmp_path) == ["c"]
+    assert folder_bytes(tmp_path / "c") == before
+    dist_ckpt.save(state(3.0), tmp_path / "c", progress=Bar())
+    assert value_of(tmp_path / "c") == 3.0
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_ends_the_interpreter_is_an_error_on_another_thread(kind):
+    found, meter = [], Meter(Bar(raise_at=2, kind=kind), lambda: 10)
+
+    def add():
+        with pytest.raises(CheckpointError, match=rf"progress\(5, 10\) raised {kind.__name__}: my bar broke"):
+            meter.add(5)
+        found.append(True)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    thread.join()
+    assert found
 
 
 def test_an_error_of_the_callable_ends_a_background_save_and_comes_out_of_wait(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -20,7 +21,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import board, process
+from sixfold.dist_ckpt.background import board, control, flight, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 
@@ -145,6 +146,99 @@ def test_a_stopped_worker_is_told_within_timeout_s_and_killed(saver, stopped, tm
     assert not is_running(stopped)
     assert loaded_value(tmp_path / "c") == 1
     assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("midway", [False, True])
+def test_a_progress_that_ends_its_thread_fails_the_save_and_ends_the_worker(
+    saver, stopped, tmp_path, monkeypatch, ending, midway
+):
+    """Python drops these two in silence on a thread; the worker, slow as it is, still reads the arena."""
+    monkeypatch.setattr(flight, "_GLANCE_S", 0.02)
+
+    def bar(done, total):
+        if done or not midway:
+            raise ending(3)
+
+    handle = saver.save(state(2), tmp_path / "c", progress=bar)
+    saver._worker.gauge.add(100)
+    with pytest.raises(CheckpointError, match=rf"rank 0: progress\({100 * midway}, \d+\) raised {ending.__name__}: 3"):
+        handle.wait(60)
+    assert not is_running(stopped)
+    assert loaded_value(tmp_path / "c") == 1
+    assert names(tmp_path) == ["c"]
+    saver.save(state(3), tmp_path / "c").wait(60)
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver, tmp_path):
+    def bar(done, total):
+        if done == total:
+            raise SystemExit(3)
+
+    handle = saver.save(state(2), tmp_path / "c", progress=bar)
+    with pytest.raises(CheckpointError, match=r"raised SystemExit: 3; .* The checkpoint is committed all the same"):
+        handle.wait(60)
+    assert loaded_value(tmp_path / "c") == 2
+
+
+@pytest.mark.parametrize("place", [(flight.Flight, "_count"), (control, "speak_for_worker")])
+def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
+    def end(*arguments):
+        raise SystemExit(3)
+
+    def bar(done, total):
+        raise LookupError("my bar broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flight, "_GLANCE_S", 0.02)
+        patch.setattr(*place, end)
+        handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is control else None)
+        with pytest.raises(CheckpointError, match="the thread that watches a background save: SystemExit: 3"):
+            handle.wait(60)
+    assert not is_running(stopped)
+    assert loaded_value(tmp_path / "c") == 1
+    saver.save(state(3), tmp_path / "c").wait(60)
+    assert loaded_value(tmp_path / "c") == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watching_thread_that_cannot_tidy_up_lets_wait_return(saver, tmp_path, monkeypatch):
+    def end(*arguments):
+        raise SystemExit(3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flight.Flight, "_acknowledge", end)
+        saver.save(state(2), tmp_path / "c").wait(10)
+    assert loaded_value(tmp_path / "c") == 2
+
+
+def test_a_report_of_another_save_is_never_taken(saver, stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr(flight, "_GLANCE_S", 0.02)
+    os.kill(stopped, signal.SIGCONT)
+    before = saver.save(state(2), tmp_path / "c")
+    before.wait(60)
+    os.kill(stopped, signal.SIGSTOP)
+    late = before._flight._job.report(Outcome())
+    saver._worker.channel._inbox += len(late).to_bytes(8, "big") + late
+    handle = saver.save(state(3), tmp_path / "c")
+    with pytest.raises(LostPeerError, match="it goes on, wait again"):
+        handle.wait(0.2)
+    os.kill(stopped, signal.SIGCONT)
+    handle.wait(60)
+    assert handle.worker_pid == stopped
+    assert loaded_value(tmp_path / "c") == 3
+
+
+def test_a_worker_that_cannot_read_its_job_ends_at_once(saver, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(flight, "pickle", types.SimpleNamespace(dumps=lambda *_, **__: b"cos\n_no_such_name\n."))
+        handle = saver.save(state(2), tmp_path / "c")
+        with pytest.raises(LostPeerError, match=r"died \(exit code 1\)"):
+            handle.wait(10)
+    assert loaded_value(tmp_path / "c") == 1
+    saver.save(state(3), tmp_path / "c").wait(60)
+    assert loaded_value(tmp_path / "c") == 3
 
 
 def test_signals_that_reach_a_whole_process_group_do_not_end_the_worker(saver, stopped, tmp_path):

@@ -14,6 +14,7 @@ import pickle
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -81,7 +82,7 @@ class _Parent:
         with suppress(OSError, EOFError):
             # Not only the end of the file: a process that a killed trainer has forked may hold its end open.
             while (message := self._channel.receive(self.lives)) is not None:
-                self.jobs.put(pickle.loads(message))
+                self.jobs.put(self._job_in(message))
         job = self.current
         if job is not None:  # a store that does not answer holds this process no longer
             word = threading.Thread(target=control.speak_for_trainer, args=(job,), daemon=True)
@@ -89,9 +90,21 @@ class _Parent:
             word.join(_LAST_WORD_S)
         os._exit(0)
 
-    def report(self, outcome: Outcome) -> None:
+    def report(self, job: Job, outcome: Outcome) -> None:
         with suppress(OSError):  # it has ended; listen() ends this process
-            self._channel.send(outcome.encode(), self.lives)
+            self._channel.send(job.report(outcome), self.lives)
+
+    @staticmethod
+    def _job_in(message: bytes) -> Job:
+        """Ends the process where a class in it cannot be had: nobody would listen any more, and nobody would know."""
+        try:
+            job: Job = pickle.loads(message)
+        except BaseException:
+            try:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        return job
 
     def lives(self) -> bool:
         """Whether the process that started this one is still there."""
@@ -106,10 +119,10 @@ def main() -> None:
     threading.Thread(target=parent.listen, daemon=True).start()
     arena = MappedArena(arena_fd)
     while True:
-        parent.current = parent.jobs.get()
-        outcome = run(parent.current, arena, gauge, parent.lives)
+        job = parent.current = parent.jobs.get()
+        outcome = run(job, arena, gauge, parent.lives)
         parent.current = None
-        parent.report(outcome)
+        parent.report(job, outcome)
 
 
 if __name__ == "__main__":

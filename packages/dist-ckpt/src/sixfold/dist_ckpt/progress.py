@@ -6,12 +6,15 @@
 once, when every byte is where it belongs and before anything becomes visible: an exception in it then ends a save
 like any other error, and the older checkpoint stays. Bytes are those of this rank. Calls come one at a time, from
 whichever thread of this process moves the bytes.
+
+[Note: what progress raises] Whatever it raises becomes a CheckpointError. SystemExit and KeyboardInterrupt are for the
+thread that made the call, and pass there as they are; on any other thread Python drops them in silence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, get_ident
 
 from sixfold.dist_ckpt.errors import CheckpointError
 
@@ -24,10 +27,14 @@ class Meter:
     Args:
         progress: the caller's function, or None for nobody.
         total: makes the bytes in all; called only if somebody listens.
+        in_call: this thread is the caller's, not one of the package's. See [Note: what progress raises].
     """
 
-    def __init__(self, progress: Progress | None, total: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, progress: Progress | None, total: Callable[[], int] = lambda: 0, *, in_call: bool = True
+    ) -> None:
         self._progress, self._lock = progress, Lock()
+        self._caller = get_ident() if in_call else None
         self.total, self._done = 0 if progress is None else total(), 0
         if self.total:
             self._tell(0)
@@ -73,7 +80,9 @@ class Meter:
             self._progress(done, self.total)
         except CheckpointError:  # of a meter within
             raise
-        except Exception as error:  # a bar on a terminal that is gone may raise anything
+        except BaseException as error:  # a bar on a terminal that is gone may raise anything
+            if not isinstance(error, Exception) and get_ident() == self._caller:
+                raise
             raise CheckpointError(
                 f"progress({done}, {self.total}) raised {type(error).__name__}: {error}; a function that may fail "
                 "catches its errors itself"

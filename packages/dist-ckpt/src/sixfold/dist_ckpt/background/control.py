@@ -88,6 +88,15 @@ class Job:
         """Seconds of standing still that a wait bears. See [Note: who gives up when]."""
         return self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
 
+    def report(self, outcome: Outcome) -> bytes:
+        """What the worker sends when it has done this job."""
+        return f"{self.ticket.save.save_id}\n".encode() + outcome.encode()
+
+    def outcome_in(self, report: bytes) -> Outcome | None:
+        """The outcome in a report; None if that is of another save."""
+        save_id, _, data = report.partition(b"\n")
+        return Outcome.decode(data) if save_id == self.ticket.save.save_id.encode() else None
+
     @property
     def beat_s(self) -> float:
         """Seconds between two signs of life."""

@@ -38,7 +38,10 @@ class Flight:
         self._progress, self._meter = progress, Meter(None)  # the first call is made in the thread
         self.ended = threading.Event()
         self.ended_at: float | None = None  # on the monotonic clock
-        self.error: CheckpointError | None = None
+        # Only an outcome takes it away: a thread that ends without one has not saved anything.
+        self.error: CheckpointError | None = CheckpointError(
+            f"the background save to {job.ticket.save.target} ended without an outcome; save again"
+        )
         self.told = False
         self._saver: object | None = saver
         self._worker, self._job, self._sign = worker, job, sign
@@ -69,36 +72,47 @@ class Flight:
     def _watch(self) -> None:
         try:
             self.error = self._outcome().error or self._told_all()
-        except Exception as error:  # whatever it is, the trainer must hear of it
-            self.error = CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
+        except BaseException as error:  # whatever it is, the trainer must hear of it
+            self._worker.kill()  # the next call fills the arena anew
+            self.error = _of_thread(error)
         finally:
             self.ended_at = time.monotonic()
-            self._acknowledge()
-            self.ended.set()
-            self._saver = None
+            try:
+                self._acknowledge()
+            finally:
+                self.ended.set()
+                self._saver = None
 
     def _outcome(self) -> Outcome:
         channel = self._worker.channel
         try:
-            self._meter = Meter(self._progress, lambda: saving.file_bytes(self._job.content))
+            self._meter = Meter(self._progress, lambda: saving.file_bytes(self._job.content), in_call=False)
             # Pickled here, where the trainer does not wait for it.
             if channel.send(pickle.dumps(self._job, protocol=5), lambda: self._moves_on(control.OWN_WORKER)):
-                report = channel.receive(lambda: self._moves_on(control.OWN_WORKER))
-                if report is None and self._has_record():
-                    report = channel.receive(lambda: self._moves_on(control.END))
-                if report is not None:
-                    return Outcome.decode(report)
+                outcome = self._reported(control.OWN_WORKER)
+                if outcome is None and self._has_record():
+                    outcome = self._reported(control.END)
+                if outcome is not None:
+                    return outcome
             reason = "hangs and was killed"
         except (OSError, EOFError):
             reason = "died"
-        except CheckpointError as error:  # of the caller's progress
+        except BaseException as error:  # of the caller's progress, or else this thread's own
             self._worker.kill()
-            reason = f"rank {self._job.rank}: {error}"
+            known = _of_thread(error)
+            reason = f"rank {self._job.rank}: {known}"
             outcome = control.speak_for_worker(self._job, reason, self._gauge, CheckpointError)
-            return Outcome(error=outcome.error or _of_committed(error))
+            return Outcome(error=outcome.error or _of_committed(known))
         ending = self._worker.kill()
         reason = f"the worker of rank {self._job.rank} {reason} ({ending})"
         return control.speak_for_worker(self._job, reason, self._gauge)
+
+    def _reported(self, steps: float) -> Outcome | None:
+        """What the worker says of this save, as long as it moves; what it says of another one is passed over."""
+        while (report := self._worker.channel.receive(lambda: self._moves_on(steps))) is not None:
+            if (outcome := self._job.outcome_in(report)) is not None:
+                return outcome
+        return None
 
     def _moves_on(self, steps: float) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
@@ -138,6 +152,12 @@ class Flight:
             control.remove(self._job, board)
         else:
             board.leave(self._job.rank)
+
+
+def _of_thread(error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
 
 
 def _of_committed(error: CheckpointError) -> CheckpointError:

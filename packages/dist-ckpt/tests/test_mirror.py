@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +234,32 @@ def test_a_dead_processs_mirror_goes_with_the_next_load_and_a_living_ones_stays(
     assert set(spool.iterdir()) == {living.folder.parent, foreign}
     living.close()
     shutil.rmtree(foreign)
+
+
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_a_mirror_without_its_name_goes_after_an_error_at_once_and_after_a_kill_with_a_later_load(
+    memory, spool, monkeypatch, holds_lock
+):
+    mirror = Mirror(memory)
+
+    def fail(*args):
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*(Path, "rename", fail) if holds_lock else (mirror, "_hold", fail))
+        with pytest.raises(StorageError):
+            mirror.create()
+    mirror.close()
+    assert not set(spool.iterdir())
+    begun = mirror.folder.parent.with_suffix(".begun")
+    begun.mkdir()
+    if holds_lock:
+        (begun / "alive-0").touch()
+    leases.remove_dead(spool)
+    assert begun.exists(), "it may be about to be held"
+    os.utime(begun, (0, 0))
+    leases.remove_dead(spool)
+    assert not begun.exists()
 
 
 def test_a_rank_that_held_its_lock_once_is_told_from_one_that_holds_it(tmp_path):

@@ -12,7 +12,15 @@ import torch
 from dist_ckpt_helpers import flat_shards, names, one, random_cut, state
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardedObject, ShardingError, StorageError
+from sixfold.dist_ckpt import (
+    CheckpointError,
+    CorruptError,
+    MismatchError,
+    ShardedObject,
+    ShardingError,
+    StorageError,
+    dcp,
+)
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, store_at
 from sixfold.dist_ckpt.stores import url as urls
@@ -161,7 +169,8 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_or_one_that_is_refu
         if dies_at == "delete":
             dist_ckpt.save(full(2.0), store)  # committed: what is left over goes the next time
         else:
-            with pytest.raises(StorageError, match="gone"):
+            told = "gone" if dies_at == "create" else r"gone.*could not be put back.*gone"
+            with pytest.raises(StorageError, match=told):
                 dist_ckpt.save(full(2.0), store)
     if dies_at in ("create", "delete"):
         check(store, 1.0 if dies_at == "create" else 2.0)
@@ -171,6 +180,75 @@ def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_or_one_that_is_refu
     dist_ckpt.save(full(3.0), store)
     check(store, 3.0)
     assert sum(name.endswith(".distcp") for name in store.files) == 1
+
+
+STEPS = [
+    ".metadata",
+    "shard_manifest.pt",
+    "common.pt",
+    "integrity.json",
+    "metadata.json",
+    "delete",
+    "after integrity.json",
+]
+
+
+@pytest.mark.parametrize(
+    ("at", "most_kept"), [*((step, 64 << 20) for step in STEPS), ("integrity.json", 0), ("metadata.json", 0)]
+)
+def test_an_error_at_any_step_of_the_commit_leaves_the_older_checkpoint(monkeypatch, at, most_kept):
+    """Files above ``most_kept`` bytes are kept as copies in the store."""
+    monkeypatch.setattr("sixfold.dist_ckpt.stores.store._MOST_KEPT_BYTES", most_kept)
+    store, errors = MemoryStore(), iter([1])
+    dist_ckpt.save(full(1.0), store)
+    before = dict(store.files)
+    create, delete, write = MemoryStore.create, MemoryStore.delete, MemoryStore.write
+
+    def fail_once(step):
+        if step == at and next(errors, None):
+            raise StorageError("quota")
+
+    def create_or_fail(self, name, nbytes):
+        fail_once(name)
+        return create(self, name, nbytes)
+
+    def delete_or_fail(self, name):
+        fail_once("delete")
+        delete(self, name)
+
+    def write_and_fail(self, save, name, data):
+        digest = write(self, save, name, data)
+        fail_once(f"after {name}")
+        return digest
+
+    monkeypatch.setattr(MemoryStore, "create", create_or_fail)
+    monkeypatch.setattr(MemoryStore, "delete", delete_or_fail)
+    monkeypatch.setattr(MemoryStore, "write", write_and_fail)
+    with pytest.raises(StorageError, match=r"^quota$"):
+        dist_ckpt.save(full(2.0), store)
+    assert next(errors, None) is None
+    check(store, 1.0)
+    assert store.files == before
+    dist_ckpt.save(full(3.0), store)
+    check(store, 3.0)
+    assert len(store.list_files()) == 6
+
+
+def test_torch_dcps_writer_puts_the_older_checkpoint_back_too(monkeypatch):
+    store, create, errors = MemoryStore(), MemoryStore.create, iter([1])
+    dcp.save({"w": torch.ones(4)}, storage_writer=dcp.Writer(store), no_dist=True)
+
+    def fail_once(self, name, nbytes):
+        if name == "common.pt" and next(errors, None):
+            raise StorageError("quota")
+        return create(self, name, nbytes)
+
+    monkeypatch.setattr(MemoryStore, "create", fail_once)
+    with pytest.raises(BaseException, match="quota"):  # torch's CheckpointException is one
+        dcp.save({"w": torch.zeros(4)}, storage_writer=dcp.Writer(store), no_dist=True)
+    loaded = {"w": torch.zeros(4)}
+    dcp.load(loaded, storage_reader=dcp.Reader(store), no_dist=True)
+    assert loaded["w"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("at", [".metadata", "integrity.json", "metadata.json"])

@@ -58,7 +58,10 @@ _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
 _ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
-_ADVICE = "the folder holds the older checkpoint, if there was one"
+_ADVICE = (
+    "a folder holds the older checkpoint, if there was one; at a URL or a store without rename it may be refused after "
+    "a kill during the commit"
+)
 _HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
 _Found = TypeVar("_Found", covariant=True)

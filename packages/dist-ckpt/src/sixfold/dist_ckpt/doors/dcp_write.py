@@ -5,7 +5,8 @@
 torch's ``save`` calls, on each rank: set_up_storage_writer, prepare_local_plan; on the first: prepare_global_plan; on
 each: write_data; on the first: finish. Between them torch gathers and scatters, and an error of one rank ends the save
 on all. So the first rank begins the save in the store, each writes its parts there, and finish writes the small files
-and commits: the older checkpoint stays until then.
+and commits: the older checkpoint stays until then, also after an error. (After a kill within ``finish`` at a URL or a
+store without rename it may be refused: see stores/store.py, [Note: visible by one act].)
 
 [Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save, and with it the
 ticket of that save, which has ended: a ticket is used once. Such a rank begins a save of its own, and finish takes its
@@ -52,7 +53,7 @@ from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
 from sixfold.dist_ckpt.stores.local import discard
-from sixfold.dist_ckpt.stores.store import POINTER, PartFile, Save
+from sixfold.dist_ckpt.stores.store import POINTER, PartFile, Save, put_back_on_error
 
 _PART_BYTES = 1 << 26  # a rank's file is cut into as many of these as its store takes at once
 Place = str | os.PathLike[str] | Store
@@ -320,19 +321,20 @@ class Writer(StorageWriter, BlockingAsyncStager):
             offset = result.index.offset
             places[result.index.fqn, None if offset is None else tuple(offset)] = frame
             infos[result.index] = _StorageInfo(*frame)
-        store.prepare(save, files)
-        with collection_paused():
-            index = dcp_metadata.index_of(metadata, places, save.save_id)
-        for name, content in {
-            ".metadata": lambda: schema.encode_parts(index),
-            compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
-            "common.pt": lambda: (weights_only.dump({}, "common data"),),
-        }.items():
-            files[name] = store.write(save, name, content)
-        pointer = schema.encode_config()
-        files[POINTER] = digest_of(pointer)
-        store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
-        store.commit(save, [*files, FILE_NAME], pointer)
+        with put_back_on_error(store, save):
+            store.prepare(save, files)
+            with collection_paused():
+                index = dcp_metadata.index_of(metadata, places, save.save_id)
+            for name, content in {
+                ".metadata": lambda: schema.encode_parts(index),
+                compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
+                "common.pt": lambda: (weights_only.dump({}, "common data"),),
+            }.items():
+                files[name] = store.write(save, name, content)
+            pointer = schema.encode_config()
+            files[POINTER] = digest_of(pointer)
+            store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
+            store.commit(save, [*files, FILE_NAME], pointer)
         metadata.storage_data, metadata.storage_meta = infos, self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
 

@@ -203,8 +203,9 @@ class Exchange:
         )
         return LostPeerError(
             f"{who} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
-            f"(rank {self.rank} waited: {reason}). Restart the job; the folder holds the old or "
-            "the new checkpoint, whole"
+            f"(rank {self.rank} waited: {reason}). Restart the job; a folder holds the old or "
+            "the new checkpoint, whole; at a URL or a store without rename what is there may be refused after a kill "
+            "during the commit"
         )
 
 

@@ -32,7 +32,7 @@ from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, pieces_of
+from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, pieces_of, put_back_on_error
 from sixfold.dist_ckpt.stores.store import Content as FileContent
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
@@ -344,8 +344,9 @@ def commit(written: list[transfer.Written], content: Content, ticket: Ticket, ke
         kept: of the last save, if that is known to all ranks; it is brought up to date.
     """
     config, small = metadata.encode_config(), {"common.pt": content.common_bytes}
-    names = _write_index(content.store, ticket.save, written, small, kept, ticket.metadata, config)
-    content.store.commit(ticket.save, names, config)
+    with put_back_on_error(content.store, ticket.save):
+        names = _write_index(content.store, ticket.save, written, small, kept, ticket.metadata, config)
+        content.store.commit(ticket.save, names, config)
 
 
 def _write_index(

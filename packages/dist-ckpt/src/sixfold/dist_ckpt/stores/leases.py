@@ -13,13 +13,15 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}")
+_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}(\.begun)?")
+_BEGUN_S = 600.0  # a folder that is older and still without its name: its process was killed before it held a lock
 
 
 class Host(NamedTuple):
@@ -84,7 +86,10 @@ def remove_dead(parent: Path) -> None:
     for folder in _own_mirrors(parent):
         with suppress(OSError):
             locks = [path for path in folder.iterdir() if path.name.startswith("alive-")]
-            if locks and not any(map(is_held, locks)):
+            is_begun = folder.suffix == ".begun"
+            if is_begun and time.time() - folder.stat().st_mtime < _BEGUN_S:
+                continue  # its first lock is about to be held
+            if (locks or is_begun) and not any(map(is_held, locks)):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

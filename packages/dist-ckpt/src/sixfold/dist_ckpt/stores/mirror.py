@@ -11,7 +11,8 @@ needed.
 
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
 holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
-the folders whose locks nobody holds. A folder gets its name when the first lock is held.
+the folders whose locks nobody holds. A folder gets its name when the first lock is held; one that has been without for
+long was left by a process that was killed before, and goes too.
 """
 
 from __future__ import annotations
@@ -110,8 +111,12 @@ class Mirror:
                 raise UnsafeError(f"{self._store.name}: the name {name!r} leaves the folder; nothing was written")
         begun = self._root.with_name(f"{self._root.name}.begun")
         begun.mkdir(mode=0o700)
-        self._hold(begun)
-        begun.rename(self._root)
+        try:
+            self._hold(begun)
+            begun.rename(self._root)
+        except BaseException:
+            shutil.rmtree(begun, ignore_errors=True)
+            raise
         for name, size in sizes.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

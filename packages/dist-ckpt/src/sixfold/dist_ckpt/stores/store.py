@@ -10,6 +10,10 @@ this process. A store of one's own derives from ``ByPointer``.
 none, ``ByPointer``, gives the parts of each save names of their own, so that none of an older checkpoint is
 overwritten; then the old ``metadata.json`` goes, the small files are written, and the new ``metadata.json``, written
 last, commits. A kill between the two leaves what is refused as unfinished, never a mixture.
+
+[Note: put back] An error between the two leaves the older checkpoint: ``prepare`` keeps the small files that will be
+overwritten, small ones as bytes and large ones as copies in the store, and ``put_back`` writes them again,
+``metadata.json`` last. Where that fails too, the error says so. Nothing is put back where another save has been.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -31,7 +36,7 @@ from sixfold.dist_ckpt.stores.stream import Sink, StreamFile
 
 POINTER = "metadata.json"
 _OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
-
+_MOST_KEPT_BYTES, _PIECE_BYTES = 64 << 20, 8 << 20  # of a file that is kept in memory; of a larger one, at a time
 
 #: The content of a file: its bytes, or what gives them piece by piece, each time that it is called.
 Content = bytes | Callable[[], Iterable[bytes]]
@@ -192,6 +197,15 @@ class Store(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """What was there before a save: sizes by name, and content of the files that it overwrites."""
+
+    save_id: str
+    sizes: Mapping[str, int]
+    content: Mapping[str, Content]
+
+
 class ByPointer(ABC):
     """A store without rename, from five things that it can do; see [Note: visible by one act].
 
@@ -203,6 +217,7 @@ class ByPointer(ABC):
 
     is_shared = True
     streams = 1
+    _replaced: _Replaced | None = None  # set by vars(): a store may be a frozen dataclass
 
     @property
     @abstractmethod
@@ -271,8 +286,40 @@ class ByPointer(ABC):
             raise StorageError(
                 f"{self.name}/{lost[0]} has {found[lost[0]]} bytes; its rank wrote {parts[lost[0]].size}", errno.EIO
             )
+        vars(self)["_replaced"] = self._keep(save, found, parts)
         if POINTER in found:
             self.delete(POINTER)
+
+    def _keep(self, save: Save, found: Mapping[str, int], parts: Collection[str]) -> _Replaced:
+        content = dict[str, Content]()
+        for name in sorted(_OWN_FILES & found.keys()):
+            with suppress(FileNotFoundError):  # of another save, which replaces it too
+                if found[name] <= _MOST_KEPT_BYTES:
+                    content[name] = self.read(name)
+                else:
+                    copy = f"kept.{name}.{save.save_id}.distcp"
+                    self.write(save, copy, partial(self._pieces, name, found[name]))
+                    content[name] = partial(self._pieces, copy, found[name])
+        return _Replaced(save.save_id, {name: found[name] for name in found.keys() - parts}, content)
+
+    def _pieces(self, name: str, size: int) -> Iterator[bytes]:
+        for start in range(0, size, _PIECE_BYTES):
+            yield self.read(name, start, min(start + _PIECE_BYTES, size))
+
+    def put_back(self, save: Save) -> None:
+        """After an error of a save that this object prepared: what was there before. See [Note: put back]."""
+        old = self._replaced
+        if old is None or old.save_id != save.save_id:
+            return
+        found = self.list_files()
+        is_whole = all(found.get(name) == size for name, size in old.sizes.items() if name not in _OWN_FILES)
+        if POINTER not in found and is_whole:  # else it is committed, or nothing was overwritten, or another save was
+            for name in sorted(found.keys() - old.sizes.keys()):
+                if name in _OWN_FILES or (f".{save.save_id}." in name and not name.startswith("kept.")):
+                    self.delete(name)  # first: it makes room
+            for name in sorted(old.content, key=lambda name: name == POINTER):
+                self.write(save, name, old.content[name])
+        vars(self).pop("_replaced", None)
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         def fill(file: PartFile) -> None:
@@ -297,8 +344,12 @@ class ByPointer(ABC):
         for name in sorted(strange):
             with suppress(CheckpointError):  # the next save removes it
                 self.delete(name)
+        vars(self).pop("_replaced", None)
 
     def abandon(self, save: Save) -> None:
+        with suppress(CheckpointError, OSError):
+            self.put_back(save)
+        vars(self).pop("_replaced", None)
         with suppress(CheckpointError, OSError):
             if not self.holds(save.save_id):
                 for name in sorted(self.list_files()):
@@ -313,6 +364,28 @@ class ByPointer(ABC):
             if isinstance(error, StorageError):
                 raise
             return False
+
+
+@contextmanager
+def put_back_on_error(store: Store, save: Save) -> Iterator[None]:
+    """Around ``prepare`` to ``commit``: an error leaves what was there before. See [Note: put back].
+
+    Raises:
+        StorageError: that failed too.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(store, ByPointer):
+            try:
+                store.put_back(save)
+            except Exception as second:
+                raise StorageError(
+                    f"{error}; and the older checkpoint at {store.name} could not be put back ({second}): a load "
+                    "refuses what is there. Save again",
+                    getattr(error, "errno", None),
+                ) from error
+        raise
 
 
 def pieces_of(data: Content) -> Iterable[bytes]:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_door_helpers import Meddling, contents, dcp_load, dcp_save, everything, quiet, same
 from dist_ckpt_helpers import names, one
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sixfold import dist_ckpt
@@ -135,6 +136,27 @@ def test_a_hole_is_told_and_what_is_not_asked_for_may_have_one(tmp_path):
         dcp_load({"w": torch.zeros(6)}, dcp.Reader(tmp_path / "c"))
     assert isinstance(caught.value.failures[0][0], CorruptError)
     assert dcp_load({"v": torch.zeros(4)}, dcp.Reader(tmp_path / "c"))["v"].sum() == 4
+
+
+@pytest.mark.parametrize("starts", [(0, 1), (0, 4, 4)])
+def test_an_overlap_hides_no_hole_and_is_told(tmp_path, starts):
+    """Chunks of four elements of eight: as many as are wanted, or more of them, and [5:8) in none, or [4:8) in two."""
+    dcp_save({"w": torch.arange(8.0)}, FileSystemWriter(tmp_path / "c"))
+    metadata = FileSystemReader(tmp_path / "c").read_metadata()
+    (info,) = metadata.storage_data.values()
+    chunks = [ChunkStorageMetadata(torch.Size([start]), torch.Size([4])) for start in starts]
+    metadata.state_dict_metadata["w"].chunks, metadata.storage_data = chunks, {}
+    for n, chunk in enumerate(chunks):
+        name = f"__{n}_0.distcp"
+        torch.save(torch.arange(4.0) + chunk.offsets[0], tmp_path / "c" / name)
+        size = (tmp_path / "c" / name).stat().st_size
+        metadata.storage_data[MetadataIndex("w", chunk.offsets, n)] = type(info)(name, 0, size)
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match=r"w\[:\]: chunks of the checkpoint overlap") as caught:
+        dcp_load({"w": torch.full((8,), -7.0)}, dcp.Reader(tmp_path / "c"))
+    assert isinstance(caught.value.failures[0][0], CorruptError)
+    with pytest.raises(CorruptError, match=r"w\[:\]: chunks of the checkpoint overlap"):
+        dist_ckpt.load({"w": one("w", torch.full((8,), -7.0))}, tmp_path / "c")
 
 
 def test_paths_of_a_planner_that_stand_for_endless_lists_are_refused(tmp_path):

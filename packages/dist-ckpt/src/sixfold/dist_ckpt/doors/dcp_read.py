@@ -19,11 +19,10 @@ import socket
 import uuid
 import warnings
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ from sixfold.dist_ckpt.errors import (
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
-from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.box import Box, Ints, cover_weight, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import loading
@@ -404,27 +403,39 @@ def _part(value: Any, item: ReadItem) -> torch.Tensor:
 
 
 def _check_whole(planner: LoadPlanner, items: Iterable[ReadItem], manifest: Manifest) -> None:
-    """CorruptError if chunks leave a hole in what torch's planner asks for; it would stay as it was in memory.
+    """CorruptError if chunks do not cover each element that torch's planner asks for once; a hole would stay as it was.
 
     Planners of users may have reasons to read less.
     """
     if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
         return
-    planned: Counter[str] = Counter()
+    planned: defaultdict[tuple[str, Ints], list[Box]] = defaultdict(list)
     for item in items:
-        planned[item.dest_index.fqn] += prod(item.lengths) if item.type != LoadItemType.BYTE_IO else 0
+        if item.type != LoadItemType.BYTE_IO:
+            shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
+            planned[shard].append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
     for key, value in vars(planner)["state_dict"].items():
-        if key in manifest.tensors and isinstance(value, torch.Tensor) and planned[key] < (wanted := _local(value)):
-            raise CorruptError(f"{key}: {wanted - planned[key]} of its elements are in no chunk of the checkpoint")
+        asked = key in manifest.tensors and isinstance(value, torch.Tensor)
+        for start, shape in _local(value) if asked else ():
+            parts, wanted = planned[key, start], Box((0,) * len(shape), shape)
+            if (missing := wanted.volume - sum(part.volume for part in parts)) > 0:
+                raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
+            if wanted.volume and len(parts) > 1 and sum(map(cover_weight, parts)) != cover_weight(wanted):
+                where = describe(key, Box(start, shape), manifest.tensors[key].shape)
+                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
 
 
-def _local(tensor: torch.Tensor) -> int:
-    """Elements that this rank holds of a tensor, of a DTensor, of torch's ShardedTensor."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local().numel() if tensor.device_mesh.get_coordinate() is not None else 0
+def _local(tensor: torch.Tensor) -> list[tuple[Ints, Ints]]:
+    """Start and shape of what this rank holds of a tensor, of a DTensor, of torch's ShardedTensor."""
     if isinstance(tensor, TorchShardedTensor):
-        return sum(shard.tensor.numel() for shard in tensor.local_shards())
-    return tensor.numel()
+        return [(tuple(own.metadata.shard_offsets), tuple(own.tensor.shape)) for own in tensor.local_shards()]
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.dim(), tuple(tensor.shape))]
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    shape = tuple(tensor.to_local().shape)
+    return [(tuple(chunk.offsets), shape if len(chunks) == 1 else tuple(chunk.sizes)) for chunk in chunks]
 
 
 def _outside(touched: Iterable[Span], wished: Iterable[Span]) -> list[Span]:

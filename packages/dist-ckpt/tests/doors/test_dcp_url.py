@@ -1,11 +1,17 @@
 """``dcp.Writer`` and ``dcp.Reader`` with a URL that fsspec opens; torch's fsspec reader and writer are the oracle."""
 
+import errno
+import gc
+from collections import Counter
+
 import pytest
 import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save, everything, quiet, same
 from torch.distributed.checkpoint import CheckpointException
 
-from sixfold.dist_ckpt import CorruptError, dcp, tools
+from sixfold.dist_ckpt import CorruptError, StorageError, dcp, tools
+from sixfold.dist_ckpt.road.sources import Sources
+from sixfold.dist_ckpt.stores import mirror
 
 fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: E402
@@ -69,3 +75,36 @@ def test_a_flipped_bit_is_named(memory):
         dcp_load(blank(), dcp.Reader(URL, verify="full"))
     assert isinstance(caught.value.failures[0][0], CorruptError)
     assert name.rpartition("/")[2] in str(caught.value)
+
+
+def test_loads_by_one_reader_leave_no_mirror():
+    dcp_save(contents(), dcp.Writer(URL))
+    reader = dcp.Reader(URL)
+    for _ in range(3):
+        dcp_load(blank(), reader)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is mirror.Mirror]
+
+
+def test_room_is_asked_for_before_anything_is_fetched(monkeypatch):
+    dcp_save(contents(), dcp.Writer(URL))
+    monkeypatch.setattr(mirror.Mirror, "free_bytes", 10)
+    with pytest.raises(CheckpointException, match="TMPDIR names another place") as caught:
+        dcp_load(blank(), dcp.Reader(URL))
+    failure = caught.value.failures[0][0]
+    assert isinstance(failure, StorageError)
+    assert failure.errno == errno.ENOSPC
+
+
+def test_each_item_is_committed_once_and_with_its_values_where_frames_were_mistaken(monkeypatch):
+    dcp_save(contents(), dcp.Writer(URL))
+    monkeypatch.setattr(Sources, "_is_ours", lambda *_: False)
+    committed = Counter()
+
+    class Counting(torch_dcp.DefaultLoadPlanner):
+        def commit_tensor(self, read_item, tensor):
+            committed[read_item.dest_index.fqn] += 1
+
+    assert same(dcp_load(blank(), dcp.Reader(URL), planner=Counting()), contents())
+    assert committed["model.w"] == 1
+    assert set(committed.values()) == {1}

@@ -101,11 +101,13 @@ def test_the_tools_tell(saved, tmp_path):
 
 
 def test_a_checkpoint_of_no_bytes_ends_as_well(tmp_path):
-    bar = Bar()
-    dist_ckpt.save({"it": 3}, tmp_path / "c", progress=bar)
-    dist_ckpt.load({}, tmp_path / "c", progress=bar)
-    assert all(done <= total for done, total in bar.seen)
-    assert not bar.seen or bar.seen[-1][0] == bar.seen[-1][1]
+    saving, loading = Bar(), Bar()
+    dist_ckpt.save({"it": 3}, tmp_path / "c", progress=saving)
+    assert dist_ckpt.load({}, tmp_path / "c", progress=loading)["it"] == 3
+    for bar in (saving, loading):
+        assert bar.seen
+        assert all(done <= total for done, total in bar.seen)
+        assert bar.seen[-1][0] == bar.seen[-1][1]
 
 
 @pytest.mark.parametrize("at", [1, 2])

@@ -115,11 +115,12 @@ class Reader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
         self._mirror: Mirror | None = None
+        self._at_end: weakref.finalize[..., Reader] | None = None  # it keeps the mirror
         self._failure: CheckpointError | None = None
         self._wished: list[Span] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_failure": None, "_wished": []}
+        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_at_end": None, "_failure": None, "_wished": []}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -162,11 +163,10 @@ class Reader(StorageReader):
     def _open(self) -> Metadata:
         store = store_at(self.path)
         self._checkpoint = None
-        if self._mirror is not None:
-            self._mirror.close()
-        self._mirror = None if isinstance(store, LocalStore) else Mirror(store)
-        if self._mirror is not None:
-            weakref.finalize(self, self._mirror.close)  # also where nothing is read
+        self._drop_mirror()
+        if not isinstance(store, LocalStore):
+            self._mirror = Mirror(store)
+            self._at_end = weakref.finalize(self, self._mirror.close)  # also where nothing is read
             self._mirror.create()
         with self._named():
             place = self._mirror.folder if self._mirror is not None else store.name
@@ -264,14 +264,19 @@ class Reader(StorageReader):
 
     def _close(self, checkpoint: Checkpoint) -> None:
         """Let go of maps and mirror. StorageError if another save has taken the place meanwhile: that explains all."""
-        mirror, self._mirror, self._checkpoint = self._mirror, None, None
-        if mirror is None:
+        self._checkpoint = None
+        if self._mirror is None:
             checkpoint.check_unchanged()
             return
         try:
-            mirror.check_unchanged()
+            self._mirror.check_unchanged()
         finally:
-            mirror.close()
+            self._drop_mirror()
+
+    def _drop_mirror(self) -> None:
+        if self._at_end is not None:
+            self._at_end()  # closes it, and keeps it no longer
+        self._mirror = self._at_end = None
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
         _check_whole(planner, items, checkpoint.manifest)
@@ -298,7 +303,9 @@ class Reader(StorageReader):
         if self._mirror is not None:
             spans = share.spans or spans_of({self._frame(item) for item in items}, BLOCK_BYTES)
             integrity = checkpoint.integrity
-            self._mirror.start({0: spans}, BLOCK_BYTES if integrity is None else integrity.block_bytes)
+            nbytes = BLOCK_BYTES if integrity is None else integrity.block_bytes
+            self._mirror.check_room({0: spans}, nbytes)
+            self._mirror.start({0: spans}, nbytes)
         reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
             tensor.copy_(_part(self._value(checkpoint, item)[1], item))

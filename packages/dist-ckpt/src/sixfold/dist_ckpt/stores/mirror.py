@@ -172,6 +172,11 @@ class Mirror:
             if span.file not in self._whole
         )
 
+    def check_room(self, shares: Mapping[int, Sequence[Span]], block_bytes: int) -> None:
+        """StorageError if what ``start`` would fetch has no room on this host."""
+        needed = sum(self.nbytes_of(share, block_bytes) for share in shares.values())
+        check_room(self._store.name, self.place, needed, self.free_bytes)
+
     def arrives(self, path: Path) -> Arrives:
         """For a file in ``folder``: what waits until bytes of it are there.
 

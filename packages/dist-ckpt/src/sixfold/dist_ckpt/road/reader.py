@@ -116,8 +116,8 @@ class Reader:
 
         Args:
             blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
-            on_complete: called with the index of each record when its last byte is in place, in an order that
-                depends on the plan alone; from then on the tensor may be sent on.
+            on_complete: called once with the index of each record when its last byte is in place, in an order that
+                depends on the plan, and on which frames were mistaken; from then on the tensor may be sent on.
         Raises:
             CorruptError: a block has another digest, a file ends early, a frame is none.
             MismatchError: a value does not survive the conversion of dtypes.

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-from collections import Counter
 
 import pytest
 import torch.distributed.checkpoint as torch_dcp
@@ -10,7 +9,6 @@ from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, StorageError, dcp, tools
-from sixfold.dist_ckpt.road.sources import Sources
 from sixfold.dist_ckpt.stores import mirror
 
 fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
@@ -99,17 +97,3 @@ def test_room_is_asked_for_before_anything_is_fetched(monkeypatch):
     failure = caught.value.failures[0][0]
     assert isinstance(failure, StorageError)
     assert failure.errno == errno.ENOSPC
-
-
-def test_each_item_is_committed_once_and_with_its_values_where_frames_were_mistaken(monkeypatch):
-    dcp_save(contents(), dcp.Writer(URL))
-    monkeypatch.setattr(Sources, "_is_ours", lambda *_: False)
-    committed = Counter()
-
-    class Counting(torch_dcp.DefaultLoadPlanner):
-        def commit_tensor(self, read_item, tensor):
-            committed[read_item.dest_index.fqn] += 1
-
-    assert same(dcp_load(blank(), dcp.Reader(URL), planner=Counting()), contents())
-    assert committed["model.w"] == 1
-    assert set(committed.values()) == {1}

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import sub
 from typing import Any, NamedTuple
@@ -116,30 +115,17 @@ class Reader:
 
         Args:
             blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
-            on_complete: called once with the index of each record when its last byte is in place, in an order that
-                depends on the plan, and on which frames were mistaken; from then on the tensor may be sent on.
+            on_complete: called with the index of each record when its last byte is in place, in an order that
+                depends on the plan alone; from then on the tensor may be sent on.
         Raises:
             CorruptError: a block has another digest, a file ends early, a frame is none.
             MismatchError: a value does not survive the conversion of dtypes.
         """
         for index, piece in plan.zeroed:
             records[index].view(piece).zero_()
-        told, frames_of = set[int](), defaultdict[int, list[ByteRange]](list)
-        for step in plan.reads if on_complete is not None and self._checkpoint.is_arriving else ():
-            frames_of[step.record].append(step.chunk.frame)
-
-        def tell(index: int) -> None:
-            """Once for each record, and not before its frames are known."""
-            if index not in told and self._sources.are_known(frames_of.get(index, ())):
-                told.add(index)
-                assert on_complete is not None, "someone to tell"
-                on_complete(index)
-
-        blocks, first = tuple(blocks), None if on_complete is None else tell
-        self._once(records, plan, blocks, first)
-        if not self._sources.confirm():  # see [Note: taken for ours]; what was told of is its receiver's
-            again = replace(plan, reads=tuple(step for step in plan.reads if step.record not in told))
-            self._once(records, again, blocks, first)
+        self._once(records, plan, blocks, on_complete)
+        if not self._sources.confirm():  # see [Note: taken for ours]
+            self._once(records, plan, blocks, on_complete)
 
     def _once(
         self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block], on_complete: OnComplete | None

@@ -14,7 +14,6 @@ A frame of the length of ours, in a checkpoint of ours, is taken for one until a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from threading import Lock
 from typing import Any
 
@@ -76,16 +75,6 @@ class Sources:
                 return self._start_of(frame, step)
             return frame.offset + template.head_bytes
         return self._start_of(frame, step)
-
-    def are_known(self, frames_read: Iterable[ByteRange]) -> bool:
-        """Whether these are what they were taken for; their bytes are there."""
-        unseen = self._unseen or {}
-        for frame in frames_read:
-            if frame in unseen:
-                if not self._is_ours(frame, unseen[frame]):
-                    return False
-                del unseen[frame]
-        return True
 
     def confirm(self) -> bool:
         """Whether all frames were what they were taken for; they are not taken for anything again."""

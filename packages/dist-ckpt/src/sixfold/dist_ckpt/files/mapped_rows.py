@@ -78,8 +78,9 @@ class Reader:
 
     def __init__(self, data: memoryview, check: Callable[[int, int], None]) -> None:
         self._data, self._check = data, check
-        self._asked: dict[int, int] = {}  # how often ``find`` was, by first text
-        self._known: dict[int, dict[bytes, int]] = {}
+        # How often ``find`` was, and what it then read, by the run of texts: two runs begin alike where one is empty.
+        self._asked: dict[tuple[int, int], int] = {}
+        self._known: dict[tuple[int, int], dict[bytes, int]] = {}
         if len(data) < 8 * _HEAD:
             raise CorruptError(f"{len(data)} bytes are no compact manifest")
         magic, *numbers = self.int64s(0, _HEAD)
@@ -145,11 +146,12 @@ class Reader:
         if not isinstance(key, str):
             return None
         wanted = sort_key(key)
-        if first in self._known:
-            return self._known[first].get(wanted)
-        asked = self._asked[first] = self._asked.get(first, 0) + 1
+        texts = first, count
+        if texts in self._known:
+            return self._known[texts].get(wanted)
+        asked = self._asked[texts] = self._asked.get(texts, 0) + 1
         if asked * _FEW > count and count <= _MOST_KNOWN:
-            known = self._known[first] = {key: number for number, key in enumerate(self._sorted(first, count))}
+            known = self._known[texts] = {key: number for number, key in enumerate(self._sorted(first, count))}
             return known.get(wanted)
         number = first + bisect_left(range(first, first + count), wanted, key=self.encoded)
         return number - first if number < first + count and self.encoded(number) == wanted else None

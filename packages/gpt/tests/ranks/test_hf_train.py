@@ -20,7 +20,8 @@ from sixfold.gpt.sample import open_run
 pytest.importorskip("safetensors", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
-SIZES = {"vocab_size": 257, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+# Large enough that what a load holds whatever the model, some 6 MB of mapped files, is told from a copy of it.
+SIZES = {"vocab_size": 257, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
 
 
 def config_of(tmp_path, *overrides, run="run"):

@@ -38,8 +38,9 @@ def start_node(node: int, config: Path, port: int, *overrides: str, output: Path
 
 
 def torchrun(folder: Path) -> Path:
-    """A command ``torchrun`` of this Python."""
+    """A command ``torchrun`` of this Python, written once: the kernel refuses writes to a file that the other node starts."""
     path = folder / "torchrun"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    path.chmod(0o755)
+    if not path.exists():
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+        path.chmod(0o755)
     return path

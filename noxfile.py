@@ -55,6 +55,7 @@ FULL = (
     ("gpt", "tests/ranks/test_context_parallel.py", "--context-matrix"),
     ("gpt", "tests/test_instants.py", "--instants=400"),
     ("tests-integration", "test_training.py", "--all-jobs"),
+    ("tests-integration", "test_docs.py"),
 )
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
@@ -192,23 +193,25 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """The large matrices: every schedule, pair of options, resume and instant, and many random programs. Hours."""
+    """The large matrices, every pair, resume and instant, and every case of the tests marked `sampled`. Hours."""
     environment = shared_environment(session)
-    for package, tests, option in FULL:
+    for package, tests, *options in (*FULL, *((package, "tests") for package in PACKAGES)):
         folder = ROOT / "packages" / package if package in PACKAGES else ROOT / package
-        command = [*pytest_on(folder / tests), option, f"--timeout={FULL_DEADLINE_S}"]
+        command = [*pytest_on(folder / tests), *options, "--every-case", f"--timeout={FULL_DEADLINE_S}"]
         environment.run(session, *command, *environment.arguments)
 
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Every check, three sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci."""
-    shared_environment(session)
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
-    start, failed = time.monotonic(), []
+    failed = []
     with ThreadPoolExecutor(LANES) as lanes:
-        running = [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
+        running = [lanes.submit(run_in_lane, [["bases"]])]
+        shared_environment(session)  # meanwhile: pip keeps one core busy
+        start = time.monotonic()
+        running += [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
         for done in as_completed(running):
             failed += done.result()
     count = sum(map(len, turns_of_ci()))
@@ -290,6 +293,13 @@ def isolation(session: nox.Session, package: str) -> None:
     shutil.rmtree(session.virtualenv.location)
 
 
+@nox.session(venv_backend="none")
+def bases(session: nox.Session) -> None:
+    """What the isolated venvs find installed beside a package; made once, by this session or the first isolation."""
+    for requirement in sorted({name for package in PACKAGES for name in BASES_OF.get(package, BASE_DEFAULT)}):
+        make_base(session, requirement)
+
+
 def make_base(session: nox.Session, requirement: str) -> Path:
     """The site-packages of a venv that holds one requirement of ours and the test tools; made once."""
     place = BASES / requirement
@@ -336,7 +346,8 @@ def install_shared(session: nox.Session) -> None:
     python = str(SHARED / "bin" / "python")
     if not Path(python).exists():
         session.run(sys.executable, "-m", "venv", str(SHARED), external=True)
-    pip = (python, "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS))
+    # Of 14,000 files a run loads one in ten: each is compiled when it is first loaded, and not all of them here.
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS))
     session.run(*pip, "-r", str(CONSTRAINTS), external=True)
     editables = [f"--editable={folder}" for folder in distribution_folders()]
     session.run(*pip, "--no-deps", "--no-build-isolation", *editables, external=True)

@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repository_helpers import PACKAGES, ROOT, Package
+from warm_helpers import start_warm
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_README_LINES = 25
@@ -15,14 +17,30 @@ EXAMPLES = [path for package in PACKAGES for path in sorted((package.folder / "e
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
 
-def run_python(arguments: list[str], folder) -> str:
-    """Run Python in ``folder`` as a reader would; its output. One thread: other tests run beside it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+def environment() -> dict[str, str]:
+    """One thread: other tests run beside it."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+
+
+def run_python(arguments: list[str], folder: Path) -> str:
+    """Run Python in ``folder`` as a reader would; its output."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_warm(script: Path, folder: Path) -> str:
+    """The same in a process that has torch loaded."""
+    output, errors = folder / "stdout", folder / "stderr"
+    program = start_warm([str(script)], folder=folder, environment=environment(), output=output, errors=errors)
+    try:
+        status = program.wait(300)
+    finally:
+        program.kill()
+    assert status == 0, f"exit status {status}\n{output.read_text()}\n{errors.read_text()}"
+    return output.read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -40,8 +58,11 @@ def test_the_python_block_of_a_readme_runs(package: Package, tmp_path):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parts[-3]}/{path.name}")
-def test_an_example_runs_and_prints(example, tmp_path):
-    assert run_python([str(example)], tmp_path).strip(), f"{example.name} printed nothing"
+def test_an_example_runs_and_prints(example, tmp_path, pytestconfig):
+    """With nox -s full in a Python that is started for it, as the blocks of the READMEs above are always."""
+    cold = pytestconfig.getoption("--every-case")
+    output = run_python([str(example)], tmp_path) if cold else run_warm(example, tmp_path)
+    assert output.strip(), f"{example.name} printed nothing"
 
 
 @each_package

@@ -2,8 +2,9 @@
 
     prepare --> torchrun, ended by a kill --> torchrun at another layout --> ...   beside one process, this one
 
-One job in the default command, at four, eight and four ranks; nox -s full, or nox -s integration -- --all-jobs, has
-all. Each is there for gloo and CPU processes, and for NCCL and all GPUs of a machine that has as many as its ranks.
+One job in the default command, at four, eight and four ranks that are forked from a process with torch loaded;
+nox -s full, or nox -s integration -- --all-jobs, has all, and starts each process anew. Each is there for gloo and CPU
+processes, and for NCCL and all GPUs of a machine that has as many as its ranks.
 """
 
 import json
@@ -221,10 +222,13 @@ def newest(folder: Path, run: str = "run") -> tuple[int, Path]:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("job", JOBS)
-def test_a_run_that_goes_from_layout_to_layout_trains_like_one_process(job, backend, worlds, folder, monkeypatch):
+def test_a_run_that_goes_from_layout_to_layout_trains_like_one_process(
+    job, backend, worlds, folder, monkeypatch, pytestconfig
+):
     keys, legs = JOBS[job]
+    warm = backend == "gloo" and not pytestconfig.getoption("--all-jobs")
     for leg, world in zip(legs, worlds, strict=True):
-        run_leg(folder, world, leg, keys)
+        run_leg(folder, world, leg, keys, warm=warm)
     last, path = newest(folder)
     monkeypatch.chdir(folder)
     train(TrainConfig.from_toml(folder / "job.toml", [*keys, "run.dir=alone", f"train.steps={last}", IN_FRONT]))
@@ -243,7 +247,7 @@ def test_a_run_that_goes_from_layout_to_layout_trains_like_one_process(job, back
     assert max(off.values()) < 4 * norm_rel, max(off, key=off.__getitem__)
 
 
-def run_leg(folder: Path, world: World, leg: Leg, keys: tuple[str, ...]) -> None:
+def run_leg(folder: Path, world: World, leg: Leg, keys: tuple[str, ...], *, warm: bool) -> None:
     """One torchrun job, and what its first lines must say: its layout, and the checkpoint that it goes on from."""
     began = entries(folder, "save")
     at = newest(folder)[0] if began else 0
@@ -251,10 +255,10 @@ def run_leg(folder: Path, world: World, leg: Leg, keys: tuple[str, ...]) -> None
     if began:
         command.append("checkpoint.resume=must")
     if leg.ends == "finished":
-        run_torchrun(world, [*command, f"train.steps={at + 3}"], folder=folder, timeout_s=RUN_S)
+        run_torchrun(world, [*command, f"train.steps={at + 3}"], folder=folder, timeout_s=RUN_S, warm=warm)
         assert newest(folder)[0] == at + 3
     else:
-        end_after_a_save(folder, world, [*command, "train.steps=4000"], leg.ends, saves=len(began))
+        end_after_a_save(folder, world, [*command, "train.steps=4000"], leg.ends, saves=len(began), warm=warm)
     start = entries(folder, "start")[-1]
     assert start["world"] == world.ranks
     degrees = dict(key.removeprefix("parallel.").split("=") for key in leg.keys if key.startswith("parallel."))
@@ -265,9 +269,9 @@ def run_leg(folder: Path, world: World, leg: Leg, keys: tuple[str, ...]) -> None
         assert resumed["step"] == at and resumed["layout"] == start["layout"]
 
 
-def end_after_a_save(folder: Path, world: World, command: list[str], how: str, *, saves: int) -> None:
+def end_after_a_save(folder: Path, world: World, command: list[str], how: str, *, saves: int, warm: bool) -> None:
     """Start a job, end it once it has saved, and see that all of it ends."""
-    process = start_torchrun(world, command, folder=folder)
+    process = start_torchrun(world, command, folder=folder, warm=warm)
     try:
         until = time.monotonic() + START_S
         while len(entries(folder, "save")) == saves:

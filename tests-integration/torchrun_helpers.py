@@ -13,11 +13,16 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 import torch
 
+if TYPE_CHECKING:
+    from warm_helpers import Program
+
 AGENT_EXIT_S = 5.0
 OUTPUT = "torchrun.out"
+Started = Union[subprocess.Popen[bytes], "Program"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +45,13 @@ def world_for(least_ranks: int) -> World:
 
 
 def run_torchrun(
-    world: World, arguments: list[str], *, folder: Path, timeout_s: float = 400.0, check: bool = True
+    world: World,
+    arguments: list[str],
+    *,
+    folder: Path,
+    timeout_s: float = 400.0,
+    check: bool = True,
+    warm: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``torchrun ... <arguments>`` in ``folder`` and wait.
 
@@ -49,12 +60,13 @@ def run_torchrun(
         arguments: a script with its arguments, or ``-m`` and a module with its.
         timeout_s: deadline, after which every process of the job is killed.
         check: raise when the job fails.
+        warm: see ``start_torchrun``.
     Returns:
         Exit status and output (stdout and stderr of all ranks together, in ``stdout``).
     Raises:
         AssertionError: the job failed or passed its deadline; holds the output.
     """
-    process = start_torchrun(world, arguments, folder=folder)
+    process = start_torchrun(world, arguments, folder=folder, warm=warm)
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -68,19 +80,27 @@ def run_torchrun(
     return subprocess.CompletedProcess(command, status, stdout=text)
 
 
-def start_torchrun(world: World, arguments: list[str], *, folder: Path) -> subprocess.Popen[bytes]:
-    """The torchrun process; its output and the ranks' goes to a file in ``folder``."""
+def start_torchrun(world: World, arguments: list[str], *, folder: Path, warm: bool = False) -> Started:
+    """The torchrun process; its output and the ranks' goes to a file in ``folder``.
+
+    ``warm``: it and its ranks are forked from a process that has torch loaded (see warm_helpers.py); CPU only.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if world.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     # --local-addr: torchrun would otherwise tell the ranks to meet at this machine's host name.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world.ranks}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+    if warm:
+        from warm_helpers import start_warm  # not where a benchmark runs a job
+
+        (folder / OUTPUT).write_text("")
+        return start_warm(command[1:], folder=folder, environment=environment, output=folder / OUTPUT)
     with (folder / OUTPUT).open("w") as file:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
-def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
+def end_with_descendants(process: Started) -> None:
     """Ask torchrun to end, then kill it and all it started; it puts its ranks into sessions of their own."""
     if process.poll() is not None:
         return

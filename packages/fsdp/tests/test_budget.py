@@ -198,6 +198,7 @@ VARIANTS = [{}, {"tied": True}, {"frozen": True}, {"unused": True}] + [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_every_budget_gives_the_bits_of_every_other_mode(options):
     reference = train("all", **options)
@@ -376,6 +377,7 @@ PRECISIONS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda one: "-".join(one) or "fp32")
 def test_units_that_move_between_steps_keep_every_bit(precision):
     def train(gathered):

@@ -28,6 +28,7 @@ def sizes_of(**options):
     return {name: unit["gathered_bytes"] for name, unit in model.report()["units"].items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_report_states_every_byte_in_every_mode(strategy, dtype):

@@ -210,6 +210,7 @@ def main_part(stream, record, whole: Tensor) -> Tensor:
     return whole.reshape(-1)[part.start : part.stop]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_walk_agrees_with_a_dictionary(seed):
     rng = random.Random(seed)

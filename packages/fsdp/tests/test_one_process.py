@@ -49,6 +49,7 @@ def sharded(strategy, steps=3, accumulate=2, gathered="double", units=(Block,), 
     return model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"frozen": True}, {"unused": True}, {"recompute": "around"}])
 def test_weights_equal_plain_training_bit_for_bit(strategy, options):

@@ -55,6 +55,7 @@ def loss_of_segments(net, step):
 EXPECTED = {(1, "double"): 1 + 4 + 2, (2, "double"): 1 + 4 + 2, (1, "all"): 1 + 4, (2, "all"): 1 + 4, (4, "all"): 1 + 4}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize(("length", "memory"), EXPECTED)
 def test_a_checkpoint_around_units_gathers_each_once_for_recompute_and_backward(length, memory, reentrant):

@@ -111,6 +111,7 @@ def test_a_large_embedding_is_gathered_again_rather_than_all_layers():
         assert solution.gathered_bytes == least_bytes(tuple(uses), sizes, budget)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("units", "equal"), [(200, True), (200, False), (33, False)])
 def test_ten_thousand_uses_are_planned_within_seconds(units, equal):
     chance = random.Random(0)

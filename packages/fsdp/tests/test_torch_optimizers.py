@@ -47,6 +47,7 @@ def test_no_optimizer_of_torch_is_left_out():
     assert theirs == MAKERS.keys() | WHOLE.keys() | OTHERS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [UNITS, TENSOR, {**UNITS, "strategy": "optim"}], ids=["element", "tensor", "optim"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_elementwise_optimizer_gives_its_plain_bits(name, options):

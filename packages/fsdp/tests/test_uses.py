@@ -290,6 +290,7 @@ def compare(use, options, make_optimizer=make_adamw):
     assert same(dict(plain.weights()), dict(world.weights())) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
 def test_a_use_gives_what_plain_torch_gives(use, setting):

@@ -20,6 +20,7 @@ def projections(b, s, heads, groups, d, dtype=torch.float32):
     return [torch.randn(b, s, n, d, generator=generator).to(dtype).requires_grad_() for n in sizes]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def start_node(node: int, config: Path, port: int, *overrides: str, output: Path
 
 
 def torchrun(folder: Path) -> Path:
-    """A command ``torchrun`` of this Python, written once: the kernel refuses writes to a file that the other node starts."""
+    """A command ``torchrun`` of this Python, written once: the kernel refuses writes to a file that is being run."""
     path = folder / "torchrun"
     if not path.exists():
         path.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')

@@ -55,6 +55,7 @@ def test_no_shipped_schedule_beats_the_bound_at_any_costs(name):
         assert holds(program, random_costs(rng, program.stages)), program
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_valid_program_beats_the_bound_with_any_placement_costs_and_overlaps(seed):
     rng = random.Random(seed)
@@ -116,6 +117,7 @@ def fitting(ranks: int, m: int, chunks: int, cap: float, costs: Costs) -> list[P
     return [p for p in made if max(simulate(p, costs).peak_activations) <= cap + 1e-9]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("overlap", [1.0, 0.8])
 @pytest.mark.parametrize(("ranks", "m", "chunks"), [(2, 3, 1), (4, 8, 2), (3, 7, 2), (2, 5, 4), (3, 5, 3), (4, 6, 1)])
 def test_a_plan_is_never_longer_than_the_best_shipped_schedule(ranks, m, chunks, overlap, monkeypatch):

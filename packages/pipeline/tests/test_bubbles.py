@@ -60,6 +60,7 @@ def test_schedules_of_one_chunk_have_the_closed_forms(p):
                 assert timeline.peak_activations == peaks, f"{program.name} m={m}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @ranks
 def test_loops_divide_the_bubble_by_their_chunks_for_every_m_from_p_on(p, chunks):

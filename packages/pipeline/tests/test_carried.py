@@ -69,6 +69,7 @@ def check(program: Program, drains: Any = (), steps: int = 5, make: str = "adamw
     assert all(p.grad is None for module in modules for p in module.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("threads", [False, True], ids=["one", "threads"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 8)])
 def test_2bw_is_the_delayed_recurrence_whatever_drains_happen(p, m, threads):

@@ -34,6 +34,7 @@ def words_of(program: Program) -> str:
     return f"{program.name} p={len(program.ranks)} m={program.microbatches} stages={program.stages}"
 
 
+@pytest.mark.sampled
 @by_name
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_and_gradients_have_the_bits_of_the_plain_loop(schedule, ranks, request):
@@ -54,6 +55,7 @@ def train(transport, program, modules, steps):
     return [runner.step(*words(program.microbatches, seed)).losses for seed in range(steps)]
 
 
+@pytest.mark.sampled
 @by_name
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 4), (4, 6)])
 def test_over_threads_too(schedule, ranks, microbatches):

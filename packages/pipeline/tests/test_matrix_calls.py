@@ -209,6 +209,7 @@ def expected_calls(program: Program, stage: int) -> list[str]:
     return [*calls, "reduce_grad"]
 
 
+@pytest.mark.sampled
 @all_programs
 @pytest.mark.parametrize("lowered", [False, True], ids=["as made", "lowered"])
 def test_what_shards_a_stage_is_called_in_the_order_of_the_program(program, lowered):

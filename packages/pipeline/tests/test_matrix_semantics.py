@@ -361,6 +361,7 @@ def test_microbatches_of_different_sizes_and_steps_of_other_shapes(program):
     assert_same(mine, theirs)
 
 
+@pytest.mark.sampled
 @all_programs
 @pytest.mark.parametrize("full", ["first", "last", "none but two"])
 def test_empty_stages_pass_on_whatever_comes(program, full):

@@ -75,6 +75,7 @@ def check(program: Program, m: int, version: Callable[[int, int], int], *, over_
             assert torch.equal(a, b), f"{program.name} m={m}: stage {s}: {name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("over_threads", [False, True], ids=["one process", "threads"])
 @pytest.mark.parametrize(
     ("ranks", "m", "steps"),
@@ -84,6 +85,7 @@ def test_2bw_runs_a_batch_with_the_weights_of_one_batch_before(ranks, m, steps, 
     check(pipedream_2bw(ranks, m, steps=steps), m, lambda s, t: max(t - 1, 0), over_threads=over_threads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("over_threads", [False, True], ids=["one process", "threads"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5])

@@ -17,6 +17,7 @@ def piece_costs(layer_costs, sizes, first, last):
     return costs
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_the_largest_piece_is_as_small_as_any_cut_makes_it(seed):
     rng = random.Random(seed)

@@ -37,6 +37,7 @@ def bare(program: Program) -> Program:
     return replace(program, ranks=tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in program.ranks))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_2bw_of_any_number_of_steps_is_continued_alike_and_as_the_generator_does(p, m):
     found = [continued(pipedream_2bw(p, m, steps)) for steps in range(2, 6)]

@@ -95,6 +95,7 @@ def exhaustive(costs, placement, microbatches, cap):
 SMALL = [(wave(2, 1), 2), (wave(2, 1), 3), (wave(3, 1), 2), (wave(2, 2), 1), (looped(2, 2), 1), (wave(2, 2), 2)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("placement", "microbatches"), SMALL)
 def test_no_schedule_beats_the_bound_and_the_plan_is_the_exhaustive_optimum(placement, microbatches, seed):
@@ -360,6 +361,7 @@ def deferring_costs(rng, stages):
     return replace(costs, deferred=deferred, input_share=rng.choice((0.0, 0.0, 0.25)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("room", [0.0, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_input_gradients_keep_for_weight_gradients_stays_within_the_cap(seed, room):

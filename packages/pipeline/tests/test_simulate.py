@@ -96,6 +96,7 @@ def some_costs(rng: random.Random, stages: int, ranks: int) -> Costs:
     return Costs(row(), row(), row(), hop, overlap=rng.choice((0.5, 1.0, 1.0, 1.5)), step=row(), unshard=row())
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(60))
 def test_all_times_are_the_earliest_that_break_no_rule(seed):
     rng = random.Random(seed)

@@ -19,6 +19,8 @@ from sixfold.dist_ckpt.background import control, process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 
+RANKS_IMPORT = ("s3fs",)
+
 ODD_WORKER = str(Path(__file__).parents[1] / "odd_worker.py")
 
 

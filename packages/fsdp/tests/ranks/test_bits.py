@@ -44,6 +44,7 @@ def train_variants(
     return [train(rank, strategy, options, hint, **precision) for options in variants]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, list(VARIANTS.values()), True, {})
@@ -56,6 +57,7 @@ def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) ->
             assert same(expected, results[rank][at]) == [], f"{name} on rank {rank}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_ranks_in_rank_order_equal_the_emulation(strategy: str) -> None:
     results = run_ranks(train_variants, 4, strategy, [{"tied": True}], True, {"grad_sum": "rank_order"})
@@ -66,6 +68,7 @@ def test_four_ranks_in_rank_order_equal_the_emulation(strategy: str) -> None:
     assert [same(expected, result[0]) for result in results] == [[], [], [], []]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_compute_keeps_fp32_sums_and_main_weights(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, [{}], True, {"param_dtype": torch.bfloat16})

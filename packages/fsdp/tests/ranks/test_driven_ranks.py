@@ -66,6 +66,7 @@ def train(rank: int, ranks: int, strategy: str, grad_sum: str) -> list[tuple[str
     return [(r.name, r.start, r.stop, mains[r.name].grad.view(-1)) for r in model.state_records() if r.replica == 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize(("ranks", "grad_sum"), [(2, "backend"), (3, "rank_order")])
 def test_driven_gradients_equal_the_sum_over_ranks_in_order(strategy, ranks, grad_sum):

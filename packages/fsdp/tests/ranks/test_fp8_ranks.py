@@ -58,6 +58,7 @@ def expected(ranks, strategy, options, few=False, steps=2):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_number_of_ranks_equals_the_definition(ranks):
     results = run_ranks(train, ranks, STRATEGIES, {})

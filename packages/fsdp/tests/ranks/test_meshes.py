@@ -79,6 +79,7 @@ def train(rank, ranks, layout, strategies):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_on_three_meshes_equal_one_process_bit_for_bit(layout):
     experts = LAYOUTS[layout][1]

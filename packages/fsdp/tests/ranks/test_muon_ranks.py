@@ -99,6 +99,7 @@ def train_all(rank, ranks):
     return [train(rank, ranks, options) for options in OPTIONS.values()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_pieces_of_uneven_matrices_give_torchs_bits(ranks):
     results = run_ranks(train_all, ranks)

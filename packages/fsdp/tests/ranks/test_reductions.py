@@ -54,6 +54,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_have_the_bits_of_the_emulation_in_every_dtype_whole_and_in_pieces(strategy: str) -> None:
     cases = [{"strategy": strategy, "precision": precision} for precision in PRECISIONS.values()]

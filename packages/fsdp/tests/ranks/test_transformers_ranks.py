@@ -11,6 +11,7 @@ from ranktest import run_ranks
 from sixfold.fsdp import fully_shard, fully_shard_optimizer
 
 pytest.importorskip("transformers", reason="needs transformers, of the extra 'test'")
+RANKS_IMPORT = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "esm", "bert"))
 
 
 def train_all(rank, ranks):

@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +30,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.collect()
-    if not session.config.option.collectonly and any(_uses_ranks(item) for item in session.items):
-        start_server()
+    using = [item for item in session.items if _uses_ranks(item)]
+    if using and not session.config.option.collectonly:
+        start_server(sorted({name for item in using for name in _ranks_import(item)}))
+
+
+def _ranks_import(item: pytest.Item) -> Sequence[str]:
+    """``RANKS_IMPORT`` of a test file: what its ranks would import, each in each job, is loaded once by the server."""
+    return getattr(item.module, "RANKS_IMPORT", ()) if isinstance(item, pytest.Function) else ()
 
 
 def _uses_ranks(item: pytest.Item) -> bool:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -40,14 +40,16 @@ RANK_ENVIRONMENT = {
 }
 
 
-def start_server() -> None:
+def start_server(also: Iterable[str] = ()) -> None:
     """Start the forkserver unless it runs. Returns at once; the first job waits until it has loaded torch.
 
     Of each package under test that this process has imported, the server loads all modules, so that no rank has to:
-    what a test imports inside its function would otherwise cost every rank of every job.
+    what a test imports inside its function would otherwise cost every rank of every job. So it does with the modules of
+    torch.distributed that this process has loaded, and with those of ``also``.
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
-    with _environment({**RANK_ENVIRONMENT, TESTED_MODULES: ",".join(_tested_modules())}), hidden_main():
+    names = [*_tested_modules(), *sorted(name for name in sys.modules if name.startswith("torch.distributed.")), *also]
+    with _environment({**RANK_ENVIRONMENT, TESTED_MODULES: ",".join(names)}), hidden_main():
         forkserver.ensure_running()
 
 

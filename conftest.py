@@ -1,0 +1,45 @@
+"""Of tests with many dear cases the default command runs a sample, `nox -s full` all: `pytest --every-case`.
+
+    @pytest.mark.sampled      each value of each parameter in one case at least, and not each combination of them
+    @pytest.mark.sampled(4)   four cases, the first, the last and others evenly between: where each says the same
+
+A test whose cases assert different things is not to be sampled by number. A case that is asked for by its id runs.
+"""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="all cases of the tests that are marked `sampled`")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tools/once leaves out what passed: else others would come in its place
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every-case"):
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.split("[", 1)[0], []).append(item)
+    left_out = {id(item) for cases in tests.values() for item in cases} - {
+        id(item) for cases in tests.values() for item in sample(cases)
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of one test that are to run."""
+    mark = cases[0].get_closest_marker("sampled")
+    assert mark is not None, f"{cases[0].nodeid} is not marked"
+    if mark.args:
+        count, last = min(mark.args[0], len(cases)), len(cases) - 1
+        return [cases[place * last // max(1, count - 1)] for place in range(count)]
+    values = [set(case.callspec.indices.items()) for case in cases]  # type: ignore[attr-defined]
+    wanted, chosen = set().union(*values), []
+    while wanted:
+        # The first of those with most values that none has yet: along the diagonal of a product.
+        best = max(range(len(cases)), key=lambda place: (len(values[place] & wanted), -place))
+        wanted -= values[best]
+        chosen.append(best)
+    return [cases[place] for place in sorted(chosen)]

@@ -5,12 +5,14 @@ import os
 
 import pytest
 from dist_ckpt_helpers import folder_bytes, names, state, value_of
+from torch.distributed.checkpoint import FileSystemReader
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, MismatchError, StorageError, tools
+from sixfold.dist_ckpt import CorruptError, MismatchError, StorageError, stores, tools
 from sixfold.dist_ckpt.stores import local
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies import base
+from sixfold.dist_ckpt.tools import later
 
 
 @pytest.fixture
@@ -82,6 +84,52 @@ def test_damage_in_what_was_added_is_found(folder):
     (folder / ".metadata").write_bytes(data)
     with pytest.raises(CorruptError, match=r"\.metadata"):
         value_of(folder)
+
+
+@pytest.fixture
+def store():
+    made = stores.MemoryStore()
+    dist_ckpt.save(state(1.0), made, metadata="compact", group=None)
+    return made
+
+
+def test_in_a_store_it_is_written_too_and_nothing_else_changes(store, tmp_path):
+    before = dict(store.files)
+    found = tools.metadata(store)
+    assert found == {"path": store.name, "written": True, "nbytes": len(store.files[".metadata"])}
+    assert {n for n in store.files if store.files[n] != before.get(n)} == {".metadata", "integrity.json"}
+    assert tools.verify(store)["problems"] == [] and value_of(store) == 1.0
+    assert tools.metadata(store) == {**found, "written": False}
+    for name, data in store.files.items():
+        (tmp_path / name).write_bytes(data)
+    assert set(FileSystemReader(tmp_path).read_metadata().state_dict_metadata) == {"w"}
+
+
+def test_in_a_store_what_is_cut_short_still_loads_and_is_done_by_the_next_call(store, monkeypatch):
+    plain = store.create
+
+    def create(name, nbytes):
+        if name == "integrity.json":
+            raise StorageError("the store is gone")
+        return plain(name, nbytes)
+
+    monkeypatch.setattr(store, "create", create)
+    with pytest.raises(StorageError, match="the store is gone"):
+        tools.metadata(store)
+    monkeypatch.undo()
+    assert ".metadata" in store.files and value_of(store) == 1.0
+    assert tools.metadata(store)["written"] and tools.verify(store)["ok"] and value_of(store) == 1.0
+
+
+def test_a_save_that_replaces_the_checkpoint_of_a_store_meanwhile_is_told_and_stays(store, monkeypatch):
+    def overtaken(index):
+        dist_ckpt.save(state(2.0), store, group=None)
+        return iter([b"of the older one"])
+
+    monkeypatch.setattr(later.compact, "index_of", overtaken)
+    with pytest.raises(StorageError, match="was replaced while its"):
+        tools.metadata(store)
+    assert value_of(store) == 2.0 and tools.verify(store)["problems"] == []
 
 
 @pytest.mark.filterwarnings("ignore:the zarr format")

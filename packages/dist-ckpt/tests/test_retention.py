@@ -1,14 +1,18 @@
 """Retention: only complete checkpoints count, and pruning keeps what the rule says."""
 
 import errno
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
-from dist_ckpt_helpers import flip_byte
+import torch
+from dist_ckpt_helpers import flip_byte, one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, StorageError, retention
+from sixfold.dist_ckpt import CheckpointError, StorageError, retention, strategies, tools
+from sixfold.dist_ckpt.strategies import base
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +101,17 @@ def test_what_a_killed_prune_left_is_removed_by_the_next(tmp_path, model):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def age(folder, hours):
+    for path in (*folder.rglob("*"), folder):
+        os.utime(path, (time.time() - 3600 * hours,) * 2)
+
+
 def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
     make(tmp_path, model, (2, 4, 6))
     for step in (1, 3, 5, 7):
-        (tmp_path / f".step-{step:08d}.tmp-dead").mkdir()
-        (tmp_path / f".step-{step:08d}.job-dead").mkdir()
+        for kind in ("tmp", "job"):
+            (tmp_path / f".step-{step:08d}.{kind}-dead").mkdir()
+            age(tmp_path / f".step-{step:08d}.{kind}-dead", 1.1)
     retention.prune(tmp_path, keep_last=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".step-00000005.job-dead",
@@ -111,6 +121,75 @@ def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
         "step-00000004",
         "step-00000006",
     ], "a save of step 5 or 7 may be in flight"
+
+
+@pytest.mark.parametrize("alive", ["__0_0.distcp", "checkpoint/__1_0.distcp", None])
+def test_a_save_of_an_earlier_step_whose_files_or_board_move_is_left_alone(tmp_path, model, alive):
+    make(tmp_path, model, (2, 4))
+    staging, board = tmp_path / ".step-00000001.tmp-ab", tmp_path / ".step-00000001.job-ab"
+    for folder, name in ((staging, "checkpoint/x"), (staging, "__0_0.distcp"), (board, "alive-0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    if alive is not None:
+        (staging / alive).touch()
+    age(staging, 2)
+    age(board, 2)
+    os.utime(board / "alive-0" if alive is None else staging / alive)
+    retention.prune(tmp_path, keep_last=1)
+    assert staging.exists()
+    assert board.exists()
+    age(staging, 2)
+    age(board, 2)
+    retention.prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_a_prune_in_the_middle_of_a_save_of_an_earlier_step_leaves_it_alone(tmp_path, model):
+    make(tmp_path, model, (8, 9))
+    pruned = []
+
+    def progress(done, total):
+        pruned.append(retention.prune(tmp_path, keep_last=2))
+
+    dist_ckpt.save({"w": one("w", torch.ones(9))}, retention.step_path(tmp_path, 5), group=None, progress=progress)
+    assert pruned
+    assert steps_of(tmp_path) == [5, 8, 9]
+
+
+def test_checkpoints_of_a_registered_format_count_and_are_pruned(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "_registered", dict(base._registered))
+    strategies.register("save_sharded", "texts", 1, SaveTexts("texts", 1))
+    strategies.register("load_sharded", "texts", 1, LoadTexts())
+    for number in (1, 2):
+        dist_ckpt.save({"it": number}, retention.step_path(tmp_path, number), ("texts", 1), group=None)
+    assert steps_of(tmp_path) == [1, 2]
+    assert retention.latest(tmp_path) == retention.step_path(tmp_path, 2)
+    found = tools.verify(retention.latest(tmp_path))
+    assert (found["ok"], found["checked"], found["checked_bytes"]) == (True, False, 0)
+    (retention.step_path(tmp_path, 2) / "whole").unlink()
+    assert steps_of(tmp_path) == [1]
+    assert retention.prune(tmp_path, keep_last=0) == [retention.step_path(tmp_path, 1)]
+
+
+class SaveTexts(strategies.SaveShardedStrategy):
+    def save(self, sharded_state_dict, checkpoint_dir):
+        (checkpoint_dir / "whole").touch()
+
+
+class LoadTexts(strategies.LoadShardedStrategy):
+    def check_backend_compatibility(self, loaded_backend):
+        pass
+
+    def check_version_compatibility(self, loaded_version):
+        pass
+
+    def load(self, sharded_state_dict, checkpoint_dir):
+        return {}
+
+    def load_tensors_metadata(self, checkpoint_dir):
+        if not (checkpoint_dir / "whole").exists():
+            raise dist_ckpt.CorruptError(f"{checkpoint_dir}/whole is missing")
+        return {}
 
 
 def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):

@@ -1,5 +1,6 @@
 """``dcp.Writer``: what ``torch.distributed.checkpoint.save`` puts through it torch's own reader finds, and ours."""
 
+import gc
 import pickle
 
 import pytest
@@ -160,6 +161,37 @@ def test_a_cached_plan_writes_the_new_values(tmp_path):
             getattr(torch_dcp.SavePlanner, f"_cached_{cache}").clear()
     assert [step_of(tmp_path / f"step-{step}") for step in (1, 2, 3)] == [1, 2, 3]
     assert all(tools.verify(tmp_path / f"step-{step}")["ok"] for step in (1, 2, 3))
+
+
+def second_save_of_a_kept_plan(folder, state):
+    """Of rank 1 of 2, by [Note: cached plans]: its part is written, and no first rank ends the save."""
+    first, second = dcp.Writer(folder / "c"), dcp.Writer(folder / "c")
+    planner = torch_dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=False)
+    _, plan = first.prepare_global_plan([planner.create_local_plan()] * 2)
+    second.set_up_storage_writer(False, rank=1, use_collectives=True)
+    second.write_data(plan, planner)
+    first.prepare_global_plan([plan] * 2)  # the first save has ended, a second one begins
+    first._end()
+    second.path = folder / "d"
+    second.write_data(plan, planner)
+    return second, plan, planner
+
+
+def test_what_a_rank_with_a_kept_plan_wrote_goes_with_its_writer_or_its_next_save(tmp_path):
+    second, plan, planner = second_save_of_a_kept_plan(tmp_path, contents())
+    (before,) = names(tmp_path)
+    second.write_data(plan, planner)
+    (after,) = names(tmp_path)
+    assert before != after
+    del second
+    gc.collect()
+    assert names(tmp_path) == []
+
+
+def test_a_rank_with_a_kept_plan_of_nothing_begins_nothing(tmp_path):
+    second_save_of_a_kept_plan(tmp_path, {})
+    assert names(tmp_path) == []
 
 
 def test_dcp_to_torch_save_takes_the_folder(tmp_path):

@@ -20,6 +20,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
 from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.stores import ByPointer
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -151,6 +152,26 @@ def start_no_worker(rank, ranks, folder, victim):
         process._start_worker = start
 
 
+def save_to_a_store_without_a_place_beside(rank, ranks, folder):
+    store = Plain()
+    return ending_of(lambda: dist_ckpt.async_save(state(rank, ranks, 2), store))[:2], store.calls
+
+
+class Plain(ByPointer):
+    """A store of a user's, with what a plain save needs."""
+
+    name, calls = "plain", 0
+
+    def list_files(self):
+        self.calls += 1
+        return {}
+
+    def read(self, *_):
+        raise FileNotFoundError
+
+    create = delete = read
+
+
 LOSSES = [(0, "kill"), (1, "kill"), (0, "stop"), (1, "stop")]
 
 
@@ -161,6 +182,7 @@ def live_through_everything(rank, ranks, folder):
         "parallel": save_replicas_fully_parallel(rank, ranks, folder),
         "train": train_on(rank, ranks, folder, worker),
         "error": fail_on_one_rank(rank, ranks, folder),
+        "no place": save_to_a_store_without_a_place_beside(rank, ranks, folder),
         "unshared": save_where_one_rank_sees_another_file_system(rank, ranks, folder),
     }
     process._start_worker = Forked
@@ -209,6 +231,13 @@ def test_a_worker_that_one_rank_cannot_start_is_told_by_the_call_on_every_rank(l
     for life in lives:
         for loss in LOSSES:
             assert life[loss][-1][:2] == ("StorageError", "Resource temporarily unavailable")
+
+
+def test_a_store_without_a_place_for_a_board_is_refused_before_it_is_looked_at(lives):
+    for life in lives:
+        (kind, text), calls = life["no place"]
+        assert (kind, calls) == ("CheckpointError", 0)
+        assert text.startswith("plain has no method beside(mark, timeout_s)")
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):

@@ -149,6 +149,8 @@ def live(rank, ranks, environment, url):
 
     handle = save(1)
     seen["first"] = (*ended(handle), handle.blocked_s)
+    seen["late"] = time.monotonic() - handle._started - handle.total_s
+    handle._flight.leave()
     dist.barrier()
     seen["value"], seen["beside"] = value_of(url, ranks), objects_beside(url)
     dist.barrier()
@@ -167,6 +169,7 @@ def live(rank, ranks, environment, url):
         dist.barrier()
         handle = save(1)
         handle.wait(60)
+    handle._flight.leave()
     dist.barrier()
     seen["left"] = objects_beside(url)
     dist.barrier()
@@ -178,6 +181,7 @@ def test_several_ranks_commit_to_a_store_and_hear_one_end_of_every_loss(s3, url)
     results = run_ranks(live, 2, s3.environment(), url, timeout=110)
     for seen in results:
         assert seen["first"][:2] == ("committed", "")
+        assert seen["late"] < 1, "who waits hears of the commit, and not of what is tidied after it"
         assert seen["value"] == 1
         assert seen["beside"] == seen["left"] == []
         assert seen["nan"][:2] == ("ShardingError", "w[30] is nan on rank 1, and check_finite is set")

@@ -142,7 +142,7 @@ def _verify(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str
     found = tools.verify(options.dir, quick=options.quick, progress=show)
     if found["ok"]:
         what = f"{_size(found['checked_bytes'])} by checksum"
-        if options.quick or not found["checked_bytes"]:
+        if not found["checked"]:
             what = "names, sizes and metadata" + ("" if options.quick else "; it has no checksums")
         return found, f"{found['path']}: whole ({what})", 0
     lines = [f"{found['path']}: {_count(len(found['problems']), 'problem')}"]

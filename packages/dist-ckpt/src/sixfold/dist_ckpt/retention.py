@@ -5,31 +5,39 @@
 
 A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
 places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
+
+[Note: dead or slow] A save of an earlier step may go on while later ones are committed. Its staging folder, and the
+board on which the ranks of a background save leave word, count as left behind when nothing in either has changed for an
+hour: ranks write, and their trainers show every few seconds that they live. No lock tells as much on all file systems.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.stores import ByPointer, UrlStore, paths, view
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.child import ChildStore
-from sixfold.dist_ckpt.stores.folder import is_complete
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 _STEP = re.compile(r"step-(\d{8,})")
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it.
 _REPLACED = re.compile(r"\.(step-\d{8,})\.old-.+")
 _PRUNED = re.compile(r"\.step-\d{8,}\.gone-.+")
-_UNFINISHED = re.compile(r"\.step-(\d{8,})\.(tmp|job)-.+")
+_UNFINISHED = re.compile(r"\.step-(\d{8,})\.(?:tmp|job)-(.+)")
+_STILL_S = 3600.0  # see [Note: dead or slow]
 
 
 @overload
@@ -104,7 +112,8 @@ def prune(
 
     Oldest first, each renamed aside before it is deleted (of a URL ``metadata.json`` goes first), so that a kill leaves
     nothing under a step's name that opens. What dead saves of steps before the last ``keep_last`` left behind
-    goes too; other incomplete folders are left alone. Of a step that is a symlink the link goes.
+    goes too, in a folder when it has been still for an hour; other incomplete folders are left alone. Of a step that
+    is a symlink the link goes.
 
     Returns:
         The deleted places.
@@ -178,7 +187,7 @@ class _LocalRun:
         return _numbers(names)
 
     def is_complete(self, step: int) -> bool:
-        return is_complete(self._root / _name(step))
+        return serialization.check_is_distributed_checkpoint(self._root / _name(step))
 
     def delete(self, step: int) -> None:
         siblings = [path for path in self._named(_REPLACED) if path.name.startswith(f".{_name(step)}.")]
@@ -196,10 +205,14 @@ class _LocalRun:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def delete_unfinished(self, *, before: int) -> None:
+        by_save: dict[tuple[str, ...], list[Path]] = {}
         for leftover in self._named(_UNFINISHED):
-            match = _UNFINISHED.fullmatch(leftover.name)
-            if match and int(match.group(1)) < before:
-                storage.discard(leftover)
+            if (match := _UNFINISHED.fullmatch(leftover.name)) and int(match.group(1)) < before:
+                by_save.setdefault(match.groups(), []).append(leftover)
+        for folders in by_save.values():
+            if time.time() - max(map(_changed_at, folders)) > _STILL_S:
+                for folder in folders:
+                    storage.discard(folder)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
         def listed() -> list[Path]:
@@ -208,6 +221,16 @@ class _LocalRun:
             return [path for path in self._root.iterdir() if pattern.fullmatch(path.name)]
 
         return typed(listed)
+
+
+def _changed_at(folder: Path) -> float:
+    """When anything in a folder was changed last, in seconds of the clock."""
+    found = [0.0]
+    for top, folders, files in os.walk(folder):
+        for name in (".", *folders, *files):
+            with suppress(FileNotFoundError):  # of a save that goes on
+                found.append(os.stat(os.path.join(top, name)).st_mtime)
+    return max(found)
 
 
 class _StoredRun:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.background import saver
-from sixfold.dist_ckpt.errors import CheckpointError, StorageError
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
@@ -292,7 +292,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
             strategies = _foreign_strategies(folder, None, None)
             if strategies is None:
                 return loading.check_is_distributed_checkpoint(folder)
-            foreign.listing(folder, *strategies)
+            sharded, common = strategies
+            typed(lambda: foreign.listing(folder, sharded, common))
             return True
     except StorageError:
         raise  # no answer is no "no": a run would begin from zero

@@ -23,6 +23,7 @@ from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import LocalStore
 
 _GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
+_TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit
 _NEARLY = 0.99  # progress of what is written whole and not yet committed
 
 
@@ -46,18 +47,37 @@ class Flight:
         self._saver: object | None = saver
         self._worker, self._job, self._sign = worker, job, sign
         target = job.ticket.save.target
-        self.target: Path | str = Path(target) if isinstance(job.content.store, LocalStore) else target
+        self._is_local = isinstance(job.content.store, LocalStore)
+        self.target: Path | str = Path(target) if self._is_local else target
         self.worker_pid = worker.process.pid
         self._gauge, self._still = worker.gauge, Stillness()
         self._gauge.reset()
         self._idle_moves = self._gauge.moves
         self._worker.channel.look_s, self._beat_at = min(_GLANCE_S, job.beat_s), 0.0
+        self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
         self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
+
+    def start(self) -> None:
+        """Begin; whoever calls this has recorded the flight before."""
         self._thread.start()
 
+    def is_given_up(self) -> bool:
+        """Whether an interrupt of ``start`` came before anything had begun; then nothing will."""
+        return self._mine.acquire(blocking=False)
+
     def join(self) -> None:
-        """Wait for the end, which has a deadline of its own."""
+        """Wait for the end, which has a deadline of its own; arena and worker are free then."""
+        self.ended.wait()
+
+    def leave(self) -> None:
+        """Wait until the board is left too, or taken away."""
+        self.join()
         self._thread.join()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nothing of it goes on."""
+        return self.ended.is_set() and not self._thread.is_alive()
 
     def written_share(self) -> float:
         """As the worker counts; what is written is neither on disk nor committed for that."""
@@ -70,6 +90,8 @@ class Flight:
             raise self.error.with_traceback(None)
 
     def _watch(self) -> None:
+        if not self._mine.acquire(blocking=False):
+            return
         try:
             self.error = self._outcome().error or self._told_all()
         except BaseException as error:  # whatever it is, the trainer must hear of it
@@ -77,9 +99,14 @@ class Flight:
             self.error = _of_thread(error)
         finally:
             self.ended_at = time.monotonic()
+            # The other ranks of this host acknowledge at once, so that a folder is left without the board; for those
+            # that look now and then nobody waits.
+            tidied = threading.Timer(_TIDY_S if self._is_local else 0.0, self.ended.set)
             try:
+                tidied.start()
                 self._acknowledge()
             finally:
+                tidied.cancel()
                 self.ended.set()
                 self._saver = None
 

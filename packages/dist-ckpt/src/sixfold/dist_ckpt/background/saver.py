@@ -41,7 +41,7 @@ from sixfold.dist_ckpt.background.process import Worker
 from sixfold.dist_ckpt.background.store_board import HasBeside, StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
+from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
@@ -60,16 +60,8 @@ class _Mine:
     made: Future[None] | None = None  # a board in a store, once it is there
 
     def make(self, store: Store, save_id: str, timeout_s: float) -> None:
-        """The first rank's board in a store, made by a thread while tensors are copied.
-
-        Raises:
-            CheckpointError: several ranks cannot leave word for each other near a checkpoint in this store.
-        """
-        if not isinstance(store, HasBeside):
-            raise CheckpointError(
-                f"{store.name} has no method beside(mark, timeout_s), by which workers of several ranks leave word for "
-                "each other; use save, or group=None"
-            )
+        """The first rank's board in a store, made by a thread while tensors are copied."""
+        assert isinstance(store, HasBeside), f"{store.name} was refused before"
         board = self.board = StoreBoard(store, save_id, b"", timeout_s=timeout_s)
         pool = ThreadPoolExecutor(1)
         self.made = pool.submit(board.make)
@@ -100,6 +92,7 @@ class AsyncSaver:
         self._arena = Arena()
         self._worker: Worker | None = None
         self._flight: Flight | None = None
+        self._leaving: list[Flight] = []  # that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
         self._turn, self._is_busy = threading.RLock(), False
         _open_savers(os.getpid()).add(self)
@@ -145,6 +138,8 @@ class AsyncSaver:
         with self._in_turn():
             try:
                 self._let_go()
+                for flight in self._leaving:
+                    flight.leave()
             finally:
                 if self._worker is not None:
                     self._worker.stop()
@@ -192,16 +187,21 @@ class AsyncSaver:
             worker = typed(self._ready_worker)
         agreed = saving.agree_on(request)
         mine = _Mine()
+        flight: Flight | None = None
         try:
             job = self._hand_over(agreed, request.check_finite, request.timeout_s, mine)
+            if mine.sign is None and job.ranks > 1:
+                mine.sign = control.board_of(job).sign(job.rank)  # its first beat makes it
+            flight = Flight(self, worker, job, mine.sign, request.progress)
+            self._flight = flight
+            flight.start()
         except BaseException:
-            mine.take_back(agreed.exchange.rank)
-            agreed.abandon()
+            if flight is None or flight.is_given_up():  # else it goes on, and the next call waits for it
+                self._flight = None
+                mine.take_back(agreed.exchange.rank)
+                agreed.abandon()
             raise
-        if mine.sign is None and job.ranks > 1:
-            mine.sign = control.board_of(job).sign(job.rank)  # its first beat makes it
-        self._flight = Flight(self, worker, job, mine.sign, request.progress)
-        return self._flight
+        return flight
 
     def _check_is_usable(self) -> None:
         if self._is_closed:
@@ -217,6 +217,7 @@ class AsyncSaver:
             return
         self._flight.join()
         flight, self._flight = self._flight, None  # before the warning, which may be an error (-W error)
+        self._leaving = [left for left in (*self._leaving, flight) if not left.has_left]
         if flight.error is not None and not flight.told:
             warnings.warn(f"a background save failed and nobody waited for it: {flight.error}", stacklevel=5)
 
@@ -355,6 +356,11 @@ def _check_is_possible(request: SaveRequest) -> None:
         raise CheckpointError(
             f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "
             "import it from a module, or use save"
+        )
+    if not isinstance(store, LocalStore | HasBeside) and Exchange(request.group, request.timeout_s).ranks > 1:
+        raise CheckpointError(
+            f"{store.name} has no method beside(mark, timeout_s), by which workers of several ranks leave word for "
+            "each other; use save, or group=None"
         )
     if request.engine is None:
         raise CheckpointError(

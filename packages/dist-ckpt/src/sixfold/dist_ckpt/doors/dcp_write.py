@@ -10,7 +10,7 @@ store without rename it may be refused: see stores/store.py, [Note: visible by o
 
 [Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save, and with it the
 ticket of that save, which has ended: a ticket is used once. Such a rank begins a save of its own, and finish takes its
-parts over.
+parts over; what it does not take, since the save failed, goes with the rank's next save or its Writer.
 
 [Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. Beside the
 target lies a staging folder of such a name, so the files lie in a folder inside it until they are moved into place.
@@ -189,6 +189,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def _begun(self, store: Store, save_id: str, nbytes: int) -> Save:
         """A save in the store, which is given up when this Writer goes without having ended it."""
+        if self._abandon is not None:  # of [Note: cached plans], which no first rank has taken over
+            self._abandon()
         save = store.begin(save_id, nbytes, self.if_exists, partial(_owns, self.owns))
         self._abandon = weakref.finalize(self, _abandon_here, store, save, os.getpid())
         if not save.staging:
@@ -206,10 +208,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """
         store = store_at(self.path)
         save, number = self._own_save(store, plan)
-        if store.name != save.target:
-            raise ShardingError(
-                f"the ranks save into different folders ({save.target}, {store.name}); pass one path to all"
-            )
         try:
             results = typed(lambda: self._write(store, save, number, plan.items, planner))
         except BaseException as error:
@@ -217,8 +215,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             if isinstance(error, _PlannerError) and error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
-        if self._ticket is None:  # what was begun here belongs to the save of the first rank now
-            self._keep()
+        if self._abandon is not None and self._ticket is None and not save.staging:
+            self._abandon.detach()  # its parts have their names, under which the first rank commits them
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -230,7 +228,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             raise CheckpointError("finish without write_data: torch's save calls them, on one Writer")
         try:
             typed(lambda: self._commit(ticket.save, metadata, results))
-            self._keep()
+            if self._abandon is not None:
+                self._abandon.detach()
         finally:
             self._end()
 
@@ -240,11 +239,17 @@ class Writer(StorageWriter, BlockingAsyncStager):
         ticket = self._ticket or plan.storage_data
         if not isinstance(ticket, _Ticket):
             raise CheckpointError(f"the plan's storage_data is {ticket!r}; a planner hands on what the Writer put in")
-        if ticket.used:
+        if ticket.used and plan.items:
             return self._begun(store, secrets.token_hex(8), 0), ticket.number
-        ticket.used = True
-        store.join(ticket.save)
-        return ticket.save, ticket.number
+        save = ticket.save
+        if not ticket.used:
+            ticket.used = True
+            store.join(save)
+            if store.name != save.target:
+                raise ShardingError(
+                    f"the ranks save into different folders ({save.target}, {store.name}); pass one path to all"
+                )
+        return save, ticket.number
 
     def _write(
         self, store: Store, save: Save, number: int, items: Sequence[WriteItem], planner: SavePlanner
@@ -337,11 +342,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
             store.commit(save, [*files, FILE_NAME], pointer)
         metadata.storage_data, metadata.storage_meta = infos, self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
-
-    def _keep(self) -> None:
-        """What was begun here is not given up any more."""
-        if self._abandon is not None:
-            self._abandon.detach()
 
     def _end(self) -> None:
         """Of the save that has ended nothing is left, unless it was committed."""

@@ -308,16 +308,8 @@ def owns_file(name: str) -> bool:
     )
 
 
-def save_engine(sharded_strategy: Any, common_strategy: Any) -> SaveEngine | None:
-    """What the built-in engine shall do for these strategies (None, tuples, objects); None: it is not asked."""
-    sharded = find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
-    common = find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
-    engine: SaveEngine | None = sharded.engine()
-    return engine if common.is_built_in else None
-
-
 def load_engine(sharded_strategy: Any, common_strategy: Any) -> LoadEngine | None:
-    """The same for a load; None for the strategies stands for those of ("torch_dist", 1)."""
+    """What the built-in engine shall do for these strategies (None, tuples, objects); None: it is not asked."""
     sharded = find(StrategyAction.LOAD_SHARDED, sharded_strategy, ("torch_dist", 1))
     common = find(StrategyAction.LOAD_COMMON, common_strategy, ("torch", 1))
     engine: LoadEngine | None = sharded.engine()

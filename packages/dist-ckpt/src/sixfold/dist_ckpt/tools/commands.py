@@ -97,7 +97,8 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
         quick: names, sizes and metadata only; otherwise every byte that has a checksum.
         progress: called with bytes checked and in all, as of ``save``; an exception in it ends the call.
     Returns:
-        path, ok, checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
+        path, ok, checked (whether bytes were compared with checksums: not with ``quick``, nor in a format that has
+        none), checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
         (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
         saves), "unfinished" (a save that never ended), "unsafe" (a pickle or a path that no checkpoint needs).
     Raises:
@@ -106,7 +107,8 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
     with probe.opened(path, whole=not quick) as folder:
         problems, checked = probe.problems(folder, quick=quick, progress=progress)
         name = probe.name_of(path, folder)
-    return {"path": name, "ok": not problems, "checked_bytes": checked, "problems": problems}
+    counts = {"checked": checked > 0, "checked_bytes": checked}
+    return {"path": name, "ok": not problems, **counts, "problems": problems}
 
 
 def convert(

@@ -6,7 +6,8 @@ compact manifest --> .metadata --> integrity.json that covers it (this file)
 by one that says the same and of it too. Each appears whole, by a rename, ``.metadata`` first: until the second rename
 the manifest says that it is none of the save, and loads of this package look at neither its presence nor its content. A
 kill between the two leaves that, and the next call does both again. All of it goes through one descriptor of the
-folder: a save that replaces the checkpoint meanwhile replaces it whole.
+folder: a save that replaces the checkpoint meanwhile replaces it whole. A store replaces an object in one act, in the
+same order; it has no such descriptor, so nobody saves to the place meanwhile.
 """
 
 from __future__ import annotations
@@ -17,54 +18,88 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import MismatchError, StorageError, typed
 from sixfold.dist_ckpt.files import compact, integrity
 from sixfold.dist_ckpt.files import metadata as schema
+from sixfold.dist_ckpt.files.integrity import FileDigest, Integrity
+from sixfold.dist_ckpt.stores import LocalStore, Save, Store, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.stores.store import Content
+from sixfold.dist_ckpt.stores.view import viewed
 
 _HIDDEN = ".metadata.tmp"  # a name that saves of any version know as a checkpoint's
 
 
-def metadata(path: str | Path) -> dict[str, Any]:
-    """Write ``.metadata`` into a checkpoint that was saved with ``metadata="compact"``; one that is there stays.
+def metadata(path: str | Path | Store) -> dict[str, Any]:
+    """Write ``.metadata`` into a checkpoint that was saved without it; one that is there stays.
+
+    At a URL or in a store: while nobody saves to the same place.
 
     Returns:
         path, written (whether it was not there), nbytes (of the file).
     Raises:
         MismatchError: no checkpoint of this package's folder format. CorruptError: its manifest is damaged.
-        StorageError: the system refuses, or another process does the same now.
+        StorageError: the system or the store refuses, another process does the same now, or a save has replaced it.
     """
-    place = paths.local(path, "metadata writes into a local folder; for a URL, save with metadata='torch'")
-    return typed(lambda: _written(open_checkpoint(place)))
+    store = store_at(path)
+    with viewed(store) as folder:
+        return typed(lambda: _added(store, open_checkpoint(folder)))
 
 
-def _written(checkpoint: Checkpoint) -> dict[str, Any]:
+def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
     folder, known = checkpoint.folder, checkpoint.integrity
+    name = str(folder) if isinstance(store, LocalStore) else store.name
     if known is None or checkpoint.manifest.files is None or ".metadata" in known.files:
         if not (folder / ".metadata").exists():
-            raise MismatchError(f"{folder} is of a format without .metadata; tools.convert makes one that has it")
-        return {"path": str(folder), "written": False, "nbytes": (folder / ".metadata").stat().st_size}
+            raise MismatchError(f"{name} is of a format without .metadata; tools.convert makes one that has it")
+        return {"path": name, "written": False, "nbytes": (folder / ".metadata").stat().st_size}
     if (known.algorithm, known.block_bytes) != ("crc32", integrity.BLOCK_BYTES):
-        raise MismatchError(f"{folder} has digests of another kind than are written here; tools.convert writes it anew")
+        raise MismatchError(f"{name} has digests of another kind than are written here; tools.convert writes it anew")
     index = compact.index_of(checkpoint.manifest)
-    with _held(checkpoint) as inside, storage.full_disk_told(folder, 0):
+
+    def made() -> Iterator[bytes]:
+        return schema.encode_parts(index)
+
+    write = _into_folder if isinstance(store, LocalStore) else partial(_into_store, store)
+    return {"path": name, "written": True, "nbytes": write(checkpoint, known, made).size}
+
+
+def _into_folder(checkpoint: Checkpoint, known: Integrity, made: Content) -> FileDigest:
+    with _held(checkpoint) as inside, storage.full_disk_told(checkpoint.folder, 0):
         (inside / _HIDDEN).unlink(missing_ok=True)
         try:
-            digest = storage.write_file(inside, _HIDDEN, lambda: schema.encode_parts(index))
+            digest = storage.write_file(inside, _HIDDEN, made)
             checkpoint.check_unchanged()
             (inside / _HIDDEN).rename(inside / ".metadata")
-            whole = replace(known, files={**known.files, ".metadata": digest})
-            storage.write_file(inside, _HIDDEN, whole.encode())
+            storage.write_file(inside, _HIDDEN, _with_metadata(known, digest))
             (inside / _HIDDEN).rename(inside / integrity.FILE_NAME)
         finally:
             (inside / _HIDDEN).unlink(missing_ok=True)
         storage.sync_folder(inside)
-    return {"path": str(folder), "written": True, "nbytes": digest.size}
+    return digest
+
+
+def _into_store(store: Store, checkpoint: Checkpoint, known: Integrity, made: Content) -> FileDigest:
+    save = Save(save_id=known.save_id, target=store.name)
+    _check_held(store, known)
+    digest = store.write(save, ".metadata", made)
+    _check_held(store, known)
+    store.write(save, integrity.FILE_NAME, _with_metadata(known, digest))
+    return digest
+
+
+def _with_metadata(known: Integrity, digest: FileDigest) -> bytes:
+    return replace(known, files={**known.files, ".metadata": digest}).encode()
+
+
+def _check_held(store: Store, known: Integrity) -> None:
+    if not store.holds(known.save_id):
+        raise StorageError(f"{store.name} was replaced while its .metadata was made; try again", errno.ESTALE)
 
 
 @contextmanager

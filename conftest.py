@@ -6,6 +6,9 @@
 A test whose cases assert different things is not to be sampled by number. A case that is asked for by its id runs.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 
@@ -43,3 +46,21 @@ def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
         wanted -= values[best]
         chosen.append(best)
     return [cases[place] for place in sorted(chosen)]
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> Callable[..., list[tuple[Any, ...]]]:
+    """``chosen("ranks", "layout")``: values of these parameters in the tests of this file that are going to run.
+
+    For a fixture that does the work of all cases in one job.
+    """
+
+    def values(*names: str) -> list[tuple[Any, ...]]:
+        cases = [
+            item.callspec.params
+            for item in request.session.items
+            if item.path == request.path and hasattr(item, "callspec")
+        ]
+        return [tuple(case[name] for name in names) for case in cases if case.keys() >= set(names)]
+
+    return values

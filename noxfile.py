@@ -3,7 +3,7 @@
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
     ci --> three lanes, each a nox of its own that runs one of these sessions after the other
-    isolation --> .nox/ci/<package>.json: what passed --> in ci, tests runs the rest
+    isolation --> .nox/ci/<package>.json: what passed --> in ci, rest runs what is left of tests, and ranks
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -22,8 +22,8 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nox
@@ -35,28 +35,16 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
-# Package (or the folder beside packages/), tests, option: what the default command takes a sample of.
-FULL = (
-    ("pipeline", "tests/test_matrix.py", "--full-matrix"),
-    ("pipeline", "tests/test_mutants.py", "--mutants=1000"),
-    ("pipeline", "tests/test_threads_random.py", "--random-runs=1000"),
-    ("pipeline", "tests/test_controllable_memory.py", "--all-bubbles"),
-    ("pipeline", "tests/ranks/test_export.py", "--all-exports"),
-    ("pipeline", "tests/ranks/test_matrix_ranks.py", "--full-matrix"),
-    ("fsdp", "tests/ranks/test_matrix_bits.py", "--all-pairs"),
-    ("fsdp", "tests/ranks/test_fuzz_ranks.py", "--random-programs=200"),
-    ("gpt", "tests/ranks/test_resume_matrix.py", "--resume-matrix"),
-    ("gpt", "tests/ranks/test_random_layouts.py", "--random-layouts=100"),
-    ("gpt", "tests/ranks/test_combines.py", "--random-layouts=1"),
-    ("gpt", "tests/test_meshes.py", "--all-meshes"),
-    ("gpt", "tests/ranks/test_plan_memory.py", "--memory-matrix"),
-    ("gpt", "tests/ranks/test_tensor_parallel.py", "--compiled-ranks"),
-    ("gpt", "tests/ranks/test_moe_runs.py", "--expert-layouts"),
-    ("gpt", "tests/ranks/test_context_parallel.py", "--context-matrix"),
-    ("gpt", "tests/test_instants.py", "--instants=400"),
-    ("tests-integration", "test_training.py", "--all-jobs"),
-    ("tests-integration", "test_docs.py"),
-)
+# Options under which a package's tests (or those beside packages/) run whole, not in the default command's samples.
+FULL = dict.fromkeys(PACKAGES, ()) | {
+    "pipeline": ("--full-matrix", "--mutants=1000", "--random-runs=1000", "--all-bubbles", "--all-exports"),
+    "fsdp": ("--all-pairs", "--random-programs=200"),
+    "gpt": (
+        "--resume-matrix", "--random-layouts=100", "--all-meshes", "--memory-matrix", "--compiled-ranks",
+        "--expert-layouts", "--context-matrix", "--instants=400",
+    ),
+    "tests-integration": ("--all-jobs",),
+}  # fmt: skip
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one
 ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in isolation is not run again by ci
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
@@ -66,9 +54,7 @@ BASE_DEFAULT = ("torch",)
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 # Further runs of a package's tests where it stands alone: blending as installed where no compiler is.
 ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
-WHEEL_LIMIT_BYTES = {
-    "indexed-data": 65_000, "dist-ckpt": 330_000, "fsdp": 220_000, "gpt": 300_000, "pipeline": 260_000
-}  # fmt: skip
+WHEEL_LIMIT_BYTES = {"indexed-data": 65_000, "dist-ckpt": 330_000, "fsdp": 220_000, "gpt": 300_000, "pipeline": 260_000}
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
 LANES = 3  # sessions of `ci` that run at a time: two for the cores of the smallest machine, one while ranks wait
 SESSION_DEADLINE_S = 1800.0
@@ -112,12 +98,19 @@ def demo(session: nox.Session) -> None:
 @each_package
 def tests(session: nox.Session, package: str) -> None:
     """The tests of one package that need one process."""
-    environment = shared_environment(session)
-    environment.variables["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ONCE), environment.variables.get("PYTHONPATH")])
-    )
+    environment = with_once(shared_environment(session))
     command = [*single_process_tests(package), "-p", "once", *environment.arguments]
     environment.run(session, *command, success_codes=(0, NO_TESTS_COLLECTED))
+
+
+@nox.session(venv_backend="none")
+@each_package
+def rest(session: nox.Session, package: str) -> None:
+    """What ci runs behind isolation: `tests` without what passed there, and `ranks`, in one process."""
+    environment = with_once(shared_environment(session))
+    folder = ROOT / "packages" / package / "tests"
+    command = [*pytest_on(folder), f"--ignore={folder / 'gpu'}", "-p", "once", "--proved", str(proof_of(package))]
+    environment.run(session, *command, *environment.arguments, success_codes=(0, NO_TESTS_COLLECTED))
 
 
 @nox.session(venv_backend="none")
@@ -195,9 +188,9 @@ def wheels(session: nox.Session, package: str) -> None:
 def full(session: nox.Session) -> None:
     """The large matrices, every pair, resume and instant, and every case of the tests marked `sampled`. Hours."""
     environment = shared_environment(session)
-    for package, tests, *options in (*FULL, *((package, "tests") for package in PACKAGES)):
-        folder = ROOT / "packages" / package if package in PACKAGES else ROOT / package
-        command = [*pytest_on(folder / tests), *options, "--every-case", f"--timeout={FULL_DEADLINE_S}"]
+    for package, options in FULL.items():
+        folder = ROOT / "packages" / package / "tests" if package in PACKAGES else ROOT / package
+        command = [*pytest_on(folder), *options, "--every-case", f"--timeout={FULL_DEADLINE_S}"]
         environment.run(session, *command, *environment.arguments)
 
 
@@ -208,43 +201,42 @@ def ci(session: nox.Session) -> None:
     LOGS.mkdir(parents=True)
     failed = []
     with ThreadPoolExecutor(LANES) as lanes:
-        running = [lanes.submit(run_in_lane, [["bases"]])]
-        shared_environment(session)  # meanwhile: pip keeps one core busy
         start = time.monotonic()
-        running += [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
-        for done in as_completed(running):
+        running = {"bases": lanes.submit(run_in_lane, "bases", None)}
+        shared_environment(session)  # meanwhile: pip keeps one core busy
+        installed = time.monotonic()
+        for name in turns_of_ci():
+            before = running.get(name.replace("rest", "isolation")) if name.startswith("rest") else None
+            running[name] = lanes.submit(run_in_lane, name, before)
+        for done in as_completed(running.values()):
             failed += done.result()
-    count = sum(map(len, turns_of_ci()))
-    session.log(f"{count} sessions in {LANES} lanes, {(time.monotonic() - start) / 60:.1f} minutes")
+    minutes, of_pip = (time.monotonic() - start) / 60, (installed - start) / 60
+    session.log(f"{len(running)} sessions in {LANES} lanes, {minutes:.1f} minutes, of them {of_pip:.1f} of pip")
     if failed:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
 
 
-def turns_of_ci() -> list[list[list[str]]]:
-    """What follows ``nox -s``, in turns of one lane: those with most files first, so that the lanes end together.
+def turns_of_ci() -> list[str]:
+    """What follows ``nox -s``, those that take longest first, so that the lanes end together.
 
     The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
-    is not there, follows in the shared venv. Without the file, because isolation broke early, all of them do.
+    is not there, follows in the shared venv with those of several ranks. Without the file, because isolation broke
+    early, all of them do.
     """
-    several = sorted(
-        (name for name in [*PACKAGES, "ranktest"] if rank_tests(name)), key=lambda name: -len(rank_tests(name))
-    )
-    single = sorted(PACKAGES, key=lambda name: -len(list((ROOT / "packages" / name / "tests").glob("test_*.py"))))
-    alone = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in single]
-    return [[["integration"]], *alone, *([[f"ranks({name})"]] for name in several), [["types"]], [["lint"]]]
+    by_files = sorted(PACKAGES, key=lambda name: -len(list((ROOT / "packages" / name / "tests").rglob("test_*.py"))))
+    alone, left = ([f"{session}({name})" for name in by_files] for session in ("isolation", "rest"))
+    # Each rest well behind its isolation, so that no lane waits.
+    others = [*alone[3:4], *left[2:3], *alone[4:], "ranks(ranktest)", *left[3:4], "types", *left[4:], "lint"]
+    return [*alone[:3], "integration", *left[:2], *others]
 
 
-def run_in_lane(turn: list[list[str]]) -> list[str]:
-    """Sessions one after the other, whatever the first comes to: the names of those that failed."""
-    failed = []
-    for arguments in turn:
-        status, seconds, log = run_session(arguments)
-        print(
-            f"{log.read_text(errors='replace')}\n==> {arguments[0]}: status {status} after {seconds:.0f} s", flush=True
-        )
-        if status:
-            failed.append(arguments[0])
-    return failed
+def run_in_lane(name: str, before: Future[list[str]] | None) -> list[str]:
+    """One session, behind the one whose result it reads: its name if it failed."""
+    if before is not None:
+        before.result()
+    status, seconds, log = run_session([name])
+    print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
+    return [name] if status else []
 
 
 def run_session(arguments: list[str]) -> tuple[int, float, Path]:
@@ -382,6 +374,12 @@ def one_at_a_time(place: Path) -> Iterator[None]:
 
 
 # ---- commands
+
+
+def with_once(environment: Environment) -> Environment:
+    """Of the same Python, which also finds the plugin of tools/once."""
+    path = filter(None, [str(ONCE), environment.variables.get("PYTHONPATH")])
+    return replace(environment, variables=environment.variables | {"PYTHONPATH": os.pathsep.join(path)})
 
 
 def pytest_on(*folders: Path) -> list[str]:

@@ -49,6 +49,11 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def fork_workers():
+    """In this process, a rank of a test: workers are forked from it."""
+    process._start_worker = Forked
+
+
 def _become_a_worker(arguments, fds):
     """Never returns. As behind exec no other file of the trainer is open, its own end of the line least of all."""
     try:

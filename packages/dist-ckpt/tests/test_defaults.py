@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 from dist_ckpt_helpers import one
+from forked_worker import fork_workers
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -104,6 +105,7 @@ def test_a_default_device_changes_nothing_for_an_export_to_safetensors(tmp_path)
 
 
 def save_and_load(rank, ranks, folder):
+    fork_workers()
     with accelerator():
         dist_ckpt.save(state(True, rank, ranks), folder / "c")
         asked = state(False, rank, ranks)

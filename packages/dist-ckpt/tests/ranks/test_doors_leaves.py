@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_door_helpers import dcp_save
 from dist_ckpt_helpers import flip_byte, names, one
+from forked_worker import fork_workers
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -91,6 +92,7 @@ def full(part):
 
 
 def save(rank, ranks, folder):
+    fork_workers()
     model, adam, progress, state = trained(0, 2)
     dist_ckpt.save(state, folder / "c")
     dist_ckpt.async_save(state, folder / "async").wait()
@@ -208,6 +210,7 @@ def test_a_hugging_face_folder_loads_on_ranks_by_rows_columns_and_whole(tmp_path
 
 def told(rank, ranks, folder):
     """What progress is told on this rank, of a save, a load and a background save; one fails on a single rank."""
+    fork_workers()
     seen = {"save": [], "load": [], "async": []}
 
     def state(value):

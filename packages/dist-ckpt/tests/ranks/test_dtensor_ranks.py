@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked_worker import fork_workers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -56,6 +57,7 @@ def state_of(fill):
 
 
 def save_and_load(rank, ranks, folder):
+    fork_workers()
     parallel = (
         FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()),
         FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()),

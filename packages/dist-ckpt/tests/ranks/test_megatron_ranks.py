@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked_worker import fork_workers
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -28,6 +29,7 @@ def state_of(rank, ranks, value):
 
 
 def schedule_and_finalise(rank, ranks, folder):
+    fork_workers()
     calls, queue = [], AsyncCallsQueue(persistent=True)
     state = state_of(rank, ranks, 1.0)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())

@@ -19,6 +19,7 @@ from sixfold.gpt.sample import open_run
 
 pytest.importorskip("safetensors", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+RANKS_IMPORT = ("transformers.models.auto.modeling_auto", "safetensors.torch")
 
 # Large enough that what a load holds whatever the model, some 6 MB of mapped files, is told from a copy of it.
 SIZES = {"vocab_size": 257, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}

@@ -56,14 +56,17 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, chosen):
     """The run of every layout."""
-    folder = tmp_path_factory.mktemp("layouts")
-    found = {layout: tiny_config(folder, *layout[1], run=f"run{n}") for n, layout in enumerate(LAYOUTS)}
+    folder, wanted = tmp_path_factory.mktemp("layouts"), chosen("ranks", "overrides")
+    found = {
+        layout: tiny_config(folder, *layout[1], run=f"run{n}") for n, layout in enumerate(LAYOUTS) if layout in wanted
+    }
     run_all((ranks, config) for (ranks, _), config in found.items())
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
 def test_losses_and_norms_do_not_depend_on_the_layout(trained, ranks, overrides):
     config = trained[ranks, overrides]
@@ -110,12 +113,13 @@ RESUMED = [
 
 
 @pytest.fixture(scope="module")
-def whole_and_cut(tmp_path_factory):
+def whole_and_cut(tmp_path_factory, chosen):
     """Of every layout a run that never stopped, and one that went on after the checkpoint of step 2.
 
     A pipeline goes on over other edges, and without hearing whether shapes changed: no bit may know.
     """
-    folder = tmp_path_factory.mktemp("resumed")
+    folder, wanted = tmp_path_factory.mktemp("resumed"), chosen("ranks", "overrides")
+    layouts = [layout for layout in RESUMED if layout in wanted]
 
     def configs(name: str, *of_pipelines: str) -> list[TrainConfig]:
         return [
@@ -126,20 +130,21 @@ def whole_and_cut(tmp_path_factory):
                 *(of_pipelines if "parallel.pp=2" in options else ()),
                 run=f"{name}{n}",
             )
-            for n, (_, options) in enumerate(RESUMED)
+            for n, (_, options) in enumerate(layouts)
         ]
 
     other = "pipeline.edges=one", "pipeline.dynamic_shapes=announced"
-    ranks, wholes, cuts = [ranks for ranks, _ in RESUMED], configs("whole"), configs("cut", *other)
+    ranks, wholes, cuts = [ranks for ranks, _ in layouts], configs("whole"), configs("cut", *other)
     run_all(zip(ranks, wholes, strict=True))
     for whole, cut in zip(wholes, cuts, strict=True):
         shutil.copytree(whole.run.dir, cut.run.dir)
         # As if the run had died after the checkpoint of step 2.
         shutil.rmtree(dist_ckpt.retention.step_path(Path(cut.run.dir) / "checkpoints", 4))
     run_all(zip(ranks, cuts, strict=True))
-    return dict(zip(RESUMED, zip(wholes, cuts, strict=True), strict=True))
+    return dict(zip(layouts, zip(wholes, cuts, strict=True), strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "overrides"), RESUMED, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(whole_and_cut, ranks, overrides):
     whole, cut = whole_and_cut[ranks, overrides]

@@ -37,11 +37,12 @@ def test_every_split_schedule_is_here():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, chosen):
     """The split and the whole run of every case; cases share whole ones."""
     folder = tmp_path_factory.mktemp("split")
     configs = {}
-    for case, (ranks, whole, options) in CASES.items():
+    for (case,) in chosen("case"):
+        ranks, whole, options = CASES[case]
         schedule = f"parallel.schedule={case.split()[0]}"
         split = [schedule if option.startswith("parallel.schedule") else option for option in whole]
         for overrides in ((*whole, *options), (*split, *options)):
@@ -53,6 +54,7 @@ def trained(tmp_path_factory):
     return configs
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_split_backward_is_bitwise_the_whole_one(trained, case):
     assert by_name(case.split()[0]).split and not by_name(CASES[case][1][2].partition("=")[2]).split

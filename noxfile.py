@@ -2,7 +2,7 @@
 
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
-    ci --> three lanes, each a nox of its own that runs one of these sessions after the other
+    ci --> four lanes, each a nox of its own that runs one of these sessions after the other
     isolation --> .nox/ci/<package>.json: what passed --> in ci, rest runs what is left of tests, and ranks
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
@@ -22,7 +22,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +56,7 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
 WHEEL_LIMIT_BYTES = {"indexed-data": 65_000, "dist-ckpt": 330_000, "fsdp": 220_000, "gpt": 300_000, "pipeline": 260_000}
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
-LANES = 3  # sessions of `ci` that run at a time: two for the cores of the smallest machine, one while ranks wait
+LANES = 4  # sessions of `ci` that run at a time: two for the cores of the smallest machine, two while ranks wait
 SESSION_DEADLINE_S = 1800.0
 NO_TESTS_COLLECTED = 5  # pytest's exit status
 # Of every process of a session. Bytecode is kept even where the user's own variable says otherwise: hundreds of
@@ -196,53 +196,51 @@ def full(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Every check, three sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci."""
+    """Every check, four sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci."""
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     failed = []
     with ThreadPoolExecutor(LANES) as lanes:
         start = time.monotonic()
-        running = {"bases": lanes.submit(run_in_lane, "bases", None)}
+        running = [lanes.submit(run_in_lane, ["bases"])]
         shared_environment(session)  # meanwhile: pip keeps one core busy
         installed = time.monotonic()
-        for name in turns_of_ci():
-            before = running.get(name.replace("rest", "isolation")) if name.startswith("rest") else None
-            running[name] = lanes.submit(run_in_lane, name, before)
-        for done in as_completed(running.values()):
+        running += [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
+        for done in as_completed(running):
             failed += done.result()
-    minutes, of_pip = (time.monotonic() - start) / 60, (installed - start) / 60
-    session.log(f"{len(running)} sessions in {LANES} lanes, {minutes:.1f} minutes, of them {of_pip:.1f} of pip")
+    count, minutes, of_pip = sum(map(len, turns_of_ci())), time.monotonic() - start, installed - start
+    session.log(f"{count} sessions in {LANES} lanes, {minutes / 60:.1f} minutes, of them {of_pip / 60:.1f} of pip")
     if failed:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
 
 
-def turns_of_ci() -> list[str]:
-    """What follows ``nox -s``, those that take longest first, so that the lanes end together.
+def turns_of_ci() -> list[list[str]]:
+    """What follows ``nox -s``, in turns of one lane: those with most files first, so that the lanes end together.
 
     The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
     is not there, follows in the shared venv with those of several ranks. Without the file, because isolation broke
     early, all of them do.
     """
     by_files = sorted(PACKAGES, key=lambda name: -len(list((ROOT / "packages" / name / "tests").rglob("test_*.py"))))
-    alone, left = ([f"{session}({name})" for name in by_files] for session in ("isolation", "rest"))
-    # Each rest well behind its isolation, so that no lane waits.
-    others = [*alone[3:4], *left[2:3], *alone[4:], "ranks(ranktest)", *left[3:4], "types", *left[4:], "lint"]
-    return [*alone[:3], "integration", *left[:2], *others]
+    packages = [[f"isolation({name})", f"rest({name})"] for name in by_files]
+    return [*packages[: LANES - 1], ["integration"], *packages[LANES - 1 :], ["types"], ["ranks(ranktest)"], ["lint"]]
 
 
-def run_in_lane(name: str, before: Future[list[str]] | None) -> list[str]:
-    """One session, behind the one whose result it reads: its name if it failed."""
-    if before is not None:
-        before.result()
-    status, seconds, log = run_session([name])
-    print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
-    return [name] if status else []
+def run_in_lane(turn: list[str]) -> list[str]:
+    """Sessions one after the other, whatever the first comes to: the names of those that failed."""
+    failed = []
+    for name in turn:
+        status, seconds, log = run_session(name)
+        print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
+        if status:
+            failed.append(name)
+    return failed
 
 
-def run_session(arguments: list[str]) -> tuple[int, float, Path]:
+def run_session(name: str) -> tuple[int, float, Path]:
     """One session in a nox of its own: its status, seconds, and the file with its output."""
-    log, start = LOGS / f"{arguments[0]}.log", time.monotonic()
-    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", *arguments]
+    log, start = LOGS / f"{name}.log", time.monotonic()
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", name]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:

@@ -35,6 +35,8 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
+DOCS = ROOT / ".nox" / "docs"
+DOCS_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
 # Options under which a package's tests (or those beside packages/) run whole, not in the default command's samples.
 FULL = dict.fromkeys(PACKAGES, ()) | {
     "pipeline": ("--full-matrix", "--mutants=1000", "--random-runs=1000", "--all-bubbles", "--all-exports"),
@@ -132,9 +134,13 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Run what the READMEs and examples tell a reader to run. Part of integration."""
+    """Build the site into site/, and run what it, the READMEs and the examples tell a reader to run."""
     environment = shared_environment(session)
-    environment.run(session, *pytest_on(ROOT / "tests-integration/test_docs.py"), *environment.arguments)
+    python = docs_python(session)
+    session.run(python, "-m", "mkdocs", "build", "--quiet", "--clean", env=environment.variables, external=True)
+    session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")
+    tests = [ROOT / "tests-integration" / name for name in ("test_site.py", "test_docs.py")]
+    environment.run(session, *pytest_on(*tests), "--whole-site", *environment.arguments)
 
 
 @nox.session(venv_backend="none")
@@ -342,6 +348,22 @@ def install_shared(session: nox.Session) -> None:
     editables = [f"--editable={folder}" for folder in distribution_folders()]
     session.run(*pip, "--no-deps", "--no-build-isolation", *editables, external=True)
     stamp.write_text(shared_key())
+
+
+def docs_python(session: nox.Session) -> str:
+    """The venv that builds the site: what docs/requirements.txt pins, and behind it the shared venv."""
+    python, stamp = DOCS / "bin" / "python", DOCS / "stamp"
+    key = hashlib.sha256(f"{DOCS} {sys.version}".encode() + DOCS_REQUIREMENTS.read_bytes()).hexdigest()
+    with one_at_a_time(DOCS):
+        if not stamp.exists() or stamp.read_text() != key:
+            shutil.rmtree(DOCS, ignore_errors=True)
+            session.run(sys.executable, "-m", "venv", str(DOCS), external=True)
+            pip = (str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(DOCS_REQUIREMENTS))
+            session.run(*pip, external=True)
+            (site,), (shared,) = ((place / "lib").glob("python3.*/site-packages") for place in (DOCS, SHARED))
+            (site / "shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+            stamp.write_text(key)
+    return str(python)
 
 
 def shared_key() -> str:

@@ -31,8 +31,8 @@ class Costs:
 
     Attributes:
         forward, backward_input, backward_weight: time of F, I and W; B takes I + W.
-        hop: time of one message between different ranks: a number, a table [from rank][to rank], or a pure function of
-            the two. Within a rank there is none. Costs with functions are equal if they hold the same one.
+        hop: time of one message between different ranks: a number, a table ``[from rank][to rank]``, or a pure
+            function of the two. Within a rank there is none. Costs with functions are equal if they hold the same one.
         activation: what F makes the stage hold; None means 1/v of a rank with v stages.
         input: size of the stage's input, which is what RECOMPUTE keeps; None means 0.
         input_share: part of ``activation`` that I frees already; W frees the rest.

@@ -1,0 +1,158 @@
+"""The site: its links, blocks, errors and figures, without what builds it.
+
+tools/docsite: site_pages, site_raises, ... --> this file; nox -s docs --> site/ --> the last tests here
+
+A page is looked at as text, as `nox -s docs` hands it to the site's generator. Blocks that need torch, and the built
+site itself, are that session's: `--whole-site`.
+"""
+
+import html
+import posixpath
+import re
+from pathlib import Path
+
+import pytest
+import site_errors
+import site_figures
+import site_pages
+import site_raises
+import site_reference
+from repository_helpers import PACKAGES, ROOT
+
+BUILT = ROOT / "site"
+SECTIONS = ("start/", "move/", "do/", "understand/", "errors/", "reference/")
+LOADED = r'<(?:script|link|img|iframe|source)[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+each_package = pytest.mark.parametrize("package", site_raises.BASES)
+
+
+def ids_of(text: str) -> set[str]:
+    """Addresses inside a page: of headings, as the site makes them, and those given in HTML."""
+    found = set(re.findall(r'\bid="([^"]+)"', text))
+    for line, is_code in site_pages.lines_of(text):
+        heading = re.match(r"#{1,6} +(.*)", line)
+        if heading and not is_code:
+            plain = html.unescape(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1])).strip().lower()
+            found.add(re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", plain)))
+    return found
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_a_heading():
+    pages = site_pages.pages()
+    pictures = set(site_pages.pictures())
+    wrong = []
+    for address, page in pages.items():
+        for line, is_code in site_pages.lines_of(page.text):
+            for match in [] if is_code else site_pages.links_in(line):
+                target, anchor = match["target"], (match["anchor"] or "")[1:]
+                if "://" in target or target.startswith("mailto:"):
+                    continue
+                there = posixpath.normpath(posixpath.join(posixpath.dirname(address), target)) if target else address
+                if there not in pages and there not in pictures and not (ROOT / "docs" / there).is_file():
+                    wrong.append(f"{address}: {match[0]}: no such page")
+                elif anchor and there in pages and anchor.lower() not in ids_of(pages[there].text):
+                    wrong.append(f"{address}: {match[0]}: no such heading")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_page_of_a_section_is_in_the_list_of_its_section():
+    wrong = [
+        address
+        for folder in SECTIONS
+        for address in site_pages.pages()
+        if address.startswith(folder) and address not in site_pages.section(folder)
+    ]
+    assert not wrong, f"their section's README.md does not link them: {wrong}"
+
+
+# ---- when it stops
+
+
+@each_package
+def test_every_typed_error_of_the_code_is_on_its_page(package):
+    """An oracle of its own: the words before the first value in each ``raise``, by regular expression."""
+    page = html.unescape(site_pages.pages()[f"errors/{package}.md"].text)
+    known = "|".join(kind for kind in site_raises.kinds(package, ROOT))
+    missing = []
+    for path in sorted((ROOT / "packages" / package / "src").rglob("*.py")):
+        for kind, words in re.findall(rf'raise ({known})\(\s*f?"([^"{{\\]{{8,}})', path.read_text()):
+            if words.strip() not in page or f"{kind}</a>" not in page:
+                missing.append(f"{path.name}: {kind}: {words}")
+    assert not missing, "\n".join(missing)
+
+
+@each_package
+def test_every_class_and_common_message_has_cause_example_and_remedy(package):
+    said, kinds = site_errors.notes(package, ROOT), site_raises.kinds(package, ROOT)
+    public = {kind.name for kind in site_errors.public(kinds.values())}
+    assert set(said.classes) == public, "classes of the code and of the data file"
+    templates = site_raises.messages(package, ROOT)
+    for entry in said.messages:
+        meant = site_errors.of_message(entry, package, ROOT)
+        assert meant, f"docs/errors/{package}.toml: no error of the code says {entry.of!r}"
+        assert any(site_errors.matches(one.text, entry.example) for one in meant), (
+            f"docs/errors/{package}.toml: the example of {entry.of!r} is none of {[one.text for one in meant]}"
+        )
+    for entry in said.classes.values():
+        assert any(site_errors.matches(one.text, entry.example) for one in templates), (
+            f"docs/errors/{package}.toml: no error of the code reads like the example of {entry.of}"
+        )
+
+
+@each_package
+def test_no_two_messages_have_one_address(package):
+    anchors = list(site_errors.anchors(package, ROOT).values())
+    assert len(set(anchors)) == len(anchors)
+
+
+# ---- reference and figures
+
+
+def test_the_commands_of_the_reference_are_those_that_the_packages_install():
+    installed = {
+        name: module.split(":")[0]
+        for package in PACKAGES
+        for name, module in package.project.get("scripts", {}).items()
+    }
+    assert installed.items() <= site_reference.COMMANDS.items()
+
+
+def test_every_figure_is_in_its_results_file():
+    for figure in site_figures.figures(ROOT):
+        text = site_figures.plain((ROOT / "benchmarks/results" / figure.file).read_text())
+        for words in (figure.result, figure.command, figure.machine):
+            for part in words.split(" ... "):
+                assert site_figures.plain(part) in text, f"{figure.file} does not say {part!r}"
+
+
+# ---- the built site
+
+
+@pytest.fixture
+def built(request) -> Path:
+    if not request.config.getoption("--whole-site"):
+        pytest.skip("the built site is looked at by `nox -s docs`, which builds it")
+    return BUILT
+
+
+def test_no_page_asks_another_machine_for_anything(built):
+    wrong = [
+        f"{path.relative_to(built)}: {found}"
+        for path in built.rglob("*.html")
+        for found in re.findall(LOADED, path.read_text())
+    ]
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_the_help_of_every_verb_is_in_the_reference(built):
+    page = html.unescape((built / "reference/commands.html").read_text())
+    for verb in ("sixfold train", "sixfold plan", "sixfold-data build", "sixfold-ckpt verify", "sixfold-pipeline draw"):
+        assert f"usage: {verb}" in page, f"no help of `{verb}`"
+
+
+@each_package
+def test_every_public_name_is_in_the_reference(built, package):
+    page = (built / f"reference/{package}.html").read_text()
+    module = site_reference.module_of(package)
+    missing = [name for name in site_reference.public_names(package, ROOT) if f'id="{module}.{name}"' not in page]
+    known = [name for name in missing if not site_reference._is_module(module, name, ROOT)]
+    assert not known, f"not in reference/{package}.html: {known}"

@@ -1,0 +1,260 @@
+"""Every message of a package's typed errors, read from its source.
+
+    packages/<name>/src/**/*.py --> messages (this file) --> site_errors.py
+
+A message is a template: fixed words, with ``{name}`` or ``{...}`` where a value stands. Wherever an error is made, by
+``raise`` or not, its text is followed through names, constants, helper functions and their callers; where that ends,
+the longer texts of the function that makes it stand for it. Syntax trees alone: nothing is imported.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BASES = {
+    "indexed-data": ("IndexedDataError",),
+    "blending": ("BlendingError",),
+    "dist-ckpt": ("CheckpointError",),
+    "pipeline": ("ScheduleError",),
+    "fsdp": ("FsdpError",),
+    "gpt": ("ConfigError", "TrainError"),
+}
+DEEPEST = 4  # names and calls that a text is followed through
+MOST_FORMS = 12  # of one call's text
+LONG_ENOUGH = 16  # characters of a text that stands for a message which could not be followed
+PLACE = "{...}"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Message:
+    """One text of one error class in one file."""
+
+    kind: str
+    module: str  # dotted
+    text: str  # a template; its values in braces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    name: str
+    bases: tuple[str, ...]
+    module: str
+    meaning: str  # its docstring's first line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What stands where in a package, by name: one pass over its syntax trees."""
+
+    functions: dict[str, list[tuple[str, Function]]]
+    classes: dict[str, list[tuple[str, ast.ClassDef]]]
+    calls: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the last part of the name
+    of_classes: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the part before it
+    constants: dict[str, list[ast.expr]]  # of modules and classes
+
+    def add(self, module: str, tree: ast.Module) -> None:
+        todo: list[tuple[Function | None, ast.AST]] = [(None, tree)]
+        while todo:
+            inside, node = todo.pop()
+            within = inside
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.functions.setdefault(node.name, []).append((module, node))
+                within = node
+            elif isinstance(node, ast.ClassDef):
+                self.classes.setdefault(node.name, []).append((module, node))
+            elif isinstance(node, ast.Call):
+                self.calls.setdefault(last(node.func), []).append((module, inside, node))
+                if isinstance(node.func, ast.Attribute):
+                    self.of_classes.setdefault(last(node.func.value), []).append((module, inside, node))
+            elif isinstance(node, ast.Assign) and inside is None and isinstance(node.targets[0], ast.Name):
+                self.constants.setdefault(node.targets[0].id, []).append(node.value)
+            elif isinstance(node, ast.JoinedStr | ast.Constant | ast.Name):
+                continue  # no error is made inside
+            todo += [(within, child) for child in ast.iter_child_nodes(node)]
+
+
+@functools.cache
+def source(folder: Path) -> Source:
+    root, code = folder / "src", Source(functions={}, classes={}, calls={}, of_classes={}, constants={})
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        code.add(module, ast.parse(path.read_text(), str(path)))
+    return code
+
+
+def kinds(package: str, root: Path) -> dict[str, Kind]:
+    """The typed errors of a package: its bases and what is derived from them, bases first."""
+    code = source(root / "packages" / package)
+    found: dict[str, Kind] = {}
+    wanted = set(BASES[package])
+    while True:
+        new = {
+            name: Kind(name=name, bases=tuple(map(last, node.bases)), module=module, meaning=first_line(node))
+            for name, places in code.classes.items()
+            for module, node in places
+            if name not in found and (name in wanted or set(map(last, node.bases)) & set(found))
+        }
+        if not new:
+            return found
+        found |= new
+
+
+@functools.cache
+def messages(package: str, root: Path, listed: tuple[tuple[str, str], ...] = ()) -> list[Message]:
+    """Sorted, each once; ``listed`` are (class, function) where a function makes the lines of a list in a message."""
+    code = source(root / "packages" / package)
+    found = set()
+    for kind, name in listed:
+        for module, function in code.functions[name]:
+            texts = _long_texts(code, function)
+            found |= {Message(kind=kind, module=module, text=" ".join(text.split())) for text in texts}
+    for kind in kinds(package, root):
+        for module, inside, call in _makers(code, kind):
+            for text in _texts_of_error(code, kind, inside, call):
+                if re.search(r"\w", text.replace(PLACE, "")):
+                    found.add(Message(kind=kind, module=module, text=" ".join(text.split())))
+    return sorted(found)
+
+
+def _makers(code: Source, kind: str) -> Iterator[tuple[str, Function | None, ast.Call]]:
+    """Calls of the class, and of its class methods."""
+    yield from code.calls.get(kind, [])
+    yield from code.of_classes.get(kind, [])
+
+
+def _texts_of_error(code: Source, kind: str, inside: Function | None, call: ast.Call) -> list[str]:
+    own = _own_text(code, kind)
+    if own is not None:
+        return _texts(code, None, own, DEEPEST)
+    if last(call.func) == "broken":
+        problem = _texts(code, inside, _assigned(inside, call), DEEPEST)
+        remedies = _texts(code, inside, call.args[1], DEEPEST) if len(call.args) > 1 else []
+        found = [". ".join(filter(None, [text, *remedies[:1]])) for text in problem]
+    else:
+        found = _texts(code, inside, call.args[0], DEEPEST) if call.args else []
+    return (found or _long_texts(code, inside))[:MOST_FORMS]
+
+
+def _assigned(inside: Function | None, call: ast.Call) -> ast.expr:
+    """The first argument; of a name, the value that it was given last above the call."""
+    (name, *_), above = call.args, []
+    for node in ast.walk(inside) if inside else ():
+        if isinstance(node, ast.Assign) and last(node.targets[0]) == last(name) and node.lineno < call.lineno:
+            above.append(node)
+    return max(above, key=lambda node: node.lineno).value if above and isinstance(name, ast.Name) else name
+
+
+def _own_text(code: Source, kind: str) -> ast.expr | None:
+    """What the class's own ``__init__`` says, where that is more than the text that it is given."""
+    for _, node in code.classes.get(kind, []):
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
+                return call.args[0] if isinstance(call.args[0], ast.JoinedStr) else None
+    return None
+
+
+def _texts(code: Source, inside: Function | None, node: ast.AST, depth: int) -> list[str]:
+    """The templates that an expression may be; none where it cannot be followed."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(_piece(code, part) for part in node.values)]
+    if isinstance(node, ast.IfExp):
+        return _texts(code, inside, node.body, depth) + _texts(code, inside, node.orelse, depth)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = (_texts(code, inside, side, depth) or [PLACE] for side in (node.left, node.right))
+        return [a + b for a in left for b in right][:MOST_FORMS]
+    if depth == 0:
+        return []
+    if isinstance(node, ast.Name):
+        return _texts_of_name(code, inside, node.id, depth - 1)
+    if isinstance(node, ast.Attribute):
+        return [text for value in code.constants.get(node.attr, []) for text in _texts(code, None, value, depth - 1)]
+    if isinstance(node, ast.Call):
+        return _texts_of_call(code, inside, node, depth - 1)
+    return []
+
+
+def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int) -> list[str]:
+    found = []
+    for node in ast.walk(inside) if inside else ():
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and last(target) == name and node.value:
+            found += _texts(code, inside, node.value, depth)
+    if inside and name in (parameters := [a.arg for a in [*inside.args.args, *inside.args.kwonlyargs]]):
+        skipped = parameters[0] in ("self", "cls")
+        for _, where, call in code.calls.get(inside.name, []):
+            value = _given(call, name, parameters.index(name) - skipped)
+            found += _texts(code, where, value, depth) if value is not None else []
+    if not found:
+        found = [text for value in code.constants.get(name, []) for text in _texts(code, None, value, depth)]
+    return list(dict.fromkeys(found))
+
+
+def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth: int) -> list[str]:
+    name = last(call.func)
+    if name == "Problem":
+        rule, where, value, expected = (_texts(code, inside, given, depth) or [PLACE] for given in call.args)
+        return [f"{where[0]}: found {value[0]}, expected {expected[0]} ({rule[0]})"]
+    if name == "join" and call.args and isinstance(call.args[0], ast.Name):
+        return []
+    found = []
+    for _, function in code.functions.get(name, []):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Return) and node.value:
+                found += _texts(code, function, node.value, depth)
+    if call.args and not any(len(re.sub(r"\{[\w.]*\}", "", text)) >= LONG_ENOUGH for text in found):
+        found = _texts(code, inside, call.args[0], depth)  # such as _listed(what, lines)
+    return list(dict.fromkeys(found))
+
+
+def _given(call: ast.Call, name: str, position: int) -> ast.expr | None:
+    named = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    return named[0] if named else call.args[position] if 0 <= position < len(call.args) else None
+
+
+def _long_texts(code: Source, inside: Function | None) -> list[str]:
+    found = []
+    for node in _outermost_texts(inside) if inside else ():
+        text = node.value if isinstance(node, ast.Constant) else "".join(_piece(code, part) for part in node.values)
+        if len(text.replace(PLACE, "")) >= LONG_ENOUGH:
+            found.append(text)
+    return found
+
+
+def _outermost_texts(function: Function) -> Iterator[ast.Constant | ast.JoinedStr]:
+    """String expressions of a body in its order, without its docstring."""
+    todo: list[ast.AST] = list(function.body[1:] if ast.get_docstring(function) else function.body)
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            yield node
+        else:
+            todo[:0] = ast.iter_child_nodes(node)
+
+
+def _piece(code: Source, node: ast.expr) -> str:
+    """A part of an f-string: its words, those of a constant, or a value's name in braces."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    value = node.value if isinstance(node, ast.FormattedValue) else node
+    name = last(value)
+    constant = code.constants.get(name, []) if name.lstrip("_").isupper() else []
+    if len(constant) == 1 and isinstance(constant[0], ast.Constant) and isinstance(constant[0].value, str):
+        return constant[0].value
+    return "{" + name + "}" if name and isinstance(value, ast.Name | ast.Attribute) else PLACE
+
+
+def last(node: ast.AST | None) -> str:
+    """``c`` of ``a.b.c``; empty for what has no name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def first_line(node: ast.ClassDef | ast.Module) -> str:
+    return (ast.get_docstring(node) or "").split("\n")[0]

@@ -152,9 +152,9 @@ def _heading(words: str) -> str:
 
 
 INTRODUCTION = """\
-An error of this package names the thing, its value, the rule and what to do: read it to its end first. Search this page
-for its fixed words (values stand in it where here are braces), or the whole site by the field above. Raised on one rank, an
-error of a run reaches all ranks with the number of the rank at fault.
+An error of this package names the thing, its value, the rule and what to do: read it to its end first. Search this
+page for its fixed words (values stand in it where here are braces), or the whole site by the field above. Raised on
+one rank, an error of a run reaches all ranks with the number of the rank at fault.
 """
 
 OVERVIEW = """\

@@ -2,8 +2,8 @@
 
     benchmarks/results/*.md + docs/figures.toml --> page (this file) --> site_pages.py
 
-The data file names, for each results file, its figures: what was measured, against whom, by which command, and the result
-in the words of the file. A test looks each of them up in the file.
+The data file names, for each results file, its figures: what was measured, against whom, by which command, and the
+result in the words of the file. A test looks each of them up in the file.
 """
 
 import re
@@ -73,9 +73,9 @@ def _cell(text: str) -> str:
 PAGE = """\
 # Figures
 
-Every figure has a file in `benchmarks/results/` with the command, machine, scale and date; this table is made from them. A
-ratio is ours to the peer's of one run, in turns, unless the file says otherwise. Most were taken on two CPU cores: they say
-nothing of a network or a GPU.
+Every figure has a file in `benchmarks/results/` with the command, machine, scale and date; this table is made from
+them. A ratio is ours to the peer's of one run, in turns, unless the file says otherwise. Most were taken on two CPU
+cores: they say nothing of a network or a GPU.
 
 | date | package | what | peer | result | command | machine | |
 |---|---|---|---|---|---|---|---|

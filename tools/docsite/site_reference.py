@@ -174,12 +174,13 @@ OVERVIEW = """\
 # Reference
 
 Public names come from the packages' docstrings, commands from their own help, the configuration from its dataclasses.
-A name that is not here is not public; `packages/<name>/tests/golden/api.txt` holds the same names with their signatures, and a test
-compares them with the code.
+A name that is not here is not public; `packages/<name>/tests/golden/api.txt` holds the same names with their
+signatures, and a test compares them with the code.
 
 """
 CONFIGURATION = """\
 The tables and keys of a run's TOML file (`sixfold train run.toml`, `TrainConfig.from_toml`). On the command line
-`table.key=value` behind the file overrides one. `Positive` is a whole number >= 1, `Count` >= 0, `Size` a number >= 0, `Rate` > 0, `Fraction` in [0, 1).
-An unknown key, a value of the wrong type and tables that do not fit together are refused before anything starts.
+`table.key=value` behind the file overrides one. `Positive` is a whole number >= 1, `Count` >= 0, `Size` a number >=
+0, `Rate` > 0, `Fraction` in [0, 1). An unknown key, a value of the wrong type and tables that do not fit together are
+refused before anything starts.
 """

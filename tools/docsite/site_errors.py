@@ -50,9 +50,20 @@ def notes(package: str, root: Path) -> Notes:
 
 
 def matches(template: str, said: str) -> bool:
-    """Whether ``said`` is a text of this template: its fixed parts in order, anything where values stand."""
-    parts = map(re.escape, re.split(r"\{[\w.]*\}", template))
-    return re.fullmatch(".*".join(parts) + ".*", " ".join(said.split()), re.DOTALL) is not None
+    """Whether ``said`` is a text of this template: its fixed parts in order, anything where values stand.
+
+    A text that ends in "..." is the beginning of one.
+    """
+    said = " ".join(said.split())
+    if not said.endswith("..."):
+        return re.fullmatch(_pattern(template) + ".*", said) is not None
+    begins = said.removesuffix("...").strip()
+    ends = [end for end in range(len(template), 0, -1) if template[:end].count("{") == template[:end].count("}")]
+    return any(re.fullmatch(_pattern(template[:end].strip()), begins) for end in ends)
+
+
+def _pattern(template: str) -> str:
+    return ".*".join(map(re.escape, re.split(r"\{[\w.]*\}", template)))
 
 
 def of_message(said: Said, package: str, root: Path) -> list[Message]:

@@ -203,6 +203,7 @@ def test_more_ranks_in_rank_order(ranks: int, full: bool) -> None:
     check(cells)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (2, 1), (4, 2), (4, 4)])
 def test_hybrid_sharding(ranks: int, replicas: int, full: bool) -> None:
     """Shards are summed first. From three ranks of a dimension on in rank order; two in any order are the same bits."""

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,38 @@ def test_every_file_and_folder_is_on_disk_before_the_move_and_the_parent_after_i
     before = {os.path.relpath(path, events[moved][1]) for kind, path in events[:moved] if kind == "sync"}
     assert before >= {".", *(str(path.relative_to(target)) for path in target.rglob("*"))}
     assert ("sync", str(tmp_path)) in events[moved:]
+
+
+def test_small_files_and_their_folder_are_put_on_disk_all_at_once(tmp_path, monkeypatch):
+    """A disk that takes 40 ms for each is waited for once, and for the part before and the parent after it."""
+    sync, together = os.fsync, threading.Barrier(6, timeout=20)
+
+    def fsync(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if ".c.tmp-" in path and not path.endswith(".distcp"):
+            together.wait()
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    dist_ckpt.save(state(2), tmp_path / "c")
+    assert loaded_value(tmp_path / "c") == 2
+
+
+def test_an_error_of_the_disk_when_small_files_are_put_there_ends_the_save(tmp_path, monkeypatch):
+    dist_ckpt.save(state(1), tmp_path / "c")
+    sync = os.fsync
+
+    def fsync(handle):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("/common.pt"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(StorageError, match="ENOSPC"):
+            dist_ckpt.save(state(2), tmp_path / "c")
+    assert loaded_value(tmp_path / "c") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):

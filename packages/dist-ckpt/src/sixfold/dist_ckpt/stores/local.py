@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,18 +114,18 @@ class LocalStore:
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         with self.told(save, len(data) if isinstance(data, bytes) else 0):
-            return write_file(Path(save.staging), name, data)
+            return write_file(Path(save.staging), name, data, False)
 
     def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
         self.write(save, POINTER, pointer)
-        self.publish(save)
+        self.publish(save, [name for name in {*names, POINTER} if not name.endswith(".distcp")])
 
-    def publish(self, save: Save) -> None:
-        """Move the staging folder into place, ``metadata.json`` included."""
-        with overtaken_told(Path(save.staging), self.path):
+    def publish(self, save: Save, unsynced: Collection[str] = ()) -> None:
+        """Move the staging folder into place, ``metadata.json`` included, when the files ``unsynced`` are on disk."""
+        with self.told(save, 0):
             # Again: data took a while to write, and nothing foreign may go.
             check_target(self.path, save.if_exists, save.owns_file)
-            commit(Path(save.staging), self.path, save.save_id)
+            commit(Path(save.staging), self.path, save.save_id, unsynced)
 
     def abandon(self, save: Save) -> None:
         discard(Path(save.staging))
@@ -146,15 +147,16 @@ class LocalStore:
             yield
 
 
-def write_file(folder: Path, name: str, data: Content) -> FileDigest:
-    """Write a file besides the parts, whole or piece by piece, and put it on disk."""
+def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -> FileDigest:
+    """Write a file besides the parts, whole or piece by piece, and put it on disk unless ``commit`` does that."""
     hasher = BlockHasher()
     with (folder / name).open("xb") as file:
         for piece in pieces_of(data):
             file.write(piece)
             hasher.update(piece)
         file.flush()
-        os.fsync(file.fileno())
+        if is_synced:
+            os.fsync(file.fileno())
     return hasher.finish()
 
 
@@ -265,11 +267,20 @@ def stage(target: Path, save_id: str) -> Path:
     return staging
 
 
-def commit(staging: Path, target: Path, save_id: str) -> None:
-    """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both]."""
+def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] = ()) -> None:
+    """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both].
+
+    Args:
+        unsynced: files that are put on disk before, with the folder and all at once: of a disk that takes long for
+            each that is one wait, and no less is on disk when the folder moves.
+    """
     if target.exists():
         copy_attributes(target, staging)
-    sync_folder(staging)
+    with ThreadPoolExecutor(len(unsynced) or 1) as pool:
+        synced = [pool.submit(_sync, staging / name, os.O_RDONLY) for name in unsynced]
+        sync_folder(staging)
+        for file in synced:
+            file.result()
     old: Path | None = None
     if not target.exists() or not any(target.iterdir()):
         staging.rename(target)
@@ -330,7 +341,11 @@ def siblings(target: Path, kind: str) -> list[Path]:
 
 def sync_folder(folder: Path) -> None:
     """Put a folder's entries on disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
     try:
         os.fsync(handle)
     finally:

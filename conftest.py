@@ -1,11 +1,12 @@
 """Of tests with many dear cases the default command runs a sample, `nox -s full` all: `pytest --every-case`.
 
-    @pytest.mark.sampled      each value of each parameter in one case at least, and not each combination of them
+    @pytest.mark.sampled      each row of each `parametrize` in one case at least, and not each combination of them
     @pytest.mark.sampled(4)   four cases, the first, the last and others evenly between: where each says the same
 
 A test whose cases assert different things is not to be sampled by number. A case that is asked for by its id runs.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,18 @@ def sample(cases: list[pytest.Item]) -> list[pytest.Item]:
     if mark.args:
         count, last = min(mark.args[0], len(cases)), len(cases) - 1
         return [cases[place * last // max(1, count - 1)] for place in range(count)]
-    values = [set(case.callspec.indices.items()) for case in cases]  # type: ignore[attr-defined]
-    wanted, chosen = set().union(*values), []
+    # One id of each parametrize, in their order; callspec.id has them joined, its indices count cases.
+    values = [set(enumerate(case.callspec._idlist)) for case in cases]  # type: ignore[attr-defined]
+    wanted, used = set().union(*values), Counter[tuple[int, str]]()
+    chosen: list[int] = []
     while wanted:
-        # The first of those with most values that none has yet: along the diagonal of a product.
-        best = max(range(len(cases)), key=lambda place: (len(values[place] & wanted), -place))
+        # Of those with most values that none has yet, the one whose others were taken least: along the diagonal.
+        best = max(
+            range(len(cases)),
+            key=lambda place: (len(values[place] & wanted), -sum(used[value] for value in values[place]), -place),
+        )
         wanted -= values[best]
+        used.update(values[best])
         chosen.append(best)
     return [cases[place] for place in sorted(chosen)]
 

@@ -34,7 +34,6 @@ def words_of(program: Program) -> str:
     return f"{program.name} p={len(program.ranks)} m={program.microbatches} stages={program.stages}"
 
 
-@pytest.mark.sampled
 @by_name
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_losses_and_gradients_have_the_bits_of_the_plain_loop(schedule, ranks, request):

@@ -2,14 +2,16 @@
 
 import errno
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save, everything, quiet, same
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, StorageError, dcp, tools
-from sixfold.dist_ckpt.stores import mirror
+from sixfold.dist_ckpt.stores import mirror, url
 
 fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: E402
@@ -97,3 +99,55 @@ def test_room_is_asked_for_before_anything_is_fetched(monkeypatch):
     failure = caught.value.failures[0][0]
     assert isinstance(failure, StorageError)
     assert failure.errno == errno.ENOSPC
+
+
+def ranks_of_one_host(state, verify):
+    """Two ranks of a load in one process: what each reads, by a Reader of its own; and all ranges that were fetched."""
+    fetched, real = [], url.UrlStore.read_ranges
+
+    def read_ranges(self, ranges):
+        fetched.extend((part.file, part.offset, part.length) for part in ranges)
+        return real(self, ranges)
+
+    readers, planners = [dcp.Reader(URL, verify=verify) for _ in range(2)], []
+    states, wishes = [{key: torch.zeros_like(value) for key, value in state.items()} for _ in readers], []
+    for reader, own in zip(readers, states, strict=True):
+        planner = torch_dcp.DefaultLoadPlanner()
+        planner.set_up_planner(own, reader.read_metadata(), is_coordinator=not planners)
+        planners.append(planner)
+        wishes.append(reader.prepare_local_plan(planner.create_local_plan()))
+    plans = readers[0].prepare_global_plan(wishes)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(url.UrlStore, "read_ranges", read_ranges)
+        work = [pool.submit(r.read_data, plan, p) for r, plan, p in zip(readers, plans, planners, strict=True)]
+        errors = [future.exception() for future in work]
+    return states, errors, fetched
+
+
+@pytest.mark.parametrize("verify", ["touched", "off", "full"])
+def test_ranks_of_a_host_fetch_each_block_once_and_leave_nothing(memory, verify, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    state = {f"t{n}": torch.arange(600_000.0) + n for n in range(9)}
+    dcp_save(state, dcp.Writer(URL))
+    states, errors, fetched = ranks_of_one_host(state, verify)
+    assert errors == [None, None]
+    assert all(same(found, state) for found in states)
+    assert len(set(fetched)) == len(fetched)
+    (size,) = [memory.size(path) for path in memory.find("/doors") if path.endswith(".distcp")]
+    assert sum(length for file, _, length in fetched if file.endswith(".distcp")) == size
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_that_one_rank_of_a_host_finds_damaged_ends_its_load_and_leaves_nothing(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror.tempfile, "tempdir", str(tmp_path))
+    state = {f"t{n}": torch.arange(600_000.0) + n for n in range(9)}
+    dcp_save(state, dcp.Writer(URL))
+    (name,) = [path for path in memory.find("/doors") if path.endswith(".distcp")]
+    data = bytearray(memory.cat(name))
+    data[len(data) // 2] ^= 0x10
+    memory.pipe(name, bytes(data))
+    _, errors, _ = ranks_of_one_host(state, "touched")
+    found = [error for error in errors if error is not None]
+    assert {type(error) for error in found} == {CorruptError}
+    assert all(URL in str(error) and "sixfold-mirror" not in str(error) for error in found)
+    assert list(tmp_path.iterdir()) == []

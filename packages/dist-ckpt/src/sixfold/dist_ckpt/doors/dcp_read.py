@@ -7,8 +7,9 @@ prepare_global_plan; on each: read_data. Between them torch gathers and scatters
 blocks it will touch, and gets back which of them it is to hash, each block one rank. An error of one rank ends the
 load on all.
 
-What lies behind a URL is read through a local mirror of each rank, which then hashes all that it touches: another rank
-has other copies.
+[Note: mirrors that become one] What lies behind a URL is read through a local mirror, which each rank must make for
+itself to read the metadata. When the first rank has heard what all will touch, the ranks of a host read on in that of
+the first one among them: each block is fetched and hashed by one of them.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ from sixfold.dist_ckpt.errors import (
 )
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
+from sixfold.dist_ckpt.files.integrity import Span, spans_of
 from sixfold.dist_ckpt.geometry.box import Box, Ints, cover_weight, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
-from sixfold.dist_ckpt.road import loading
+from sixfold.dist_ckpt.road import hosts, loading
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.mirror import Mirror
+from sixfold.dist_ckpt.stores.leases import Host
+from sixfold.dist_ckpt.stores.mirror import Mirror, check_room
 
 _Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
@@ -68,13 +70,31 @@ class _Wish(NamedTuple):
     touched: list[Span]
     cpus: tuple[str, int]
     save_id: str | None
+    seen: _Seen | None = None
+
+
+class _Seen(NamedTuple):
+    """A rank's mirror."""
+
+    host: Host
+    token: str
+    room: tuple[str, int]  # where it lies, and the bytes that are free there
+
+
+class _Mates(NamedTuple):
+    """The ranks of a host, whose mirror becomes one: by rank the tokens of their mirrors and what each fetches."""
+
+    rank: int
+    tokens: dict[int, str]
+    shares: dict[int, list[Span]]
 
 
 class _Share(NamedTuple):
-    """What the first rank answers: the blocks that this rank hashes, and with how many threads it works."""
+    """What the first rank answers: the blocks that this rank hashes, with how many threads it works, and with whom."""
 
     spans: list[Span]
     threads: int
+    mates: _Mates | None = None
 
 
 class Reader(StorageReader):
@@ -115,12 +135,21 @@ class Reader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._checkpoint: Checkpoint | None = None
         self._mirror: Mirror | None = None
-        self._at_end: weakref.finalize[..., Reader] | None = None  # it keeps the mirror
+        self._at_end: weakref.finalize[..., Reader] | None = None  # it keeps the mirrors
+        self._mirrors: list[Mirror] = []
         self._failure: CheckpointError | None = None
         self._wished: list[Span] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_mirror": None, "_at_end": None, "_failure": None, "_wished": []}
+        return {
+            **self.__dict__,
+            "_checkpoint": None,
+            "_mirror": None,
+            "_at_end": None,
+            "_mirrors": [],
+            "_failure": None,
+            "_wished": [],
+        }
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -166,7 +195,8 @@ class Reader(StorageReader):
         self._drop_mirror()
         if not isinstance(store, LocalStore):
             self._mirror = Mirror(store)
-            self._at_end = weakref.finalize(self, self._mirror.close)  # also where nothing is read
+            self._mirrors = [self._mirror]
+            self._at_end = weakref.finalize(self, _close_all, self._mirrors)  # also where nothing is read
             self._mirror.create()
         with self._named():
             place = self._mirror.folder if self._mirror is not None else store.name
@@ -190,7 +220,9 @@ class Reader(StorageReader):
         except CheckpointError as error:
             if self._mirror is None:
                 raise
-            text = str(error).replace(str(self._mirror.folder), str(self.checkpoint_id))
+            text = str(error)
+            for mirror in self._mirrors:
+                text = text.replace(str(mirror.folder), str(self.checkpoint_id))
             if isinstance(error, StorageError):
                 raise StorageError(text, error.errno) from error
             raise BY_NAME[type(error).__name__](text) from error
@@ -210,16 +242,19 @@ class Reader(StorageReader):
         """Each rank: which blocks its items touch goes with its plan."""
         checkpoint = self._opened()
         self._wished = self._touched(plan.items)
-        cpus = socket.gethostname(), len(os.sched_getaffinity(0))
-        return replace(plan, storage_data=_Wish(self._wished, cpus, checkpoint.manifest.save_id))
+        cpus, mirror = (socket.gethostname(), len(os.sched_getaffinity(0))), self._mirror
+        seen = None if mirror is None else _Seen(Host.here(), mirror.token, (mirror.place, mirror.free_bytes))
+        return replace(plan, storage_data=_Wish(self._wished, cpus, checkpoint.manifest.save_id, seen))
 
     def _touched(self, items: Iterable[ReadItem]) -> list[Span]:
+        """The blocks of these items that are hashed, or come into a mirror."""
         checkpoint = self._opened()
-        if checkpoint.integrity is None or self.verify == "off":
+        integrity = None if self.verify == "off" else checkpoint.integrity
+        if integrity is None and self._mirror is None:
             return []
-        if self.verify == "full":
-            return checkpoint.integrity.all_spans()
-        return checkpoint.integrity.spans_of({self._frame(item) for item in items})
+        if integrity is not None and self.verify == "full":
+            return integrity.all_spans()
+        return spans_of({self._frame(item) for item in items}, hosts.block_bytes(checkpoint))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The first rank: share out who hashes which block.
@@ -236,6 +271,13 @@ class Reader(StorageReader):
                 "it while they opened it. Load it again"
             )
         shares = plans_of(wishes)
+        for share in {id(s.mates.shares): s for s in shares if s.mates is not None}.values():
+            assert self._mirror is not None and share.mates is not None
+            room = wishes[share.mates.rank].seen
+            assert room is not None, "of a mirror"
+            nbytes = hosts.block_bytes(self._opened())
+            needed = sum(self._mirror.nbytes_of(spans, nbytes) for spans in share.mates.shares.values())
+            check_room(str(self.checkpoint_id), room.room[0], needed, room.room[1])
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -249,18 +291,42 @@ class Reader(StorageReader):
         checkpoint, share, touched = self._opened(), plan.storage_data, self._touched(plan.items)
         if not isinstance(share, _Share):
             share = _Share(touched, 1)
-        elif self._mirror is not None:
-            share = _Share(touched, share.threads)
         elif more := _outside(touched, self._wished):  # a planner has added items
-            share = _Share([*share.spans, *more], share.threads)
+            share = share._replace(spans=[*share.spans, *more])
         try:
             with self._named():
+                checkpoint = self._filling(checkpoint, share)
                 typed(lambda: self._read(checkpoint, plan.items, planner, share))
+        except BaseException as error:
+            for mirror in self._mirrors:
+                mirror.give_up(error)
+            raise
         finally:
             self._close(checkpoint)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _filling(self, checkpoint: Checkpoint, share: _Share) -> Checkpoint:
+        """The checkpoint whose bytes arrive from now on, if it is a mirror. See [Note: mirrors that become one]."""
+        if self._mirror is None:
+            return checkpoint
+        nbytes = hosts.block_bytes(checkpoint)
+        if share.mates is None:
+            self._mirror.check_room({0: share.spans}, nbytes)
+            self._mirror.start({0: share.spans}, nbytes)
+            return checkpoint
+        rank, tokens, shares = share.mates
+        shared, first = self._mirror, next(iter(tokens.values()))
+        if shared.token != first:
+            shared = Mirror(store_at(self.path), first, rank)
+            shared.attach()
+            self._mirrors.insert(0, shared)
+            checkpoint = open_checkpoint(shared.folder, verify=self.verify)
+            checkpoint.fill_by(shared.arrives)
+        shared.share(rank, tokens)
+        shared.start(shares, nbytes)
+        return checkpoint
 
     def _close(self, checkpoint: Checkpoint) -> None:
         """Let go of maps and mirror. StorageError if another save has taken the place meanwhile: that explains all."""
@@ -276,7 +342,7 @@ class Reader(StorageReader):
     def _drop_mirror(self) -> None:
         if self._at_end is not None:
             self._at_end()  # closes it, and keeps it no longer
-        self._mirror = self._at_end = None
+        self._mirror, self._mirrors, self._at_end = None, [], None
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
         _check_whole(planner, items, checkpoint.manifest)
@@ -299,13 +365,8 @@ class Reader(StorageReader):
         reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
         planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
         reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
-        blocks = [block for span in share.spans for block in span.blocks()]
-        if self._mirror is not None:
-            spans = share.spans or spans_of({self._frame(item) for item in items}, BLOCK_BYTES)
-            integrity = checkpoint.integrity
-            nbytes = BLOCK_BYTES if integrity is None else integrity.block_bytes
-            self._mirror.check_room({0: spans}, nbytes)
-            self._mirror.start({0: spans}, nbytes)
+        has_digests = checkpoint.integrity is not None and self.verify != "off"
+        blocks = [block for span in share.spans for block in span.blocks()] if has_digests else []
         reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
             tensor.copy_(_part(self._value(checkpoint, item)[1], item))
@@ -366,9 +427,22 @@ class Reader(StorageReader):
 
 
 def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
-    """Each block that is touched to one rank that touches it."""
+    """Each block that is touched to one rank that touches it, of those that see the same folder."""
     threads = loading.threads_of([wish.cpus for wish in wishes])
-    return [_Share(spans, threads) for spans in plans.assign([wish.touched for wish in wishes])]
+    found = [_Share([], threads)] * len(wishes)
+    for host in dict.fromkeys(wish.seen and wish.seen.host for wish in wishes):
+        ranks = [rank for rank, wish in enumerate(wishes) if (wish.seen and wish.seen.host) == host]
+        shares = dict(zip(ranks, plans.assign([wishes[rank].touched for rank in ranks]), strict=True))
+        tokens = {rank: seen.token for rank in ranks if (seen := wishes[rank].seen) is not None}
+        for rank in ranks:
+            found[rank] = _Share(shares[rank], threads, _Mates(rank, tokens, shares) if tokens else None)
+    return found
+
+
+def _close_all(mirrors: list[Mirror]) -> None:
+    """The shared one first: who waits for this rank's blocks looks at the lock in its own."""
+    for mirror in mirrors:
+        mirror.close()
 
 
 def _box(item: ReadItem, chunk: StoredChunk, tensor: torch.Tensor) -> Box:

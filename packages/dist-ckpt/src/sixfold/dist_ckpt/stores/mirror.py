@@ -11,7 +11,8 @@ needed.
 
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
 holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
-the folders whose locks nobody holds. A folder gets its name when the first lock is held; one that has been without for
+the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and who finds the
+marks of all deletes the folder. A folder gets its name when the first lock is held; one that has been without for
 long was left by a process that was killed before, and goes too.
 """
 
@@ -76,7 +77,8 @@ class Mirror:
     def __init__(
         self, store: Store, token: str = "", rank: int = 0, ranks: Sequence[int] = (0,), timeout_s: float = 600.0
     ) -> None:
-        self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(token or secrets.token_hex(8))
+        self.token = token or secrets.token_hex(8)
+        self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(self.token)
         self.folder = self._root / "checkpoint"
         self._store, self._rank, self._ranks, self._timeout_s = store, rank, tuple(ranks), timeout_s
         self._sizes: dict[str, int] = {}
@@ -89,6 +91,8 @@ class Mirror:
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
         self._is_closed, self._one_at_a_time = False, Lock()
+        self._locks: dict[int, Path] | None = None  # see ``share``
+        self._thread: Thread | None = None
 
     def create(self) -> None:
         """First rank of a host: list the store, make the folder, fetch the small files.
@@ -132,6 +136,16 @@ class Mirror:
         self._hold(self._root)
         self._list(json.loads((self._root / "listing").read_text()))
 
+    def share(self, rank: int, tokens: Mapping[int, str]) -> None:
+        """Read and fetch for each other with ranks that made mirrors of their own before, each by its token.
+
+        Those keep their own mirrors meanwhile: the locks in them tell who lives. ``close`` then waits until what
+        others want is there.
+        """
+        self._rank, self._ranks, self._head = rank, tuple(tokens), _COUNT.size * len(tokens)
+        parent = self._root.parent
+        self._locks = {mate: lock_path(parent / mirror_name(token), 0) for mate, token in tokens.items()}
+
     @property
     def free_bytes(self) -> int:
         """Room for what will be fetched."""
@@ -162,7 +176,9 @@ class Mirror:
         except OSError as error:
             self._fail(error)
             raise
-        Thread(target=self._fetch, args=(self._ranges(shares.get(self._rank, ())),), daemon=True).start()
+        ranges = self._ranges(shares.get(self._rank, ()))
+        self._thread = Thread(target=self._fetch, args=(ranges,), daemon=True)
+        self._thread.start()
 
     def nbytes_of(self, share: Sequence[Span], block_bytes: int) -> int:
         """Bytes that are fetched for a share."""
@@ -204,13 +220,26 @@ class Mirror:
             if not same or (name != FILE_NAME and self._store.list_files() != self._sizes):
                 raise FileNotFoundError(name)
 
-    def close(self) -> None:
-        """Delete the folder. May be called more than once, by each rank."""
+    def give_up(self, error: BaseException) -> None:
+        """Fetch no more, and let those who wait for this rank's blocks know why."""
+        self._fail(error)
         self._is_closed = True
-        shutil.rmtree(self._root, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete the folder; a shared one when all have left. May be called more than once, by each rank."""
+        if self._locks is None or self._left_by_all(self._locks):
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._is_closed = True
         if self._lock_handle is not None:
             os.close(self._lock_handle)
             self._lock_handle = None
+
+    def _left_by_all(self, locks: Mapping[int, Path]) -> bool:
+        if self._thread is not None and not self._is_closed:
+            self._thread.join()
+        with suppress(OSError):  # others have deleted it
+            (self._root / f"left-{self._rank}").touch()
+        return all((self._root / f"left-{mate}").exists() for mate in locks)
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -350,19 +379,21 @@ class Mirror:
                 seen, deadline = count, now + self._timeout_s
             if now > look:
                 look = now + _LOOK_S
-                self._check_fetches(owner)
+                self._check_fetches(owner, at)
             if now > deadline:
                 raise self._late(owner)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _check_fetches(self, owner: int) -> None:
-        """The error of a rank that fetches no more; LostPeerError if it is dead."""
+    def _check_fetches(self, owner: int, at: int) -> None:
+        """The error of a rank that fetches no more; LostPeerError if it is dead and has not fetched block ``at``."""
         if self._failure is not None:
             raise self._failure
         if owner != self._rank and self._error_path(owner).exists():
             raise _error(*json.loads(self._error_path(owner).read_text()))
-        if owner != self._rank and not is_held(lock_path(self._root, owner)):
+        lock = lock_path(self._root, owner) if self._locks is None else self._locks[owner]
+        assert self._states is not None, "started"
+        if owner != self._rank and not is_held(lock) and self._states[at] != _READY:
             raise LostPeerError(
                 f"rank {owner} died while it fetched blocks of {self._store.name} that rank {self._rank} waits for. "
                 "Restart the job"

@@ -111,7 +111,7 @@ def rest(session: nox.Session, package: str) -> None:
     """What ci runs behind isolation: `tests` without what passed there, and `ranks`, in one process."""
     environment = with_once(shared_environment(session))
     folder = ROOT / "packages" / package / "tests"
-    command = [*pytest_on(folder), f"--ignore={folder / 'gpu'}", "-p", "once", "--proved", str(proof_of(package))]
+    command = [*of_ranks(folder), f"--ignore={folder / 'gpu'}", "-p", "once", "--proved", str(proof_of(package))]
     environment.run(session, *command, *environment.arguments, success_codes=(0, NO_TESTS_COLLECTED))
 
 
@@ -122,14 +122,14 @@ def ranks(session: nox.Session, package: str) -> None:
     if not rank_tests(package):
         session.skip(f"{package} has no tests of several ranks")
     environment = shared_environment(session)
-    environment.run(session, *pytest_on(rank_tests(package)[0].parent), *environment.arguments)
+    environment.run(session, *of_ranks(rank_tests(package)[0].parent), *environment.arguments)
 
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
     """All packages together, under torchrun too; `-- --system-torch` installs nothing."""
     environment = shared_environment(session)
-    environment.run(session, *pytest_on(ROOT / "tests-integration"), *environment.arguments)
+    environment.run(session, *of_ranks(ROOT / "tests-integration"), *environment.arguments)
 
 
 @nox.session(venv_backend="none")
@@ -404,6 +404,11 @@ def with_once(environment: Environment) -> Environment:
 
 def pytest_on(*folders: Path) -> list[str]:
     return ["-m", "pytest", "-q", "--durations=5", *map(str, folders)]
+
+
+def of_ranks(*folders: Path) -> list[str]:
+    """pytest where ranktest is and most tests need torch: it is loaded once, also for the server of ranks."""
+    return [*pytest_on(*folders), "--early-server"]
 
 
 def single_process_tests(package: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""pytest's side: the fixture ``ranks``, and a server that loads torch while the first tests run."""
+"""pytest's side: the fixture ``ranks``, and a server that loads torch while the first tests run, or before them."""
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from ranktest.launch import JOBS, run_ranks
-from ranktest.server import start_server
+from ranktest.server import fork_early, start_server
 
+EARLY_SERVER = "--early-server"
 TEST_SECONDS = pytest.StashKey[list[float]]()
 
 
@@ -18,6 +20,13 @@ TEST_SECONDS = pytest.StashKey[list[float]]()
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(function, 2, *args)``: see `ranktest.run_ranks`."""
     return run_ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Also forks the server, if it is asked for: here pytest captures neither output nor warnings yet."""
+    parser.addoption(EARLY_SERVER, action="store_true", help="load torch once, for pytest and the server of ranks")
+    if EARLY_SERVER in sys.argv:
+        fork_early()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -6,13 +6,18 @@ Starting it takes some seconds of CPU time, once, and nobody waits for it before
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
+import socket
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from pathlib import Path
+from typing import Any, NoReturn
 
 # torch._dynamo is here because the first step of any optimizer imports it, which would cost each job 0.6 s.
 PRELOAD = (
@@ -27,6 +32,7 @@ PRELOAD = (
     "ranktest.rank",
     "ranktest.preload_tested",
 )
+LOADED_HERE = PRELOAD[1:-1]  # by pytest itself, where the server is forked from it
 LOAD_WAIT_S = 300.0  # for the server to load torch: 3 s on a quiet machine
 LOADED: set[int] = set()  # the servers, by process id, that are known to have loaded everything
 TESTED_MODULES = "RANKTEST_TESTED_MODULES"  # read by the server's preload_tested.py
@@ -40,6 +46,70 @@ RANK_ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EarlyServer:
+    """A process forked from this one that is to be the server, and waits for the names of modules."""
+
+    pid: int
+    address: str
+    alive: int  # the server ends when this end is closed
+    names: int
+
+    def go_on(self, names: list[str]) -> None:
+        with open(self.names, "w") as file:
+            file.write(",".join(names) + "\n")
+        server: Any = forkserver._forkserver
+        with server._lock:
+            server._forkserver_address, server._forkserver_alive_fd = self.address, self.alive
+            server._forkserver_pid = self.pid
+
+
+EARLY: list[_EarlyServer] = []  # at most one
+
+
+def fork_early() -> None:
+    """Load torch in this process and fork the server from it, before pytest has begun: torch is loaded once, not twice.
+
+    Nothing of pytest is in it by then but modules. Without ranks to come it ends with this process.
+    """
+    if EARLY or forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+        return
+    with _environment(RANK_ENVIRONMENT):
+        for name in LOADED_HERE:
+            importlib.import_module(name)
+    address = arbitrary_address("AF_UNIX")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    os.chmod(address, 0o600)
+    listener.listen()
+    alive_r, alive_w = os.pipe()
+    names_r, names_w = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(alive_w)
+        os.close(names_w)
+        _serve(listener, alive_r, names_r)
+    os.close(alive_r)
+    os.close(names_r)
+    listener.close()
+    EARLY.append(_EarlyServer(pid=pid, address=address, alive=alive_w, names=names_w))
+
+
+def _serve(listener: socket.socket, alive: int, names: int) -> NoReturn:
+    """The life of a server that is forked and not started."""
+    try:
+        importlib.import_module(PRELOAD[0])
+        with open(names) as file:
+            modules = file.read()
+        if modules:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            os.environ.update({**RANK_ENVIRONMENT, TESTED_MODULES: modules.strip()})
+            importlib.import_module(PRELOAD[-1])
+            forkserver.main(listener.detach(), alive, [])
+    finally:
+        os._exit(0)
+
+
 def start_server(also: Iterable[str] = ()) -> None:
     """Start the forkserver unless it runs. Returns at once; the first job waits until it has loaded torch.
 
@@ -47,8 +117,10 @@ def start_server(also: Iterable[str] = ()) -> None:
     what a test imports inside its function would otherwise cost every rank of every job. So it does with the modules of
     torch.distributed that this process has loaded, and with those of ``also``.
     """
-    forkserver.set_forkserver_preload(list(PRELOAD))
     names = [*_tested_modules(), *sorted(name for name in sys.modules if name.startswith("torch.distributed.")), *also]
+    if EARLY:
+        EARLY.pop().go_on(names)
+    forkserver.set_forkserver_preload(list(PRELOAD))
     with _environment({**RANK_ENVIRONMENT, TESTED_MODULES: ",".join(names)}), hidden_main():
         forkserver.ensure_running()
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,8 +14,10 @@ from dist_ckpt_helpers import one
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, StorageError
+from sixfold.dist_ckpt import MismatchError, StorageError, tools
+from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.stores import local as storage
 
 
@@ -64,9 +67,10 @@ def test_a_replacement_cut_short_between_its_renames_falls_back_to_a_whole_sibli
     (tmp_path / "c").rename(tmp_path / ".c.old-0123")
     assert loaded_value(tmp_path / "c") == 1
     dist_ckpt.save(state(2), tmp_path / "d")
-    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123")
+    (tmp_path / ".c.tmp-0123").mkdir()
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123" / "checkpoint")
     assert loaded_value(tmp_path / "c") == 2
-    (tmp_path / ".c.tmp-0123" / "metadata.json").unlink()
+    (tmp_path / ".c.tmp-0123" / "checkpoint" / "metadata.json").unlink()
     assert loaded_value(tmp_path / "c") == 1
 
 
@@ -75,7 +79,7 @@ def test_a_replacement_that_cannot_be_moved_in_leaves_the_old_one_in_place(tmp_p
     monkeypatch.setattr(storage, "exchange", lambda a, b: False)
 
     def rename(source, target, plain=Path.rename):
-        if ".tmp-" in source.name:
+        if ".tmp-" in str(source.parent):
             raise OSError(errno.EIO, "Input/output error", str(source))
         return plain(source, target)
 
@@ -152,9 +156,40 @@ def test_an_error_of_the_disk_when_small_files_are_put_there_ends_the_save(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def newest_step_of_titan(root):
+    """As torchtitan's manager looks for it: any name that holds step-N and has a .metadata within."""
+    found = [(re.search(r"step-(\d+)", path.name), path / ".metadata") for path in root.iterdir()]
+    return max((int(match.group(1)) for match, file in found if match and file.exists()), default=-1)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save", "convert"])
+def test_a_save_that_ends_anywhere_is_no_step_for_who_looks_for_names_and_metadata(tmp_path, monkeypatch, call):
+    runs, seen = tmp_path / "runs", []
+    dist_ckpt.save(state(1), runs / "step-1", group=None)
+
+    def look(handle, plain=os.fsync):
+        seen.append(newest_step_of_titan(runs))
+        return plain(handle)
+
+    monkeypatch.setattr(os, "fsync", look)
+    if call == "save":
+        dist_ckpt.save(state(2), runs / "step-2", group=None)
+    elif call == "convert":
+        tools.convert(runs / "step-1", runs / "step-2", to="torch_dist")
+    else:
+        agreed = saving.agree_on(SaveRequest.made(state(2), runs / "step-2", (None, None), group=None, timeout_s=9.0))
+        written = saving.write(agreed.content, agreed.ticket, 0, False)  # as a worker does
+        saving.commit([written], agreed.content, agreed.ticket)
+    moved = seen.index(2)  # the parent is put on disk after the move
+    assert moved >= 5, "files and folder before"
+    assert set(seen[:moved]) == {1}
+    assert hidden(runs) == []
+
+
 def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):
     dist_ckpt.save(state(1), tmp_path / "d")
-    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123")
+    (tmp_path / ".c.tmp-0123").mkdir()
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123" / "checkpoint")
     with pytest.raises(MismatchError, match="does not exist"):
         loaded_value(tmp_path / "c")
 

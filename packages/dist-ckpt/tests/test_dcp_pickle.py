@@ -22,7 +22,7 @@ from sixfold.dist_ckpt.files.unpickle import loads
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.road.index import index_of_written
 from sixfold.dist_ckpt.road.transfer import Written
 
 
@@ -156,7 +156,7 @@ def test_what_ranks_wrote_becomes_what_torchs_objects_would_be_by_a_plain_loop(m
         "f" * 16,
         needs_metadata_json=True,
     )
-    data = metadata.encode(arrays := saving._index(written, "f" * 16))
+    data = metadata.encode(arrays := index_of_written(written, "f" * 16))
     found, expected = pickle.loads(data), by_torch(manifest)
     assert found == expected
     for index, place in expected.storage_data.items():

@@ -18,7 +18,11 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, StorageError, UnsafeError, retention, tools
 from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.plans.plan import plan_load
+from sixfold.dist_ckpt.road import sources
+from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore, leases, mirror
+from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.stores.mirror import Mirror
 
 WHOLE = torch.arange(3 << 20, dtype=torch.float32).view(1024, 3072)  # 12 MiB: three blocks
@@ -94,6 +98,17 @@ def test_blocks_of_frames_that_nobody_wants_are_not_fetched(s3, bucket):
     dist_ckpt.load({"w": top}, bucket, group=None, validate_access_integrity=False)
     assert torch.equal(top.data, WHOLE[:64])
     assert s3.counts()["range"]["bytes_out"] < 1.05 * 2 * integrity.BLOCK_BYTES, "two of three: one frame of two"
+
+
+def test_ranges_that_are_near_are_one_request(monkeypatch):
+    store, fetched = MemoryStore("many small ones"), []
+    dist_ckpt.save({f"t{n}": one(f"t{n}", torch.full((500,), float(n))) for n in range(300)}, store, group=None)
+    plain = store.read_ranges
+    monkeypatch.setattr(store, "read_ranges", lambda ranges: fetched.extend(ranges) or plain(ranges))
+    wanted = {f"t{n}": one(f"t{n}", torch.zeros(500)) for n in range(0, 300, 5)}
+    loaded = dist_ckpt.load(wanted, store, group=None)
+    assert all(bool((loaded[key] == int(key[1:])).all()) for key in wanted)
+    assert len([part for part in fetched if part.file.endswith(".distcp")]) == 1, "not sixty"
 
 
 def test_sixteen_ranges_are_in_flight(s3, bucket):
@@ -366,3 +381,47 @@ def test_shares_become_few_large_ranges_that_cover_them(memory):
         assert got == wanted
         assert max(r.length for r in ranges) <= 8 << 20
         assert part.nbytes_of(spans, block_bytes) == sum(r.length for r in ranges)
+
+
+SMALL = {f"t{n}": torch.full((100 + n,), 1.0 + n) for n in range(4)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    records = {key: one(key, value) for key, value in SMALL.items()}
+    dist_ckpt.save({**rows(), **records}, tmp_path / "c", group=None)
+    return tmp_path / "c"
+
+
+@pytest.fixture
+def mistaken_frames(monkeypatch):
+    """Where bytes arrive, each frame is taken for one whose values begin 64 bytes later than they do."""
+    plain = sources.frames.template
+
+    def shifted(*arguments):
+        found = plain(*arguments)
+        first, second = found.head
+        return found._replace(head=(first, second + bytes(64)), head_bytes=found.head_bytes + 64)
+
+    monkeypatch.setattr(sources.frames, "template", shifted)
+
+
+def test_a_record_is_told_of_once_and_when_its_values_are_right(folder, mistaken_frames):
+    checkpoint = open_checkpoint(folder)
+    checkpoint.fill_by(lambda path: lambda start, stop: None)
+    wanted = [cut("w", torch.zeros_like(part), 1, n, 3) for n, part in enumerate(WHOLE.chunk(3, 1))]
+    wanted += [one(key, torch.zeros_like(value)) for key, value in SMALL.items()]
+    told = []
+    plan = plan_load(wanted, checkpoint.manifest, dtype_policy="exact")
+    Reader(checkpoint, "exact", 2).run(
+        wanted, plan, [], lambda index: told.append((index, wanted[index].data.double().sum().item()))
+    )
+    sums = [part.double().sum().item() for part in (*WHOLE.chunk(3, 1), *SMALL.values())]
+    assert sorted(told) == list(enumerate(sums))
+
+
+def test_values_are_right_where_frames_were_mistaken(memory, mistaken_frames):
+    values, _ = loaded_columns(memory)
+    assert torch.equal(values, WHOLE)
+    wide = one("w", torch.zeros(1024, 3072, dtype=torch.float64))
+    assert torch.equal(dist_ckpt.load({"w": wide}, memory, group=None)["w"], WHOLE.double()), "converted, exactly"

@@ -124,7 +124,7 @@ def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
     """The text that both kinds of save raise behind the path, and what they leave."""
     sees, seen = Path.is_dir, []
     if rank == 1:
-        Path.is_dir = lambda path: sees(path) and ".tmp-" not in path.name
+        Path.is_dir = lambda path: sees(path) and ".tmp-" not in str(path)
     try:
         for save in (dist_ckpt.save, dist_ckpt.async_save):
             try:

@@ -1,6 +1,7 @@
 """Reports of many ranks go up a tree: who speaks with whom, what travels, and what is said of a rank that is lost."""
 
 import os
+import pickle
 import signal
 import time
 
@@ -15,6 +16,17 @@ from sixfold.dist_ckpt.ranks import exchange
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 
 PEERS = [{1, 2, 3}, {0}, {0}, {0, 4}, {3}]  # of 5 ranks: 0 collects 1 and 2, 3 collects 4
+DOWN = [4, 0, 0, 1, 0]
+
+
+class Bulk:
+    """Data that is an array on its way."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __reduce_ex__(self, protocol):
+        return Bulk, (pickle.PickleBuffer(self.data),)
 
 
 def caught(action):
@@ -45,6 +57,8 @@ def speak(rank, ranks, folder):
         lambda found: [(number, bytes(one.rows) == bytes([number]) * 5000, one.names) for number, one in found],
     )
     told, sent[:] = list(sent), []
+    own = together.apart(lambda: (None, rank), lambda found: ("all", [Bulk(bytes([n]) * 5000) for n in found]))
+    parts, sent[:] = (own[1], bytes(own[2].data), sum(nbytes for peer, nbytes in sent if peer > rank)), []
 
     def fail():
         if rank == 4:
@@ -56,18 +70,20 @@ def speak(rank, ranks, folder):
     dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c")
     loaded = dist_ckpt.load({"w": shard(rank, ranks)}, folder / "c")
     hole = caught(lambda: dist_ckpt.save({"w": shard(rank, ranks)} if rank != 4 else {}, folder / "d"))
-    return seen, told, error, loaded["w"].tolist(), hole
+    return seen, told, parts, error, loaded["w"].tolist(), hole
 
 
 def test_reports_come_in_rank_order_through_a_tree_and_errors_are_the_same_everywhere(tmp_path):
     results = run_ranks(speak, 5, tmp_path)
     expected = [(rank, True, b"names" * 1000) for rank in range(5)]
-    for rank, (seen, told, error, values, hole) in enumerate(results):
+    for rank, (seen, told, parts, error, values, hole) in enumerate(results):
         assert seen == expected
+        assert parts[:2] == ("all", bytes([rank]) * 5000), "each rank's own part of a decision"
+        assert 0 <= parts[2] - 5000 * DOWN[rank] < 1000, "and nobody's but of those whom a rank hands it on to"
         assert {peer for peer, _ in told} == PEERS[rank]
         assert error == ("CheckpointError", "rank 4: ValueError: my own bug")
         assert values == [float(rank)] * 3
-        assert hole == results[0][4] and "w[12:15]" in hole[1]
+        assert hole == results[0][5] and "w[12:15]" in hole[1]
     up = [(peer, nbytes) for peer, nbytes in results[3][1] if peer == 0]
     assert len(up) == 2 + 3, "a head, an index, the names once, and the rows of two ranks"
     assert sum(nbytes for _, nbytes in up) < 5000 * 3 + 1000

@@ -11,10 +11,14 @@ import line changed. How it works, room by room in the order of the data, each i
 geometry, state, files, plans, stores, ranks, strategies/base.py, road, background; then the doors: serialization.py,
 strategies, retention.py, optimizers.py, doors and dcp.py, tools, and modules under megatron-core's names (mapping,
 validation, core, utils, dict_utils, exchange_utils, optimizer).
+
+What a plain save or load of a folder does not need is imported when it is first asked for.
 """
 
-from sixfold.dist_ckpt import optimizer, optimizers, retention, strategies, validation
-from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sixfold.dist_ckpt import strategies, validation
 from sixfold.dist_ckpt.errors import (
     CheckpointError,
     CheckpointingException,
@@ -36,8 +40,13 @@ from sixfold.dist_ckpt.serialization import (
     load_tensors_metadata,
     save,
 )
-from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from sixfold.dist_ckpt.tools.removal import remove_sharded_tensors
+from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor
+
+if TYPE_CHECKING:
+    from sixfold.dist_ckpt import optimizer, optimizers, retention
+    from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
+    from sixfold.dist_ckpt.tools.removal import remove_sharded_tensors
 
 __all__ = [
     "AsyncSave",
@@ -70,3 +79,19 @@ __all__ = [
     "strategies",
     "validation",
 ]
+
+_WHERE = {"AsyncSave": "background.saver", "async_save": "background.saver", "remove_sharded_tensors": "tools.removal"}
+_MODULES = frozenset(["background", "dict_utils", "optimizer", "optimizers", "retention", "tools"])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

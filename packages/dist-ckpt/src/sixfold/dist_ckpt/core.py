@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import CheckpointingException
-from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint
 from sixfold.dist_ckpt.stores.view import viewed
 
@@ -39,5 +39,5 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
     It says nothing of the rest: ``check_is_distributed_checkpoint`` tells whether the checkpoint is whole.
     """
     with viewed(checkpoint_dir) as folder:
-        config = foreign.read_config(folder)
+        config = read_config(folder)
     return None if config is None else CheckpointingConfig(*config[0], *config[1])

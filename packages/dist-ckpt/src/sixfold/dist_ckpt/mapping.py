@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
+from sixfold.dist_ckpt.state.factory import ShardedTensorFactory, apply_factories, apply_factory_merges
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
-    apply_factories,
-    apply_factory_merges,
     is_main_replica,
 )
 

@@ -21,7 +21,8 @@ import torch
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dtensor import is_dtensor, local_of
-from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 __all__ = [
     "get_optim_param_to_id_map",

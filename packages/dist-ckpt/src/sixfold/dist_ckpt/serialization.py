@@ -9,20 +9,21 @@ all others are below it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt.background import saver
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
-from sixfold.dist_ckpt.road import foreign, loading, saving
+from sixfold.dist_ckpt.road import loading, looking, saving
 from sixfold.dist_ckpt.road.loading import LoadRequest
-from sixfold.dist_ckpt.road.request import SaveRequest
+from sixfold.dist_ckpt.road.request import SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
+from sixfold.dist_ckpt.stores.folder import is_complete
 from sixfold.dist_ckpt.stores.view import viewed
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
@@ -30,6 +31,8 @@ from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+
+_SAVER = "sixfold.dist_ckpt.background.saver"
 
 register(StrategyAction.SAVE_SHARDED, "torch_dist", 1, TorchDistSaveShardedStrategy())
 register(StrategyAction.LOAD_SHARDED, "torch_dist", 1, TorchDistLoadShardedStrategy())
@@ -105,15 +108,20 @@ def save(
         timeout_s=timeout_s,
         progress=progress,
     )
-    if async_sharded_save and request.engine is None:
-        return foreign.async_save(request)
-    if async_sharded_save:
+    if async_sharded_save and request.engine is not None:
+        from sixfold.dist_ckpt.background import saver
+
         return AsyncRequest(None, (), [], handle=saver.start(request))
-    saver.await_saves_to(request.store)
+    if not async_sharded_save and _SAVER in sys.modules:  # else this process has begun no background save
+        sys.modules[_SAVER].await_saves_to(request.store)
     if request.engine is not None:
         saving.save(request)
-    else:
-        foreign.save(request)
+        return None
+    from sixfold.dist_ckpt.road import foreign
+
+    if async_sharded_save:
+        return foreign.async_save(request)
+    foreign.save(request)
     return None
 
 
@@ -180,6 +188,8 @@ def load(
     )
     if strategies is not None:
         sharded, common = strategies
+        from sixfold.dist_ckpt.road import foreign
+
         return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
     assert engine is not None, "strategies that load by themselves are foreign"
     return loading.load(request, engine)
@@ -208,7 +218,7 @@ def _foreign_strategies(
 
     A folder that names no registered backend is left to the engine, whose error says what is wrong.
     """
-    config = foreign.read_config(checkpoint_dir)
+    config = read_config(checkpoint_dir)
     pairs = config or (("torch_dist", 1), ("torch", 1))
     try:
         sharded = base.find(StrategyAction.LOAD_SHARDED, sharded_strategy, pairs[0])
@@ -235,7 +245,7 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
         strategies = _foreign_strategies(folder, None, None)
         if strategies is not None:
             return strategies[1].load_common(folder)
-        return loading.load_common_state_dict(folder, safe_globals=safe_globals)
+        return looking.load_common_state_dict(folder, safe_globals=safe_globals)
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
@@ -244,7 +254,7 @@ def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: 
         strategies = _foreign_strategies(folder, sharded_strategy, None)
         if strategies is not None:
             return strategies[0].load_tensors_metadata(folder)
-        return loading.load_tensors_metadata(folder)
+        return looking.load_tensors_metadata(folder)
 
 
 def load_sharded_metadata(
@@ -257,8 +267,10 @@ def load_sharded_metadata(
     with viewed(checkpoint_dir) as folder:
         strategies = _foreign_strategies(folder, sharded_strategy, common_strategy)
         if strategies is not None:
+            from sixfold.dist_ckpt.road import foreign
+
             return foreign.listing(folder, *strategies)
-        return loading.load_sharded_metadata(folder)
+        return looking.load_sharded_metadata(folder)
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store) -> dict[str, Any]:
@@ -291,7 +303,9 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
         with viewed(store) as folder:
             strategies = _foreign_strategies(folder, None, None)
             if strategies is None:
-                return loading.check_is_distributed_checkpoint(folder)
+                return is_complete(folder)
+            from sixfold.dist_ckpt.road import foreign
+
             sharded, common = strategies
             typed(lambda: foreign.listing(folder, sharded, common))
             return True
@@ -316,6 +330,6 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
     with viewed(checkpoint_dir) as folder:
-        config = foreign.read_config(folder)
+        config = read_config(folder)
     strategy: base.LoadShardedStrategy = base.get(StrategyAction.LOAD_SHARDED, *(config or (("torch_dist", 1),))[0])
     return strategy

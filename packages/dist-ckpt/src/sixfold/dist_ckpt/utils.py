@@ -16,12 +16,12 @@ from time import monotonic
 from typing import Any
 
 from sixfold.dist_ckpt.dict_utils import DictError, extract_matching_values, nested_values
+from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 
 __all__ = [

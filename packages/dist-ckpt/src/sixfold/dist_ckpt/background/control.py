@@ -77,7 +77,7 @@ class Job:
 
     rank: int
     ranks: int
-    content: saving.Content
+    content: saving.RankContent
     ticket: saving.Ticket
     check_finite: bool
     places: dict[int, Place]
@@ -381,6 +381,8 @@ def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointE
                 return give_up(job, board, kind(str(_blame(job, reason)))) or await_outcome(job, gauge)
         return await_outcome(job, gauge)
     if (told := _told(board)) is not None:
+        if told.error is not None:
+            abandon(job)
         return told
     outcome = settle(job, reason, kind)
     if outcome.error is not None:

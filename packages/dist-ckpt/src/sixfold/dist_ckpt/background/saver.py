@@ -252,7 +252,7 @@ class AsyncSaver:
             mine.sign = board.sign(rank)
             return None, board.life(0).state is State.LIVES
 
-        def copy() -> tuple[tuple[saving.Content, dict[int, Place]], None]:
+        def copy() -> tuple[tuple[saving.RankContent, dict[int, Place]], None]:
             if rank == 0 and ranks > 1 and not isinstance(store, LocalStore):
                 mine.make(store, ticket.save_id, timeout_s)
             return self._copy(agreed.content), None
@@ -276,7 +276,7 @@ class AsyncSaver:
             stale_s=boards.STALE_S,
         )
 
-    def _copy(self, content: saving.Content) -> tuple[saving.Content, dict[int, Place]]:
+    def _copy(self, content: saving.RankContent) -> tuple[saving.RankContent, dict[int, Place]]:
         """The content without tensors, and where their values are now."""
         needed = sorted({write.record for write in content.writes})
         tensors = [content.records[index].data for index in needed]

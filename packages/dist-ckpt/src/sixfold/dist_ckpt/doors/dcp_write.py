@@ -11,9 +11,6 @@ store without rename it may be refused: see stores/store.py, [Note: visible by o
 [Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save, and with it the
 ticket of that save, which has ended: a ticket is used once. Such a rank begins a save of its own, and finish takes its
 parts over; what it does not take, since the save failed, goes with the rank's next save or its Writer.
-
-[Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. Beside the
-target lies a staging folder of such a name, so the files lie in a folder inside it until they are moved into place.
 """
 
 from __future__ import annotations
@@ -193,11 +190,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             self._abandon()
         save = store.begin(save_id, nbytes, self.if_exists, partial(_owns, self.owns))
         self._abandon = weakref.finalize(self, _abandon_here, store, save, os.getpid())
-        if not save.staging:
-            return save
-        inner = Path(save.staging) / "checkpoint"  # [Note: one level deeper]
-        inner.mkdir()
-        return replace(save, staging=str(inner))
+        return save
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Each rank: what the planner resolves, one after the other, as frames of one file.
@@ -393,7 +386,7 @@ def _take_over(written_for: Save, save: Save, name: str) -> None:
     """Have a rank's file in the folder of the save. See [Note: cached plans]."""
     if written_for.staging != save.staging:
         (Path(written_for.staging) / name).rename(Path(save.staging) / name)
-        discard(Path(written_for.staging).parent)
+        discard(Path(written_for.staging))
 
 
 def _readable(key: str, data: Any) -> bytes:

@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.state import plain
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
-from sixfold.dist_ckpt.state.tree import Path, path_text
+from sixfold.dist_ckpt.state.tree import KeyPath, path_text
 
 #: How torch's weights-only reader names what it refuses: to look up, or to fill in.
 _GLOBAL = re.compile(r"(?:GLOBAL |add_safe_globals`, but got <class ')([^\s']+)")
@@ -128,7 +128,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _culprit(value: Any, error: Exception, path: Path = ()) -> tuple[Path, Any, Exception]:
+def _culprit(value: Any, error: Exception, path: KeyPath = ()) -> tuple[KeyPath, Any, Exception]:
     """The innermost value that fails by itself, where it stands, and why."""
     for name, part in plain.parts_of(value):
         for candidate, where in ((name, path), (part, (*path, name))):

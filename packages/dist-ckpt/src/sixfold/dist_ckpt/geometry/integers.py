@@ -8,7 +8,8 @@ about something else. Pure.
 
 from __future__ import annotations
 
-from operator import index
+from collections.abc import Iterable
+from operator import index, mul
 from typing import Any
 
 from sixfold.dist_ckpt.errors import ShardingError
@@ -60,3 +61,31 @@ def int_slice(key: str, value: slice | None) -> slice | None:
         None if end is None else integer(key, "flattened_range", end) for end in (value.start, value.stop, value.step)
     )
     return slice(*ends)
+
+
+def on_grid(
+    key: str, local_box: tuple[int, ...], rank_offsets: Iterable[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Global shape, offset and fragmentations of a box that is one of equal parts per axis.
+
+    Args:
+        rank_offsets: as of ``ShardedTensor.from_rank_offsets``.
+    Raises:
+        ShardingError: a negative or unknown axis, a rank outside its fragments, an axis named twice.
+    """
+    places = dict[int, tuple[int, int]]()
+    for given in rank_offsets:
+        try:
+            axis, rank, fragments = (integer(key, "rank_offsets", part) for part in given)
+        except (TypeError, ValueError, ShardingError):
+            raise ShardingError(f"{key}: {given!r} is no tuple (axis, rank, fragments) of integers") from None
+        if not 0 <= axis < len(local_box):
+            raise ShardingError(f"{key}: axis {axis} of {(axis, rank, fragments)} is not in [0, {len(local_box)})")
+        if not 0 <= rank < fragments:
+            raise ShardingError(f"{key}: rank {rank} of {(axis, rank, fragments)} is not in [0, {fragments})")
+        if axis in places:
+            raise ShardingError(f"{key}: axis {axis} is named twice in {rank_offsets}; once is enough")
+        places[axis] = rank, fragments
+    found = [places.get(axis, (0, 1)) for axis in range(len(local_box))]
+    ranks, fragmentations = tuple(rank for rank, _ in found), tuple(fragments for _, fragments in found)
+    return tuple(map(mul, fragmentations, local_box)), tuple(map(mul, ranks, local_box)), fragmentations

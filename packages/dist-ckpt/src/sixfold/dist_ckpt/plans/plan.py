@@ -72,6 +72,11 @@ class Read(NamedTuple):
     stored_dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the stored values."""
+        return self.part.volume * self.stored_dtype.itemsize
+
     def __str__(self) -> str:
         return f"read {describe(self.key, self.part, self.shape)} from {self.chunk.frame}"
 
@@ -87,6 +92,11 @@ class LoadPlan:
     zeroed: tuple[tuple[int, Piece], ...]
     unexpected: tuple[int, ...]
     mismatches: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that are read."""
+        return sum(read.nbytes for read in self.reads)
 
     def frames(self) -> set[ByteRange]:
         """Every frame that is touched."""

@@ -1,11 +1,12 @@
 """Control exchange: small messages and errors between the ranks of a group, with a deadline.
 
-    each rank's report --> together (this file) --> one decision on every rank, or one error on every rank
+    each rank's report --> together, apart (this file) --> one decision on every rank, or one error on every rank
 
-Reports go to the first rank of the group, its decision goes back. Point to point, so that a wait that fails names the
-peer. Arrays in a report travel as they are (parcel.py). It runs on CPU tensors: on the given group where that has a CPU
-back end, else on a gloo subgroup derived from it once; never an object collective over NCCL. This is the one file of
-the package that looks up the default process group, for ``group="world"``.
+Reports go to the first rank of the group, its decision goes back, each rank's own part of it to that rank. Point to
+point, so that a wait that fails names the peer. Arrays in a report travel as they are (parcel.py). It runs on CPU
+tensors: on the given group where that has a CPU back end, else on a gloo subgroup derived from it once; never an object
+collective over NCCL. This is the one file of the package that looks up the default process group, for
+``group="world"``.
 
 [Note: star and tree] Up to ``STAR_RANKS`` ranks each sends to the first one. More are cut into runs of about the square
 root of their number: the first rank of a run collects the reports of its run, unread, and sends them on as one, in
@@ -81,9 +82,19 @@ class Exchange:
             CheckpointError: raised by ``work`` on any rank (the lowest wins) or by ``decide``: the
                 same type and text on all ranks. LostPeerError if a rank is dead or late.
         """
+        mine, decision, _ = self.apart(work, lambda messages: (decide(messages), ()))
+        return mine, decision
+
+    def apart(
+        self,
+        work: Callable[[], tuple[Mine, Message]],
+        decide: Callable[[list[Message]], tuple[Decision, Sequence[Any]]],
+    ) -> tuple[Mine, Decision, Any]:
+        """``together``, where the decision comes with a part for each rank (or none): a rank gets its own alone."""
         if self._group is None:
             mine, message = typed(work)
-            return mine, typed(lambda: decide([message]))
+            decided, shares = typed(lambda: decide([message]))
+            return mine, decided, shares[0] if shares else None
         kept: list[Mine] = []
 
         def keep_mine() -> Message:
@@ -94,28 +105,37 @@ class Exchange:
         own = Outcome.of(keep_mine, f"rank {self.rank}")
         above, below = self._neighbours()
         if above is None:
-            decision = self._decide([own, *self._gather(below)], decide)
+            decision, parts = self._decide([own, *self._gather(below)], decide)
         else:
-            decision = self._report(above, own, self._collected(below))
-        sent = Bundle()
-        sent.add(decision.pack())
+            decision, parts = self._report(above, own, self._collected(below))
+        whole = decision.pack()
         for peer in below:
+            sent, at = Bundle(), peer - self.rank
+            for parcel in (whole, *parts[at : at + self._spoken_for_by(peer)]):
+                sent.add(parcel)
             self._send(peer, sent, best_effort=decision.error is not None)
-        return _result(kept, decision, own)
+        if decision.error is not None:
+            raise decision.error from (own.error.__cause__ if own.error is not None else None)
+        return kept[0], decision.value, unpack(parts[0]) if parts else None
 
-    def _report(self, above: int, own: Outcome, collected: Sequence[Parcel]) -> Outcome:
-        """Send what this rank and those below have to say; the decision."""
+    def _report(self, above: int, own: Outcome, collected: Sequence[Parcel]) -> tuple[Outcome, list[Parcel]]:
+        """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
         bundle = Bundle()
         for parcel in (own.pack(), *collected):
             bundle.add(parcel)
         try:
             self._send(above, bundle)
-            return Outcome.unpack(self._receive(above).parcels()[0])
+            decision, *parts = self._receive(above).parcels()
+            return Outcome.unpack(decision), parts
         except LostPeerError:
             for parcel in collected:  # past a deadline gloo has closed all connections: whom it was for is what counts
                 if (outcome := Outcome.unpack(parcel)).is_lost:
-                    return outcome
+                    return outcome, []
             raise
+
+    def _spoken_for_by(self, peer: int) -> int:
+        """How many ranks hear the decision from this one by way of a peer below, itself included."""
+        return min(self._run, self.ranks - peer) if self.rank == 0 and peer % self._run == 0 else 1
 
     def _neighbours(self) -> tuple[int | None, list[int]]:
         """Whom this rank reports to, and who reports to it. See [Note: star and tree]."""
@@ -150,15 +170,20 @@ class Exchange:
     def _gather(self, peers: list[int]) -> list[Outcome]:
         return [Outcome.unpack(parcel) for parcel in self._collected(peers)]
 
-    def _decide(self, outcomes: list[Outcome], decide: Callable[[list[Any]], Any]) -> Outcome:
+    def _decide(
+        self, outcomes: list[Outcome], decide: Callable[[list[Any]], tuple[Any, Sequence[Any]]]
+    ) -> tuple[Outcome, list[Parcel]]:
         for outcome in outcomes:
             if outcome.is_lost:
-                return Outcome(error=outcome.error)
+                return Outcome(error=outcome.error), []
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             # Damage that one rank has found explains what others ran into.
-            return min(failed, key=lambda outcome: not isinstance(outcome.error, CorruptError))
-        return Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
+            return min(failed, key=lambda outcome: not isinstance(outcome.error, CorruptError)), []
+        decided = Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
+        if decided.error is not None:
+            return decided, []
+        return Outcome(decided.value[0]), [pack(part) for part in decided.value[1]]
 
     def _send(self, peer: int, bundle: Bundle, *, best_effort: bool = False) -> None:
         index = encode_index(bundle)
@@ -194,13 +219,8 @@ class Exchange:
 
     def _lost(self, peer: int, error: RuntimeError) -> LostPeerError:
         reason = str(error).partition("\n")[0]
-        run = self._run
-        many = self.rank == 0 and run < self.ranks and peer % run == 0
-        who = (
-            f"rank {peer}, which speaks for ranks {peer} to {min(peer + run, self.ranks) - 1},"
-            if many
-            else f"rank {peer}"
-        )
+        many = self._spoken_for_by(peer)
+        who = f"rank {peer}, which speaks for ranks {peer} to {peer + many - 1}," if many > 1 else f"rank {peer}"
         return LostPeerError(
             f"{who} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
             f"(rank {self.rank} waited: {reason}). Restart the job; a folder holds the old or "
@@ -277,12 +297,6 @@ def _as_tensor(data: bytes | memoryview) -> torch.Tensor:
     """Bytes as a tensor; what was received is not copied."""
     is_received = isinstance(data, memoryview) and not data.readonly
     return torch.frombuffer(data if is_received else bytearray(data), dtype=torch.uint8)
-
-
-def _result(kept: list[Mine], decision: Outcome, own: Outcome) -> tuple[Mine, Any]:
-    if decision.error is not None:
-        raise decision.error from (own.error.__cause__ if own.error is not None else None)
-    return kept[0], decision.value
 
 
 def _resolve(group: Group) -> dist.ProcessGroup | None:

@@ -40,7 +40,7 @@ _CUT_FROM_BYTES = 1 << 20  # smaller shards stay whole
 _PIECE_BYTES = 8 << 20
 _HELD_BYTES = 32 << 20  # at least a piece
 _ALIGNMENT = 128  # of copies: NCCL is fastest there
-Place = tuple[str, int]
+FilePlace = tuple[str, int]
 
 
 class Identity(NamedTuple):
@@ -85,7 +85,7 @@ class _Wish(NamedTuple):
     relaxed: bool
     device: str
     unit: int
-    place: Place  # where in the checkpoint its last bytes lie: the order of reading
+    place: FilePlace  # where in the checkpoint its last bytes lie: the order of reading
 
 
 class Passage(NamedTuple):
@@ -197,7 +197,7 @@ def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
 
 
 def relay_through(
-    make: Callable[[], tuple[list[ShardedTensor], dict[int, Place]]],
+    make: Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]],
     within: Exchange,
     memory: dict[str, Any] | None,
     *,
@@ -238,7 +238,7 @@ def _without_places(wishes: list[_Wish]) -> list[_Wish]:
     return [wish._replace(place=("", 0)) for wish in wishes]
 
 
-def _wish(record: ShardedTensor, place: Place, whole_shards: bool) -> _Wish:
+def _wish(record: ShardedTensor, place: FilePlace, whole_shards: bool) -> _Wish:
     assert record.data is not None, f"{record} has no data"
     same = identity(record)
     unit = max(1, same.elements) if whole_shards else cut_unit(record)

@@ -1,7 +1,7 @@
 """Strategies that the built-in engine does not know: their own code runs, between our checks and our commit.
 
     save: records --> checked over all ranks --> strategy.save into a staging folder --> commit (this file)
-    load: folder --> strategy's listing --> checked over all ranks --> strategy.load (this file) --> result
+    load: folder --> strategy's listing (this file) --> loading.py --> strategy.load (this file) --> result
 
 What a strategy of a user writes has no ``integrity.json``, unless it wraps the torch_dist strategy; then
 that file is completed here.
@@ -11,43 +11,40 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError
-from sixfold.dist_ckpt.files import integrity, metadata
-from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.files import integrity
+from sixfold.dist_ckpt.geometry.box import whole
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import Exchange, told_to_all
 from sixfold.dist_ckpt.road import loading, saving
-from sixfold.dist_ckpt.road.loading import LoadRequest
-from sixfold.dist_ckpt.road.reader import check_policy
-from sixfold.dist_ckpt.road.request import SaveRequest
+from sixfold.dist_ckpt.road.hosts import Seen
+from sixfold.dist_ckpt.road.loading import LoadRequest, Looked, Values, Ways
+from sixfold.dist_ckpt.road.reader import copy_values
+from sixfold.dist_ckpt.road.request import SaveRequest, read_config
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.strategies.base import AsyncSaveShardedStrategy, LoadCommonStrategy, LoadShardedStrategy
+from sixfold.dist_ckpt.stores.folder import Checkpoint
+from sixfold.dist_ckpt.stores.store import POINTER
+from sixfold.dist_ckpt.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadCommonStrategy,
+    LoadEngine,
+    LoadShardedStrategy,
+)
 
 if TYPE_CHECKING:
     from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
-
-CONFIG_NAME = "metadata.json"
-Config = tuple[tuple[str, int], tuple[str, int]]
-
-
-def read_config(checkpoint_dir: str | Path) -> Config | None:
-    """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
-    try:
-        return metadata.read_config(storage.read_small(Path(checkpoint_dir) / CONFIG_NAME))
-    except (OSError, ValueError, CheckpointError):  # what is wrong with it, the engine says
-        return None
 
 
 def save(request: SaveRequest) -> None:
@@ -96,7 +93,7 @@ class _Begun:
     store: LocalStore
     exchange: Exchange
     agreed: saving.Agreed
-    records: list[tuple[tree.Path, ShardedBase]]
+    records: list[tuple[tree.KeyPath, ShardedBase]]
     has_common: bool = False
 
     @property
@@ -138,7 +135,7 @@ class _Begun:
                 "common_backend": common.backend,
                 "common_backend_version": common.version,
             }
-            storage.write_file(self.staging, CONFIG_NAME, json.dumps(config).encode())
+            storage.write_file(self.staging, POINTER, json.dumps(config).encode())
             _complete_integrity(self.staging)
             _sync(self.staging)
         self.store.publish(save)
@@ -182,7 +179,9 @@ def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], tree.Split]:
     return expanded, tree.split(expanded)
 
 
-def _shares(records: list[tuple[tree.Path, ShardedBase]], with_objects: bool) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def _shares(
+    records: list[tuple[tree.KeyPath, ShardedBase]], with_objects: bool
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """What the sharded strategy gets and what the common strategy gets, as nested dicts."""
     objects = {path: record for path, record in records if isinstance(record, ShardedObject) and not with_objects}
     rest = {path: record for path, record in records if path not in objects}
@@ -213,118 +212,41 @@ def _sync(staging: Path) -> None:
         storage.sync_folder(Path(folder))
 
 
-def _union(keys_by_rank: list[set[str]]) -> list[str]:
-    return sorted({key for keys in keys_by_rank for key in keys})
-
-
-class _Wanted(NamedTuple):
-    """What this rank asks for."""
-
-    expanded: Any
-    merges: list[factory.Merge]
-    parts: tree.Split
-    stored: dict[str, ShardedTensor | ShardedObject]
-    common: dict[Any, Any]
-
-
-class _Asked(NamedTuple):
-    """What the first rank must know of it."""
-
-    tensors: list[plan.ShardReport]
-    objects: list[plan.ObjectReport]
-    stored: frozenset[str]
-    mismatches: list[str]
-    without_values: set[str]
-    has_stateful: bool
-
-
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
-    check_policy(request.dtype_policy)
-    strict = validation.parse_strict(request.strict)
     with told_to_all(request.group, request.timeout_s):
         if not isinstance(request.store, LocalStore):
             raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
-        folder = request.store.path
-    exchange = Exchange(request.group, request.timeout_s)
 
-    def decide(asked: list[_Asked]) -> tuple[set[str], set[str], bool]:
-        stored = asked[0].stored
-        if any(part.stored != stored for part in asked):
-            raise CorruptError(f"the ranks see different checkpoints under {folder}; they share one file system")
-        keys = {shard.key for part in asked for shard in part.tensors}
-        keys |= {cell.stored_key for part in asked for cell in part.objects}
-        missing, unexpected = set(stored - keys), set(keys - stored).union(*(part.without_values for part in asked))
-        validation.check_keys(strict, missing, unexpected)
-        validation.raise_problems([line for part in asked for line in part.mismatches], "asked for", MismatchError)
-        if request.validate_access_integrity:
-            problems = validation.tensor_problems([part.tensors for part in asked], "asked for")
-            problems += validation.object_problems([part.objects for part in asked], "asked for")
-            validation.raise_problems(problems, "asked for", ShardingError)
-        return missing, unexpected, any(part.has_stateful for part in asked)
+    def opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
+        manifest = _manifest(seen.folder, strategy, common_strategy)
+        return Checkpoint(seen.folder, manifest, None, "off", ()), common_strategy.load_common(seen.folder), False
 
-    wanted, (missing, unexpected, has_stateful) = exchange.together(
-        lambda: _want(request.state, folder, strategy, common_strategy, request.dtype_policy), decide
-    )
-
-    def valued() -> tuple[dict[tree.Path, Any], set[str]]:
-        meter = Meter(request.progress, lambda: sum(map(_bytes_of, wanted.parts.records)))
-        found = _values(wanted, unexpected, folder, strategy, common_strategy, request.dtype_policy)
+    def read(wanted: Looked, asked: LoadRequest, *_: Any) -> tuple[Values, set[str]]:
+        meter = Meter(asked.progress, lambda: wanted.reads.nbytes)
+        found = _values(wanted, strategy, common_strategy, asked.dtype_policy)
         meter.finish()
         return found
 
-    values, casts = exchange.together(valued, _union)
-    if casts and request.dtype_policy == "cast":
-        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=3)
-    result = loading.finished(
-        lambda: loading.assembled(wanted.expanded, wanted.merges, wanted.parts, wanted.common, values),
-        exchange if has_stateful else None,
-    )
-    missing = missing if strict.minds_missing else set()
-    if strict.logs:
-        loading.warn_of_keys(missing, unexpected)
-    return (result, missing, unexpected) if strict.returns else result
+    return loading.load(request, LoadEngine(), Ways(opened, read))
 
 
-def _want(
-    state: Mapping[Any, Any],
-    folder: Path,
-    strategy: LoadShardedStrategy,
-    common_strategy: LoadCommonStrategy,
-    dtype_policy: str,
-) -> tuple[_Wanted, _Asked]:
+def _manifest(folder: Path, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Manifest:
+    """What the strategies list, each tensor as one chunk; where it lies is theirs to know."""
     if not folder.is_dir():
         raise MismatchError(f"Checkpoint directory {folder} does not exist")
-    config = read_config(folder)
-    if config is not None:
-        for kind, (backend, version) in zip((strategy, common_strategy), config, strict=True):
-            kind.check_backend_compatibility(backend)
-            kind.check_version_compatibility(version)
-    expanded, merges = factory.expand(tree.checked(state))
-    parts = tree.split(expanded)
-    stored = listing(folder, strategy, common_strategy)
-    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    objects = [record for _, record in parts.records if isinstance(record, ShardedObject)]
-    mismatches = [line for record in tensors if (line := _mismatch(record, stored.get(record.key), dtype_policy))]
-    wanted = _Wanted(expanded, merges, parts, stored, common_strategy.load_common(folder))
-    asked = _Asked(
-        [plan.report(record) for record in tensors],
-        [saving.object_report(record) for record in objects],
-        frozenset(stored),
-        mismatches,
-        factory.owners_without_values(merges, parts, wanted.common),
-        any(step.owner is not None for step in merges),
-    )
-    return wanted, asked
-
-
-def _bytes_of(entry: tuple[tree.Path, ShardedBase]) -> int:
-    """Bytes of a record's tensor; of an object none are told."""
-    record = entry[1]
-    return (
-        sum(piece.box.volume for piece in record.pieces()) * record.dtype.itemsize
-        if isinstance(record, ShardedTensor)
-        else 0
+    for kind, (backend, version) in zip((strategy, common_strategy), read_config(folder) or (), strict=False):
+        kind.check_backend_compatibility(backend)
+        kind.check_version_compatibility(version)
+    stored, nowhere = listing(folder, strategy, common_strategy), ByteRange("", 0, 0)
+    return Manifest(
+        {
+            key: StoredTensor(record.dtype, shape, (StoredChunk(whole(shape), nowhere),))
+            for key, record in stored.items()
+            if isinstance(record, ShardedTensor)
+            for shape in [record.global_shape]
+        },
+        {key: nowhere for key, record in stored.items() if isinstance(record, ShardedObject)},
     )
 
 
@@ -338,48 +260,34 @@ def listing(
     return stored
 
 
-def _mismatch(record: ShardedTensor, stored: ShardedTensor | ShardedObject | None, dtype_policy: str) -> str | None:
-    if not isinstance(stored, ShardedTensor):
-        return None
-    if record.global_shape != stored.global_shape and not record.allow_shape_mismatch:
-        return f"{record.key}: asked for global shape {record.global_shape}, stored is {stored.global_shape}"
-    if record.dtype != stored.dtype and dtype_policy == "strict":
-        return f"{record.key}: asked for {record.dtype}, stored is {stored.dtype}; dtype_policy is 'strict'"
-    return None
-
-
 def _values(
-    wanted: _Wanted,
-    unexpected: set[str],
-    folder: Path,
-    strategy: LoadShardedStrategy,
-    common_strategy: LoadCommonStrategy,
-    dtype_policy: str,
-) -> tuple[dict[tree.Path, Any], set[str]]:
+    wanted: Looked, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy, dtype_policy: str
+) -> tuple[Values, set[str]]:
     """What was loaded, by place, and the keys whose dtype was converted."""
-    present: list[tuple[tree.Path, ShardedBase]] = []
+    stored, folder = wanted.checkpoint.manifest, wanted.checkpoint.folder
+    present: dict[tree.KeyPath, ShardedBase] = {}
     for path, record in wanted.parts.records:
-        if isinstance(record, ShardedObject) and record.unique_key not in unexpected:
-            present.append((path, record.without_data()))
-        elif isinstance(record, ShardedTensor) and record.key not in unexpected:
-            present.append((path, _as_stored(record, wanted.stored[record.key].dtype)))  # type: ignore[union-attr]
-    mine, objects = _shares(present, strategy.can_handle_sharded_objects)
+        if isinstance(record, ShardedObject) and record.unique_key in stored.objects:
+            present[path] = record.without_data()
+        elif isinstance(record, ShardedTensor) and record.key in stored.tensors:
+            present[path] = _as_stored(record, stored.tensors[record.key].dtype)
+    mine, objects = _shares([*present.items()], strategy.can_handle_sharded_objects)
     loaded = strategy.load(mine, folder)
     loaded_objects = common_strategy.load_sharded_objects(objects, folder) if objects else {}
-    values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in wanted.parts.local}
-    asked, converted = dict(wanted.parts.records), set[str]()
-    for path, record in present:
+    values: Values = {path: leaf.unwrap() for path, leaf in wanted.parts.local}
+    converted = set[str]()
+    for path, record in wanted.parts.records:
+        if path not in present:
+            continue
         found = tree.get(loaded, path)
         found = tree.get(loaded_objects, path) if found is tree.GONE else found
         if found is tree.GONE:
             raise CheckpointError(f"{record}: {strategy} returned no value for it")
-        original = asked[path]
-        if isinstance(original, ShardedTensor):
-            values[path] = _settle(original, found, dtype_policy)
-            if found.dtype != original.dtype:
-                converted.add(original.key)
-        else:
-            values[path] = found
+        values[path] = found
+        if isinstance(record, ShardedTensor):
+            values[path] = _settle(record, found, dtype_policy)
+            if found.dtype != record.dtype:
+                converted.add(record.key)
     return values, converted
 
 
@@ -398,18 +306,8 @@ def _settle(record: ShardedTensor, found: Any, dtype_policy: str) -> torch.Tenso
     """Put what a strategy returned into the caller's tensor."""
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(f"{record}: the strategy returned a {type(found).__name__}, not a tensor")
-    if record.data is None:
-        record = record.without_data()
-        record.init_data(found.device)
-    assert record.data is not None, f"{record} has no data after init_data"
+    assert record.data is not None, f"{record} was asked for and has no data"
     target = record.data.detach()
-    if found.data_ptr() == target.data_ptr() and found.dtype == target.dtype:
-        return target
-    if found.dtype != target.dtype and dtype_policy == "exact":
-        back = found.to(target.dtype).to(found.dtype)
-        if not torch.equal(torch.nan_to_num(back), torch.nan_to_num(found)):
-            raise MismatchError(
-                f"{record.key}: asked for {record.dtype}, and stored {found.dtype} values do not survive"
-            )
-    target.copy_(found.view(target.shape))
+    if found.data_ptr() != target.data_ptr() or found.dtype != target.dtype:
+        copy_values(record.key, found.view(target.shape), target, dtype_policy)
     return target

@@ -7,10 +7,11 @@ blocks that ranks touch --> Seen.shares (this file) --> blocks that each rank fe
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
@@ -19,9 +20,14 @@ from sixfold.dist_ckpt.plans.plan import assign
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.leases import Host
-from sixfold.dist_ckpt.stores.mirror import Mirror, check_room
 from sixfold.dist_ckpt.stores.store import Store
+
+if TYPE_CHECKING:
+    from sixfold.dist_ckpt.stores.leases import Host
+    from sixfold.dist_ckpt.stores.mirror import Mirror
+
+#: Blocks that ranks fetch and hash, of those ranks that one must know.
+Shares = Mapping[int, Sequence[Span]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,14 @@ class Seen:
                 shares[rank] = share
         return shares
 
+    def parts(self, shares: Sequence[Sequence[Span]]) -> list[Shares]:
+        """Of the shares of all ranks those that each rank must know: its own and, where one fetches for another, its
+        host's."""
+        if self.mirror is None:
+            return [{rank: share} for rank, share in enumerate(shares)]
+        by_host = {rank: {mate: shares[mate] for mate in ranks} for ranks in self.hosts for rank in ranks}
+        return [by_host[rank] for rank in range(len(shares))]
+
     def room(self) -> tuple[str, int] | None:
         """Where a mirror lies, and the bytes that are free there."""
         return None if self.mirror is None else (self.mirror.place, self.mirror.free_bytes)
@@ -91,13 +105,12 @@ class Seen:
             room = rooms[ranks[0]]
             if room is not None and self.mirror is not None:
                 needed = sum(self.mirror.nbytes_of(shares[rank], nbytes) for rank in ranks)
-                check_room(self.store.name, room[0], needed, room[1])
+                self.mirror.check_room_of(needed, *room)
 
-    def start(self, shares: Sequence[Sequence[Span]], nbytes: int) -> None:
+    def start(self, shares: Shares, nbytes: int) -> None:
         """Begin to fetch this rank's share, in blocks of ``nbytes``, if the store is not there already."""
         if self.mirror is not None:
-            mates = next(ranks for ranks in self.hosts if self.rank in ranks)
-            self.mirror.start({mate: shares[mate] for mate in mates}, nbytes)
+            self.mirror.start(shares, nbytes)
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the place, in a store that is no local folder."""
@@ -117,6 +130,9 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
     if isinstance(store, LocalStore):
         yield Seen(store, store.path, None, (everyone,), exchange.rank)
         return
+
+    from sixfold.dist_ckpt.stores.leases import Host
+    from sixfold.dist_ckpt.stores.mirror import Mirror
 
     def here() -> tuple[None, Host]:
         if exchange.ranks > 1 and not store.is_shared:

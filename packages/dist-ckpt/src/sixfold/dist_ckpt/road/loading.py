@@ -1,4 +1,4 @@
-"""Loading: the story of ``load`` and of the functions that only look.
+"""Loading: the story of ``load``.
 
 state dicts + folder --> request --> agree --> verify and read --> assemble (this file) --> result
 """
@@ -12,13 +12,12 @@ import socket
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
-from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
@@ -28,19 +27,25 @@ from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
-from sixfold.dist_ckpt.ranks.relay import Relay, relay_through
-from sixfold.dist_ckpt.road.hosts import Seen, block_bytes, seen_at
-from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, bytes_of, check_policy
+from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
+from sixfold.dist_ckpt.road.looking import common_data
+from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, check_policy
 from sixfold.dist_ckpt.road.saving import object_report
 from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores.folder import Checkpoint, is_complete, open_checkpoint
+from sixfold.dist_ckpt.stores.folder import Checkpoint
 from sixfold.dist_ckpt.stores.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
+if TYPE_CHECKING:
+    from sixfold.dist_ckpt.ranks.relay import Relay
+
+Values = dict[tree.KeyPath, Any]  # what was loaded, by place
+
 _log = logging.getLogger("sixfold.dist_ckpt")
 _DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
+_SHORT_BYTES = 1 << 30  # read before garbage matters: the plan of many small tensors is walked through by no collection
 _RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
 
 
@@ -61,19 +66,18 @@ class _Report(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What the first rank decides: the key sets, which blocks each rank hashes, with how many threads; whether any
-    rank has Stateful objects."""
+    """What the first rank decides, besides which blocks each rank hashes: the key sets, with how many threads they
+    hash; whether any rank has Stateful objects."""
 
     missing: set[str]
     unexpected: set[str]
-    shares: list[list[Span]]
     threads: int
     has_stateful: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """What this rank wants, and how."""
+class Looked:
+    """What this rank wants of a checkpoint that it has looked into."""
 
     seen: Seen
     checkpoint: Checkpoint
@@ -111,65 +115,83 @@ class LoadRequest:
     progress: Progress | None = None
 
 
-def load(asked: LoadRequest, engine: LoadEngine) -> Any:
-    """``serialization.load`` by the built-in engine."""
+class Ways(NamedTuple):
+    """How a load opens a checkpoint and reads what it wants: what a strategy of a user does for itself.
+
+    Attributes:
+        open: gives the checkpoint, its common data, and whether each value is stored under its own name.
+        read: gives the values by place, and the keys whose dtype was converted. Its further arguments: threads, the
+            blocks to hash, this rank.
+    """
+
+    open: Callable[[Seen, LoadRequest], tuple[Checkpoint, dict[Any, Any], bool]]
+    read: Callable[[Looked, LoadRequest, int, Shares, int], tuple[Values, set[str]]]
+
+
+def load(asked: LoadRequest, engine: LoadEngine, ways: Ways | None = None) -> Any:
+    """``serialization.load``. ``ways``: None for those of the built-in engine."""
     exchange = Exchange(asked.group, asked.timeout_s)
+    ways = ways or Ways(_opened if engine.with_common else _opened_without_common, _read_one_save)
     with seen_at(asked.store, exchange) as seen:
-        request, decision, values, casts = _loaded(asked, engine, exchange, seen)
+        request, decision, values, casts = _loaded(asked, engine, ways, exchange, seen)
     mode = validation.parse_strict(asked.strict)
     if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     if exchange.rank == 0 and not mode.logs:
         _warn_of_stateful(request, decision)
-    result = finished(
-        lambda: assembled(request.expanded, request.merges, request.parts, request.common, values),
+    result = _finished(
+        lambda: _assembled(request.expanded, request.merges, request.parts, request.common, values),
         exchange if decision.has_stateful else None,
     )
     missing = decision.missing if mode.minds_missing else set()
     if mode.logs and (missing or decision.unexpected):
-        warn_of_keys(missing, decision.unexpected)
+        _warn_of_keys(missing, decision.unexpected)
     return (result, missing, decision.unexpected) if mode.returns else result
 
 
 def _loaded(
-    asked: LoadRequest, engine: LoadEngine, exchange: Exchange, seen: Seen
-) -> tuple[_Request, _Decision, dict[tree.Path, Any], list[str]]:
+    asked: LoadRequest, engine: LoadEngine, ways: Ways, exchange: Exchange, seen: Seen
+) -> tuple[Looked, _Decision, Values, list[str]]:
     """What was asked for and decided, the values by place, and the keys whose dtype was converted."""
 
-    def requested() -> tuple[_Request, _Report]:
+    def requested() -> tuple[Looked, _Report]:
         check_policy(asked.dtype_policy)
         validation.parse_strict(asked.strict)
         with seen.told():
-            return typed(lambda: _request(asked, engine, exchange, seen))
+            return typed(lambda: _requested(asked, engine, ways, exchange, seen))
 
-    def agreed(reports: list[_Report]) -> _Decision:
+    def agreed(reports: list[_Report]) -> tuple[_Decision, list[Shares]]:
         return _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity, seen)
 
-    def read() -> tuple[dict[tree.Path, Any], set[str]]:
+    def read() -> tuple[Values, set[str]]:
         with seen.told():
-            return typed(lambda: _read_one_save(request, decision, exchange.rank, asked))
+            return typed(lambda: ways.read(request, asked, decision.threads, shares, exchange.rank))
 
     def of_one_save(casts: list[set[str]]) -> list[str]:
         seen.check_unchanged()
-        return _union(casts)
+        return sorted(set().union(*casts))
 
-    request, decision = exchange.together(requested, agreed)
-    values, casts = exchange.together(read, of_one_save)
+    with ExitStack() as pause:
+        pause.enter_context(collection_paused())
+        request, decision, shares = exchange.apart(requested, agreed)
+        if request.reads.nbytes > _SHORT_BYTES:
+            pause.close()
+        values, casts = exchange.together(read, of_one_save)
     return request, decision, values, casts
 
 
-def _union(keys_by_rank: list[set[str]]) -> list[str]:
-    return sorted({key for keys in keys_by_rank for key in keys})
-
-
-def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange, seen: Seen) -> tuple[_Request, _Report]:
-    looked: list[_Request] = []
+def _requested(
+    asked: LoadRequest, engine: LoadEngine, ways: Ways, exchange: Exchange, seen: Seen
+) -> tuple[Looked, _Report]:
+    looked: list[Looked] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(asked, engine.with_common, exchange.rank, seen))
+        looked.append(_look(asked, ways, exchange.rank, seen))
         return looked[0].shareable()
 
     if engine.parallel:
+        from sixfold.dist_ckpt.ranks.relay import relay_through
+
         within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
         relay = relay_through(look, within, engine.memory)
         wanted = looked[0]
@@ -181,34 +203,40 @@ def _request(asked: LoadRequest, engine: LoadEngine, exchange: Exchange, seen: S
     return request, _report(request, wanted, exchange)
 
 
-def _look(asked: LoadRequest, with_common: bool, rank: int, seen: Seen) -> _Request:
+def _look(asked: LoadRequest, ways: Ways, rank: int, seen: Seen) -> Looked:
     """What this rank wants of the checkpoint; records without data get some."""
-    checkpoint = seen.opened(asked.verify)
+    checkpoint, common, is_bare = ways.open(seen, asked)
     expanded, merges = factory.expand(tree.checked(asked.state))
-    common = _common(checkpoint, asked.safe_globals) if with_common else {}
-    manifest, objects = checkpoint.manifest, checkpoint.manifest.objects
-    is_bare = not common and with_common and _has_no_common(checkpoint)
-    expanded = by_name.ask(expanded, common, by_name.Stored(manifest.tensors, objects, is_bare, rank))
+    stored = checkpoint.manifest.tensors
+    expanded = by_name.ask(expanded, common, by_name.Names(stored, checkpoint.manifest.objects, is_bare, rank))
     parts = tree.split(expanded)
+    tensors = list[ShardedTensor]()
     for number, (place, record) in enumerate(parts.records):
-        if isinstance(record, ShardedTensor) and record.data is None and record.key in checkpoint.manifest.tensors:
+        if not isinstance(record, ShardedTensor):
+            continue
+        if record.key in stored and record.data is None:
             record = record.without_data()  # a copy: the caller's record stays without data
-            _allocate(record, checkpoint.manifest.tensors[record.key])
+            _allocate(record, stored[record.key])
             parts.records[number] = (place, record)
-    tensors = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    for record in tensors:
-        if record.data is not None and record.key in checkpoint.manifest.tensors:
+        elif record.key in stored and record.data is not None:
             check_writable(record, record.data)
-    with collection_paused():
-        table, pieces = tabulate(tensors)
-        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
-    return _Request(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+        tensors.append(record)
+    table, pieces = tabulate(tensors)
+    reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
+    return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
-def _has_no_common(checkpoint: Checkpoint) -> bool:
-    """Whether each value was stored under its own name: by DCP, or through its interface."""
-    names = map(by_name.record_of, checkpoint.manifest.objects)
-    return checkpoint.manifest.save_id is None or any(isinstance(record, by_name.PlainObject) for record in names)
+def _opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
+    """See ``Ways``. Each value was stored under its own name by DCP, or through its interface."""
+    checkpoint = seen.opened(asked.verify)
+    common = common_data(checkpoint, asked.safe_globals)
+    names = map(by_name.record_of, () if common else checkpoint.manifest.objects)
+    without_id = checkpoint.manifest.save_id is None
+    return checkpoint, common, not common and (without_id or any(isinstance(n, by_name.PlainObject) for n in names))
+
+
+def _opened_without_common(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
+    return seen.opened(asked.verify), {}, False
 
 
 def _allocate(record: ShardedTensor, stored: Stored) -> None:
@@ -224,7 +252,7 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
-def _report(request: _Request, wanted: _Request, exchange: Exchange) -> _Report:
+def _report(request: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
@@ -270,14 +298,16 @@ def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> 
     return lines, unknown
 
 
-def _frames(request: _Request, objects: Sequence[ShardedObject]) -> set[ByteRange]:
+def _frames(request: Looked, objects: Sequence[ShardedObject]) -> set[ByteRange]:
     """What this rank reads itself."""
     stored = request.checkpoint.manifest.objects
     own = {stored[record.unique_key] for record in objects if record.unique_key in stored}
     return request.reads.frames() | own | set(request.checkpoint.unread)
 
 
-def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, seen: Seen) -> _Decision:
+def _agree(
+    reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, seen: Seen
+) -> tuple[_Decision, list[Shares]]:
     if len({report.seen for report in reports}) > 1:
         raise CorruptError(
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
@@ -301,7 +331,8 @@ def _agree(reports: list[_Report], strict: StrictHandling, validate_access_integ
     shares = seen.shares([report.touched for report in reports])
     seen.check_room(shares, [report.room for report in reports], reports[0].block_bytes)
     threads = threads_of([report.cpus for report in reports])
-    return _Decision(missing, unexpected, shares, threads, any(report.has_stateful for report in reports))
+    decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
+    return decision, seen.parts(shares)
 
 
 def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
@@ -311,15 +342,15 @@ def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
 
 
 def _read_one_save(
-    request: _Request, decision: _Decision, rank: int, asked: LoadRequest
-) -> tuple[dict[tree.Path, Any], set[str]]:
+    request: Looked, asked: LoadRequest, threads: int, shares: Shares, rank: int
+) -> tuple[Values, set[str]]:
     """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
     try:
         window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
-        meter = Meter(asked.progress, lambda: sum(map(bytes_of, request.reads.reads)))
-        reader = Reader(request.checkpoint, asked.dtype_policy, decision.threads, window_bytes, meter.add)
-        request.seen.start(decision.shares, block_bytes(request.checkpoint))
-        values = _read(request, reader, decision.shares[rank], asked.safe_globals)
+        meter = Meter(asked.progress, lambda: request.reads.nbytes)
+        reader = Reader(request.checkpoint, asked.dtype_policy, threads, window_bytes, meter.add)
+        request.seen.start(shares, block_bytes(request.checkpoint))
+        values = _read(request, reader, shares[rank], asked.safe_globals)
         meter.finish()
         return values, reader.cast_keys
     except CorruptError:
@@ -329,9 +360,7 @@ def _read_one_save(
         request.checkpoint.check_unchanged()
 
 
-def _read(
-    request: _Request, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]
-) -> dict[tree.Path, Any]:
+def _read(request: Looked, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]) -> Values:
     checkpoint, relay = request.checkpoint, request.relay
     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
     blocks = [block for span in share for block in span.blocks()] if has_digests else []
@@ -343,7 +372,7 @@ def _read(
             reader.run(request.tensors, request.reads, blocks, relay.on_complete)
         finally:
             relay.finish()
-    values: dict[tree.Path, Any] = {path: leaf.unwrap() for path, leaf in request.parts.local}
+    values: Values = {path: leaf.unwrap() for path, leaf in request.parts.local}
     for path, record in request.parts.records:
         if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
             assert record.data is not None, f"{record} has no data after init_data"
@@ -354,7 +383,7 @@ def _read(
     return values
 
 
-def finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], exchange: Exchange | None) -> Any:
+def _finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], exchange: Exchange | None) -> Any:
     """The result. Stateful objects get their values when no rank has an error left to raise.
 
     ``exchange`` is None if no rank has such objects.
@@ -371,8 +400,8 @@ def finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], exchan
     return result
 
 
-def assembled(
-    expanded: Any, merges: Sequence[factory.Merge], parts: tree.Split, common: Any, values: dict[tree.Path, Any]
+def _assembled(
+    expanded: Any, merges: Sequence[factory.Merge], parts: tree.Split, common: Any, values: Values
 ) -> tuple[Any, list[stateful.Handover]]:
     """The result of a load, and what its Stateful objects are to get."""
     values = factory.keep_own(values, merges, parts, common)
@@ -382,64 +411,16 @@ def assembled(
     return ({} if result is tree.GONE else result), found
 
 
-def _warn_of_stateful(request: _Request, decision: _Decision) -> None:
+def _warn_of_stateful(request: Looked, decision: _Decision) -> None:
     """What is stored of a Stateful object and not in its own state dict, such as that of a fresh optimizer."""
     owners = tuple(f"{tree.key_text(step.path)}." for step in request.merges if step.owner is not None)
     if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
         _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
 
 
-def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
+def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
     """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
     if unexpected:
         _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
     if missing:
         _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
-
-
-def _common(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
-    config = checkpoint.small_file("metadata.json")
-    if config is not None:
-        metadata.check_common_config(config)
-    data = checkpoint.small_file("common.pt")
-    path = checkpoint.folder / "common.pt"
-    if data is None:
-        if config is not None:
-            raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
-        return {}
-    common = weights_only.load(data, str(path), safe_globals)
-    if not isinstance(common, dict):
-        raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
-    return common
-
-
-def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
-    """The common data alone: what decides on config and version before any tensor is read.
-
-    Raises: as ``load``. {} for a plain DCP folder.
-    """
-    return typed(lambda: _common(open_checkpoint(checkpoint_dir), safe_globals))
-
-
-def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
-    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    manifest = open_checkpoint(checkpoint_dir).manifest
-    return {
-        key: ShardedTensor(
-            key, None, stored.dtype, stored.shape, stored.shape, (0,) * len(stored.shape), (1,) * len(stored.shape)
-        )
-        for key, stored in manifest.tensors.items()
-    }
-
-
-def load_sharded_metadata(
-    checkpoint_dir: str | Path, sharded_strategy: Any = None, common_strategy: Any = None
-) -> dict[str, ShardedTensor | ShardedObject]:
-    """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
-    found: dict[str, ShardedTensor | ShardedObject] = dict(load_tensors_metadata(checkpoint_dir))
-    return found | {key: by_name.record_of(key) for key in open_checkpoint(checkpoint_dir).manifest.objects}
-
-
-def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether the folder opens as a whole checkpoint; no tensor is read. Raises: as ``is_complete``."""
-    return is_complete(checkpoint_dir)

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import sub
 from typing import Any, NamedTuple
@@ -48,29 +49,29 @@ PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the c
 _MOST_KEYS = 8  # in the text of an error
 _DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
 
-Place = tuple[str, int]  # a file and the number of a window in it
+WindowPlace = tuple[str, int]  # a file and the number of a window in it
 OnComplete = Callable[[int], None]
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes [start, stop) of a file, wanted at ``address`` in memory."""
 
     start: int
     stop: int
     address: int
 
-    def cut(self, start: int, stop: int) -> Run:
+    def cut(self, start: int, stop: int) -> ByteRun:
         """The part of the run inside [start, stop)."""
         low = max(self.start, start)
-        return Run(low, min(self.stop, stop), self.address + low - self.start)
+        return ByteRun(low, min(self.stop, stop), self.address + low - self.start)
 
 
 class _Window:
     """Work on one stretch of one file."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, list[Run]] = {}  # own ones, with what this rank wants of them
-        self.runs: list[Run] = []  # in blocks of other ranks
+        self.blocks: dict[int, list[ByteRun]] = {}  # own ones, with what this rank wants of them
+        self.runs: list[ByteRun] = []  # in blocks of other ranks
         self.copies: list[Read] = []  # strided, converted or decoded
         self.steps: list[Read] = []  # all that this window serves
 
@@ -115,17 +116,35 @@ class Reader:
 
         Args:
             blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
-            on_complete: called with the index of each record when its last byte is in place, in an order that
-                depends on the plan alone; from then on the tensor may be sent on.
+            on_complete: called once with the index of each record when its last byte is in place, in an order that
+                depends on the plan, and on which frames were mistaken; from then on the tensor may be sent on.
         Raises:
             CorruptError: a block has another digest, a file ends early, a frame is none.
             MismatchError: a value does not survive the conversion of dtypes.
         """
         for index, piece in plan.zeroed:
             records[index].view(piece).zero_()
-        self._once(records, plan, blocks, on_complete)
-        if not self._sources.confirm():  # see [Note: taken for ours]
-            self._once(records, plan, blocks, on_complete)
+        tell = on_complete
+        if on_complete is not None and self._checkpoint.is_arriving:
+            tell = self._told_once(plan, on_complete)
+        self._once(records, plan, blocks, tell)
+        if mistaken := self._sources.mistaken():  # see [Note: taken for ours]
+            wrong = {step.record for step in plan.reads if step.chunk.frame in mistaken}
+            again = replace(plan, reads=tuple(step for step in plan.reads if step.record in wrong))
+            self._once(records, again, (), tell)
+
+    def _told_once(self, plan: LoadPlan, on_complete: OnComplete) -> OnComplete:
+        """``on_complete``, once for each record, and not before its frames are known."""
+        frames_of, told = defaultdict[int, list[ByteRange]](list), set[int]()
+        for step in plan.reads:
+            frames_of[step.record].append(step.chunk.frame)
+
+        def tell(index: int) -> None:
+            if index not in told and all(map(self._sources.is_known, frames_of[index])):
+                told.add(index)
+                on_complete(index)
+
+        return tell
 
     def _once(
         self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block], on_complete: OnComplete | None
@@ -136,7 +155,6 @@ class Reader:
         last = {step.record: place for place in order for step in windows[place].steps}
         left = [index for index in range(len(records)) if index not in last]
         pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
-        run_all = _Runner(pool)
         ahead = ThreadPoolExecutor(1)  # asking the kernel to read ahead takes as long as a third of the reading
         asked: Future[None] | None = None
         try:
@@ -146,9 +164,9 @@ class Reader:
                 self._open({place[0] for place in (before, own, after) if place is not None})
                 asked = None if after is None else ahead.submit(self._prefetch, after, windows[after])
                 if own is not None:
-                    run_all([partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
+                    _run_all(pool, [partial(self._block, own[0], *block) for block in windows[own].blocks.items()])
                 if before is not None:
-                    run_all(self._jobs(records, before[0], windows[before]))
+                    _run_all(pool, self._jobs(records, before[0], windows[before]))
                     self._checkpoint.forget(before[0], 0, (before[1] + 1) * self._window_bytes)
                     left += sorted({s.record for s in windows[before].steps if last[s.record] == before})
                 if on_complete is not None:
@@ -177,8 +195,8 @@ class Reader:
 
     def _windows(
         self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block]
-    ) -> dict[Place, _Window]:
-        windows: dict[Place, _Window] = defaultdict(_Window)
+    ) -> dict[WindowPlace, _Window]:
+        windows: dict[WindowPlace, _Window] = defaultdict(_Window)
         for block in blocks:
             windows[block.file, block.number * self._block_bytes // self._window_bytes].blocks[block.number] = []
         for step in plan.reads:
@@ -194,7 +212,7 @@ class Reader:
                 window.steps.append(step)
         return windows
 
-    def _run(self, step: Read, record: ShardedTensor, start: int) -> Run | None:
+    def _run(self, step: Read, record: ShardedTensor, start: int) -> ByteRun | None:
         """The read as one run of bytes in file and memory; None if it is none."""
         data, chunk, part, piece = record.data, step.chunk.box, step.part, step.piece
         if data is None or not (data.is_cpu and data.dtype == step.stored_dtype and is_plain(data)):
@@ -211,24 +229,16 @@ class Reader:
                 return None
             at += first_element(inside, piece.box.size)
         assert at + part.volume <= data.numel(), f"{step} leaves its tensor"
-        return Run(start, start + part.volume * itemsize, data.data_ptr() + at * itemsize)
+        return ByteRun(start, start + part.volume * itemsize, data.data_ptr() + at * itemsize)
 
-    def _share(self, windows: dict[Place, _Window], step: Read, run: Run) -> None:
+    def _share(self, windows: dict[WindowPlace, _Window], step: Read, run: ByteRun) -> None:
         """Give a run's bytes to this rank's blocks, and the rest to the window that holds them."""
         file, size = step.chunk.frame.file, self._block_bytes
-        number = run.start // size
-        if run.stop <= (number + 1) * size:  # most runs of small tensors
+        while True:
+            number = run.start // size
+            stop = (number + 1) * size
             window = windows[file, number * size // self._window_bytes]
-            window.steps.append(step)
-            wanted = window.blocks.get(number)
-            if wanted is not None and not (wanted and wanted[-1].stop > run.start):
-                wanted.append(run)
-            else:
-                window.runs.append(run)
-            return
-        while run.start < run.stop:
-            window = windows[file, number * size // self._window_bytes]
-            part = run.cut(run.start, (number + 1) * size)
+            part = run if run.stop <= stop else run.cut(run.start, stop)
             wanted = window.blocks.get(number)
             # Two targets may want the same bytes; the second one copies them.
             if wanted is not None and not (wanted and wanted[-1].stop > part.start):
@@ -237,12 +247,14 @@ class Reader:
                 window.runs.append(part)
             if not window.steps or window.steps[-1] is not step:
                 window.steps.append(step)
-            run, number = run.cut(part.stop, run.stop), number + 1
+            if part is run:  # as are most, of small tensors
+                return
+            run = run.cut(stop, run.stop)
 
     def _jobs(self, records: Sequence[ShardedTensor], file: str, window: _Window) -> list[Callable[[], None]]:
         """What is copied out of blocks that other ranks have hashed, and what is no run of bytes."""
         jobs: list[Callable[[], None]] = [partial(self._copy, records, step) for step in window.copies]
-        batch: list[Run] = []
+        batch: list[ByteRun] = []
         for run in window.runs:
             batch.append(run)
             if run.stop - run.start >= _DIRECT_BYTES or len(batch) == 1024:
@@ -250,13 +262,13 @@ class Reader:
                 batch = []
         return [*jobs, partial(self._fetch, file, batch)] if batch else jobs
 
-    def _block(self, file: str, number: int, wanted: list[Run]) -> None:
+    def _block(self, file: str, number: int, wanted: list[ByteRun]) -> None:
         """Read and hash one block. See [Note: one pass over a block]."""
         integrity = self._checkpoint.integrity
         assert integrity is not None, f"block {number} of {file} without digests"
         at = number * integrity.block_bytes
         stop = min(at + integrity.block_bytes, integrity.files[file].size)
-        hasher, small = integrity.hasher(), list[Run]()
+        hasher, small = integrity.hasher(), list[ByteRun]()
         for run in wanted:
             if run.stop - run.start < _DIRECT_BYTES:
                 small.append(run)
@@ -278,7 +290,7 @@ class Reader:
         more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
         return f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
 
-    def _pass(self, file: str, start: int, stop: int, wanted: list[Run], hasher: Hasher) -> None:
+    def _pass(self, file: str, start: int, stop: int, wanted: list[ByteRun], hasher: Hasher) -> None:
         """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""
         if start < stop:
             mapped = self._checkpoint.map(file)
@@ -288,7 +300,7 @@ class Reader:
                 ctypes.memmove(run.address, source + run.start - start, run.stop - run.start)
             self._moved(sum(run.stop - run.start for run in wanted))
 
-    def _prefetch(self, place: Place, window: _Window) -> None:
+    def _prefetch(self, place: WindowPlace, window: _Window) -> None:
         """Have the kernel read this rank's blocks of a window while it works on the one before."""
         for number in () if self._checkpoint.is_arriving else window.blocks:
             at, length = number * self._block_bytes, self._block_bytes
@@ -301,7 +313,7 @@ class Reader:
         for file in files - self._handles.keys():
             self._handles[file] = os.open(self._checkpoint.folder / file, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _fetch(self, file: str, runs: list[Run]) -> None:
+    def _fetch(self, file: str, runs: list[ByteRun]) -> None:
         """Runs in blocks that another rank hashes are copied from the page cache; without digests they are read."""
         copied = 0
         for run in runs:
@@ -313,7 +325,7 @@ class Reader:
                 self._read(file, run)
         self._moved(copied)
 
-    def _read(self, file: str, run: Run) -> None:
+    def _read(self, file: str, run: ByteRun) -> None:
         self._checkpoint.await_bytes(file, run.start, run.stop)
         handle, at = self._handles[file], run.start
         target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
@@ -326,7 +338,7 @@ class Reader:
 
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
         self._copy_part(records, step)
-        self._moved(bytes_of(step))
+        self._moved(step.nbytes)
 
     def _copy_part(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
@@ -334,13 +346,7 @@ class Reader:
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
             source = _region(self._sources.chunk(step), step.part, step.chunk.box)
             target = _region(records[step.record].view(step.piece), step.part, step.piece.box)
-            if target.dtype == source.dtype and target.is_cpu:
-                target.copy_(source)
-                return
-            for cut in cuts(source.shape, PART_BYTES // max(source.element_size(), target.element_size())):
-                if target.dtype != source.dtype and self._policy == "exact":
-                    _check_exact(step, source[cut], target.dtype)
-                target[cut].copy_(source[cut])
+            copy_values(step.key, source, target, self._policy)
             if target.dtype != source.dtype:
                 self.cast_keys.add(step.key)
 
@@ -359,19 +365,14 @@ class Reader:
             raise CorruptError(f"{self._checkpoint.folder / step.chunk.frame.file}: {text}: {error}") from error
 
 
-class _Runner:
-    """Runs jobs in a pool or, without one, in turn; the first job's error is raised."""
-
-    def __init__(self, pool: ThreadPoolExecutor | None) -> None:
-        self._pool = pool
-
-    def __call__(self, jobs: Sequence[Callable[[], None]]) -> None:
-        if self._pool is None or len(jobs) < 2:
-            for job in jobs:
-                job()
-            return
-        for future in [self._pool.submit(job) for job in jobs]:
-            future.result()
+def _run_all(pool: ThreadPoolExecutor | None, jobs: Sequence[Callable[[], None]]) -> None:
+    """Jobs in a pool or, without one, in turn; the first job's error is raised."""
+    if pool is None or len(jobs) < 2:
+        for job in jobs:
+            job()
+        return
+    for future in [pool.submit(job) for job in jobs]:
+        future.result()
 
 
 def _region(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
@@ -382,21 +383,31 @@ def _region(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(at - start, at - start + length) for at, length, start in axes)]
 
 
-def _check_exact(step: Read, source: torch.Tensor, dtype: torch.dtype) -> None:
+def copy_values(key: str, source: torch.Tensor, target: torch.Tensor, dtype_policy: str) -> None:
+    """Copy, in parts where dtype or device differ.
+
+    Raises:
+        MismatchError: a value does not survive the conversion, and ``dtype_policy`` is "exact".
+    """
+    if target.dtype == source.dtype and target.is_cpu:
+        target.copy_(source)
+        return
+    for cut in cuts(source.shape, PART_BYTES // max(source.element_size(), target.element_size())):
+        if target.dtype != source.dtype and dtype_policy == "exact":
+            _check_exact(key, source[cut], target.dtype)
+        target[cut].copy_(source[cut])
+
+
+def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
     back = comparable(source.to(dtype).to(source.dtype))
     values = comparable(source)
     lost = (back != values) & ~((back != back) & (values != values))  # NaN survives as NaN
     if bool(lost.any()):
         first = source[tuple(torch.nonzero(lost)[0].tolist())].item()
         raise MismatchError(
-            f"{step.key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
+            f"{key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
             "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
         )
-
-
-def bytes_of(step: Read) -> int:
-    """Stored bytes that a read takes."""
-    return step.part.volume * step.stored_dtype.itemsize
 
 
 def check_policy(dtype_policy: str) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.files import metadata
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.stores import store_at
-from sixfold.dist_ckpt.stores.store import Store
+from sixfold.dist_ckpt.stores.local import read_small
+from sixfold.dist_ckpt.stores.store import POINTER, Store
 from sixfold.dist_ckpt.strategies.base import (
     SaveCommonStrategy,
     SaveEngine,
@@ -83,6 +86,14 @@ class SaveRequest:
                 timeout_s=timeout_s,
                 **rest,
             )
+
+
+def read_config(checkpoint_dir: str | Path) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
+    try:
+        return metadata.read_config(read_small(Path(checkpoint_dir) / POINTER))
+    except (OSError, ValueError, CheckpointError):  # what is wrong with it, the engine says
+        return None
 
 
 def check_if_exists(if_exists: str) -> None:

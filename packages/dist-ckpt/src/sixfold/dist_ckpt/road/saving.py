@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
-from sixfold.dist_ckpt.files import compact, metadata, weights_only
-from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity, digest_of
-from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
@@ -28,15 +24,13 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks import agreement
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import transfer
+from sixfold.dist_ckpt.road.index import Kept, index_of, spared
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, pieces_of, put_back_on_error
-from sixfold.dist_ckpt.stores.store import Content as FileContent
+from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, put_back_on_error
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
-
-_KEPT_CHUNKS = 1 << 16  # of the last save
 
 
 class _Report(NamedTuple):
@@ -51,29 +45,6 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str = ""
-
-
-_Named = tuple[list[tuple[str, ByteRange]], list[str]]
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What a strategy keeps of its last save in a group; ``token`` is the same on all ranks.
-
-    ``digest`` is of this rank's table. The rest is of the last save that was committed: this rank's ``places``, and on
-    the first rank what all ranks wrote, the keys, and the last ``.metadata``.
-
-    [Note: plan cache] A rank whose table has not changed sends the token instead. If all do, and mean the same save,
-    nothing is gathered or checked again: each knows that the sum of the tables is what it was. If only some do,
-    all are asked once more, for their tables.
-    """
-
-    token: str
-    digest: str
-    keys: frozenset[str] = frozenset()
-    places: bytes | None = None
-    written: list[transfer.Written] = field(default_factory=list)
-    index: tuple[str, list[_Named], dict[str, bytes]] | None = None  # save id, objects and file names, index files
 
 
 class Ticket(NamedTuple):
@@ -100,7 +71,7 @@ class Ticket(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RankContent:
     """What this rank has to save, and where."""
 
     store: Store
@@ -120,8 +91,10 @@ def save(request: SaveRequest) -> None:
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
     try:
         places, _ = exchange.together(
-            lambda: _sparing(
-                _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress), ticket, kept
+            lambda: spared(
+                _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress),
+                ticket.known,
+                kept,
             ),
             lambda written: commit(written, content, ticket, kept),
         )
@@ -132,24 +105,14 @@ def save(request: SaveRequest) -> None:
         kept.places = places
 
 
-def _sparing(written: transfer.Written, ticket: Ticket, kept: _Kept | None) -> tuple[bytes | None, transfer.Written]:
-    """The places of what was written, and the message to the first rank without what it has already."""
-    places = written.places
-    if kept is not None and ticket.known and kept.places is not None:
-        written.table = None
-        if places == kept.places:
-            written.places = None
-    return places, written
-
-
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """A save that all ranks agree on; its store has begun it, nothing is written."""
 
     exchange: Exchange
-    content: Content
+    content: RankContent
     ticket: Ticket
-    kept: _Kept | None = None
+    kept: Kept | None = None
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -164,13 +127,13 @@ def agree_on(request: SaveRequest) -> Agreed:
     """
     exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
     place = f"{exchange.rank} of {exchange.ranks}"
-    kept: _Kept | None = None if engine.memory is None else engine.memory.get(place)
-    host = _Host(request, kept)
+    kept: Kept | None = None if engine.memory is None else engine.memory.get(place)
+    first_rank = _FirstRank(request, kept)
 
     def agree(reports: list[_Report]) -> Ticket:
-        return host.agree(reports)._replace(metadata=request.metadata)
+        return first_rank.agree(reports)._replace(metadata=request.metadata)
 
-    def described() -> tuple[tuple[Content, _Report], _Report]:
+    def described() -> tuple[tuple[RankContent, _Report], _Report]:
         if exchange.ranks > 1 and not request.store.is_shared:
             raise CheckpointError(f"{request.store.name} is seen by one process alone; save into it with group=None")
         (content, report), _ = describe(request, exchange, engine, kept)
@@ -185,17 +148,17 @@ def agree_on(request: SaveRequest) -> Agreed:
         if ticket.common_differs:
             agreement.check(exchange, agreement.digests(content.common, request.preprocess))
     except BaseException:
-        host.abandon()
+        first_rank.abandon()
         raise
     if engine.memory is not None and not ticket.known:
-        kept = engine.memory[place] = _Kept(ticket.token, content.table.digest, host.keys)
+        kept = engine.memory[place] = Kept(ticket.token, content.table.digest, first_rank.keys)
     return Agreed(exchange, content, ticket, kept)
 
 
-class _Host:
-    """What the first rank does while a save is agreed on."""
+class _FirstRank:
+    """What it does while a save is agreed on."""
 
-    def __init__(self, request: SaveRequest, kept: _Kept | None) -> None:
+    def __init__(self, request: SaveRequest, kept: Kept | None) -> None:
         self._store, self._if_exists, self._kept = request.store, request.if_exists, kept
         self._save: Save | None = None
         self.keys: frozenset[str] = frozenset()
@@ -224,7 +187,7 @@ class _Host:
             self._store.abandon(self._save)
 
 
-def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | None) -> frozenset[str]:
+def check_together(tables: list[Encoded], reports: list[_Report], kept: Kept | None) -> frozenset[str]:
     """The keys of all tensors.
 
     Raises:
@@ -244,8 +207,8 @@ def check_together(tables: list[Encoded], reports: list[_Report], kept: _Kept | 
 
 
 def describe(
-    request: SaveRequest, exchange: Exchange, engine: SaveEngine, kept: _Kept | None
-) -> tuple[tuple[Content, _Report], _Report]:
+    request: SaveRequest, exchange: Exchange, engine: SaveEngine, kept: Kept | None
+) -> tuple[tuple[RankContent, _Report], _Report]:
     """What this rank saves, and its report to the first rank; twice in the form of ``Exchange.together``."""
     sorted_out: list[tree.Split] = []
 
@@ -285,7 +248,7 @@ def describe(
         nbytes,
         agreement.summary(agreement.digests(common, request.preprocess)),
     )
-    content = Content(
+    content = RankContent(
         request.store, tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count
     )
     return (content, report), report
@@ -298,7 +261,7 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
 
 
 def write(
-    content: Content, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
+    content: RankContent, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
 ) -> transfer.Written:
     """Write this rank's share into the store. No group: any process that sees the data may do it.
 
@@ -319,13 +282,13 @@ def write(
     return written
 
 
-def file_bytes(content: Content) -> int:
+def file_bytes(content: RankContent) -> int:
     """What this rank writes: its file, and on the first rank the common data."""
     return transfer.file_bytes(content.writes, content.objects) + len(content.common_bytes)
 
 
 def _write_shared(
-    content: Content, ticket: Ticket, rank: int, check_finite: bool, progress: Progress | None = None
+    content: RankContent, ticket: Ticket, rank: int, check_finite: bool, progress: Progress | None = None
 ) -> transfer.Written:
     """``write``, where it is not known yet whether this rank sees what the first one has made."""
     if rank:
@@ -336,7 +299,7 @@ def _write_shared(
     return written
 
 
-def commit(written: list[transfer.Written], content: Content, ticket: Ticket, kept: _Kept | None = None) -> None:
+def commit(written: list[transfer.Written], content: RankContent, ticket: Ticket, kept: Kept | None = None) -> None:
     """Write the small files, metadata.json last, and make the save visible: what the first rank does.
 
     Args:
@@ -354,7 +317,7 @@ def _write_index(
     save: Save,
     written: list[transfer.Written],
     small: dict[str, bytes],
-    kept: _Kept | None = None,
+    kept: Kept | None = None,
     form: str = "torch",
     config: bytes | None = None,
 ) -> list[str]:
@@ -367,41 +330,6 @@ def _write_index(
         files[POINTER] = digest_of(config)  # written last, by the commit
     store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
     return [*files, FILE_NAME]
-
-
-def index_of(
-    written: list[transfer.Written], save_id: str, kept: _Kept | None, form: str = "torch"
-) -> dict[str, FileContent]:
-    """The index files by name, streamed if they are large; the last ones with another save id if nothing has moved.
-
-    ``form``: "torch", or "compact" without ``.metadata``. See [Note: plan cache].
-    """
-    if kept is None:
-        return _streams(_index(written, save_id), form)
-    objects, last_index = [(part.objects, list(part.files)) for part in written], kept.index
-    unmoved = all(part.table is None and part.places is None for part in written)
-    if unmoved and last_index is not None and objects == last_index[1]:
-        before, _, last = last_index
-        is_known = (".metadata" in last) == (form == "torch")
-        if is_known and all(data.count(before.encode()) == 1 for data in last.values()):
-            return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
-    for part, one in zip(written, kept.written or written, strict=True):
-        part.table = one.table if part.table is None else part.table
-        part.places = one.places if part.places is None else part.places
-    index = _index(written, save_id)
-    kept.written, kept.index = written, None
-    if index.chunk_count > _KEPT_CHUNKS:
-        return _streams(index, form)
-    with collection_paused():
-        made = {name: b"".join(pieces_of(data)) for name, data in _streams(index, form).items()}
-    kept.index = (save_id, objects, made)
-    return dict(made)
-
-
-def _streams(index: Index, form: str) -> dict[str, FileContent]:
-    if form == "compact":
-        return {compact.FILE_NAME: lambda: compact.encode(index, is_alone=True)}
-    return {".metadata": lambda: metadata.encode_parts(index), compact.FILE_NAME: lambda: compact.encode(index)}
 
 
 def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> Share:
@@ -426,7 +354,7 @@ class Share:
 
     exchange: Exchange
     store: Store
-    content: Content
+    content: RankContent
     ticket: Ticket
     written: transfer.Written | None = None
 
@@ -441,31 +369,3 @@ class Share:
             lambda: (None, self.written or self.write()),
             lambda written: _write_index(self.store, self.ticket.save, written, {}) and None,
         )
-
-
-def _index(written: list[transfer.Written], save_id: str) -> Index:
-    """What all ranks wrote, the chunks of a tensor in the order of their places. See ``transfer.Written``."""
-    tables = [part.table for part in written]
-    table = merge([part for part in tables if part is not None])
-    assert len(tables) == len(written) and None not in tables, "a rank has kept its table to itself"
-    places = bytearray(b"".join(part.places or b"" for part in written))
-    places_M2 = (
-        torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
-    )
-    row_M, order_M = table.main_rows()
-    places_M2 = places_M2.view(-1, 2)
-    counts = [part.counts or (len(part.places or b"") // 16,) * len(part.files) for part in written]
-    count_F = torch.tensor([count for own in counts for count in own], dtype=torch.int64, device="cpu")
-    return Index(
-        tensors=table.kinds,
-        tensor_N=table.rows_NW[:, 0],
-        offsets_ND=table.offsets_ND,
-        sizes_ND=table.sizes_ND,
-        files=[name for part in written for name in part.files],
-        file_N=torch.repeat_interleave(count_F),
-        start_N=places_M2[:, 0],
-        length_N=places_M2[:, 1],
-        objects=dict(entry for part in written for entry in part.objects),
-        save_id=save_id,
-        order=(row_M, order_M),
-    )

@@ -8,7 +8,8 @@ on the way. What is not plain values in row-major order goes through torch's wei
 of what was decoded the last ``KEPT_BYTES`` are kept, for the next reads of the same chunk.
 
 [Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame.
-A frame of the length of ours, in a checkpoint of ours, is taken for one until all is there; then ``confirm`` looks.
+A frame of the length of ours, in a checkpoint of ours, is taken for one until its head is looked at: before a copy of
+it, before anyone is told that a record is in place, or in the end. Records of frames that were mistaken are read again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Sources:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
         self._unseen: dict[ByteRange, frames.Template] | None = {} if checkpoint.is_arriving else None
+        self._mistaken: set[ByteRange] = set()
+        self._one_at_a_time = Lock()
         self._decoded = _Decoded()
 
     def start(self, step: Read) -> int | None:
@@ -49,6 +52,7 @@ class Sources:
 
     def chunk(self, step: Read) -> torch.Tensor:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
+        self.is_known(step.chunk.frame)
         start, box = self.start(step), step.chunk.box
         if start is not None:
             stop = start + box.volume * step.stored_dtype.itemsize
@@ -69,20 +73,31 @@ class Sources:
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
         if frame.length == template.nbytes and self._checkpoint.integrity is not None:
-            if self._unseen is not None:
+            if self._unseen is not None and frame not in self._mistaken:
                 self._unseen[frame] = template
             elif not self._is_ours(frame, template):
                 return self._start_of(frame, step)
             return frame.offset + template.head_bytes
         return self._start_of(frame, step)
 
-    def confirm(self) -> bool:
-        """Whether all frames were what they were taken for; they are not taken for anything again."""
-        unseen, self._unseen = self._unseen or {}, None
-        others = [frame for frame, template in unseen.items() if not self._is_ours(frame, template)]
-        for frame in others:
-            del self._starts[frame]
-        return not others
+    def is_known(self, frame: ByteRange) -> bool:
+        """Whether what was read of a frame is of what it is; waits for its head."""
+        unseen = self._unseen or {}
+        if frame in unseen:
+            with self._one_at_a_time:
+                template = unseen.get(frame)
+                if template is not None and not self._is_ours(frame, template):
+                    self._mistaken.add(frame)
+                    del self._starts[frame]
+                unseen.pop(frame, None)
+        return frame not in self._mistaken
+
+    def mistaken(self) -> set[ByteRange]:
+        """The frames that were not what they were taken for; from here on nothing is taken for what it may not be."""
+        for frame in list(self._unseen or ()):
+            self.is_known(frame)
+        found, self._mistaken, self._unseen = self._mistaken, set(), None
+        return found
 
     def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
         head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.geometry.manifest import Stored as StoredShards
+from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 
@@ -32,7 +32,7 @@ class PlainObject(ShardedObject):
 
     @property
     def unique_key(self) -> str:
-        """Stored key: the key itself."""
+        """Names key: the key itself."""
         return self.key
 
     @property
@@ -50,20 +50,20 @@ def record_of(stored_key: str) -> ShardedObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class Names:
     """What a checkpoint has, for ``ask``.
 
     ``is_bare``: it has no common data, so that each leaf of a state dict is asked for by its name, or unexpected.
     ``rank`` is of this process: each of them asks for the same whole.
     """
 
-    tensors: Mapping[str, StoredShards]
+    tensors: Mapping[str, Stored]
     objects: Collection[str]
     is_bare: bool
     rank: int
 
 
-def ask(node: Any, common: Any, stored: Stored, path: tree.Path = ()) -> Any:
+def ask(node: Any, common: Any, stored: Names, path: tree.KeyPath = ()) -> Any:
     """A copy of ``node`` with records in place of leaves that are stored under their name and not in common data.
 
     An empty list asks for all that is stored below its name. ``common`` is the common data at this place.
@@ -90,7 +90,7 @@ def ask(node: Any, common: Any, stored: Stored, path: tree.Path = ()) -> Any:
     return tree.rebuilt(node, copies)
 
 
-def _leaf(name: str, node: Any, stored: Stored) -> Any:
+def _leaf(name: str, node: Any, stored: Names) -> Any:
     """The record of a leaf that counts as asked for; None for other leaves and for what is walked through."""
     if tree.is_dict(node):
         return LocalNonpersistentObject(node) if stored.is_bare and not node else None  # DCP stores no empty dict
@@ -101,17 +101,17 @@ def _leaf(name: str, node: Any, stored: Stored) -> Any:
             return None
         return _below(name, stored) or PlainObject.named(name, stored.rank)
     if name in stored.tensors:
-        return _whole(name, stored.tensors[name], node, stored.rank)
+        return whole(name, stored.tensors[name], node, stored.rank)
     return PlainObject.named(name, stored.rank) if stored.is_bare or name in stored.objects else None
 
 
-def _below(name: str, stored: Stored) -> list[Any]:
+def _below(name: str, stored: Names) -> list[Any]:
     """Records of all that is stored below the name of a list: DCP goes into lists that hold dicts or tensors."""
     prefix = f"{name}."
     found = {
         tuple(key.removeprefix(prefix).split(".")): PlainObject.named(key, stored.rank)
         if key in stored.objects
-        else _whole(key, stored.tensors[key], None, stored.rank)
+        else whole(key, stored.tensors[key], None, stored.rank)
         for key in sorted({*stored.tensors, *stored.objects})
         if key.startswith(prefix)
     }
@@ -128,8 +128,8 @@ def _with_lists(node: Any) -> Any:
     return [parts[at] for at in places] if parts.keys() == set(places) and parts else parts
 
 
-def _whole(name: str, stored: StoredShards, leaf: Any, rank: int) -> ShardedTensor:
-    """A tensor asked for whole: into the caller's own, or into a new one in place of anything else."""
+def whole(name: str, stored: Stored, leaf: Any = None, rank: int = 0) -> ShardedTensor:
+    """A tensor asked for whole: into the caller's own, ``leaf``, or into a new one in place of anything else."""
     data = leaf.detach() if type(leaf) in (torch.Tensor, torch.nn.Parameter) else None
     dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))
     return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), rank)

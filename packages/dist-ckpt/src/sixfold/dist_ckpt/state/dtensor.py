@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.geometry.box import Box
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Run = tuple[int, int, int]  # start in the global tensor, start in the local one, length
+AxisRun = tuple[int, int, int]  # start in the global tensor, start in the local one, length
 
 
 class Layout(NamedTuple):
@@ -54,7 +54,7 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    places: list[list[Run]] = [[(0, 0, length)] for length in dtensor.shape]
+    places: list[list[AxisRun]] = [[(0, 0, length)] for length in dtensor.shape]
     for kind, parts, at in zip(placements, mesh.shape, coordinate, strict=True):
         name, axis = type(kind).__name__, getattr(kind, "dim", 0)
         if name == "Shard":
@@ -84,13 +84,13 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
     return Layout(pairs, replica)
 
 
-def _length(runs: list[Run]) -> int:
+def _length(runs: list[AxisRun]) -> int:
     return sum(length for _, _, length in runs)
 
 
-def _cut(runs: list[Run], start: int, stop: int) -> list[Run]:
+def _cut(runs: list[AxisRun], start: int, stop: int) -> list[AxisRun]:
     """Elements [start, stop) of a sequence of runs, numbered anew."""
-    cut: list[Run] = []
+    cut: list[AxisRun] = []
     for place, at, length in runs:
         low, high = max(start, at), min(stop, at + length)
         if low < high:
@@ -98,16 +98,16 @@ def _cut(runs: list[Run], start: int, stop: int) -> list[Run]:
     return cut
 
 
-def _chunk(runs: list[Run], parts: int, number: int) -> list[Run]:
+def _chunk(runs: list[AxisRun], parts: int, number: int) -> list[AxisRun]:
     """What ``torch.chunk`` gives to ``number``: parts of the rounded-up length, the last ones shorter or empty."""
     total = _length(runs)
     step = -(-total // parts)
     return _cut(runs, min(total, number * step), min(total, (number + 1) * step))
 
 
-def _strided(runs: list[Run], outer: int, parts: int, number: int) -> list[Run]:
+def _strided(runs: list[AxisRun], outer: int, parts: int, number: int) -> list[AxisRun]:
     """Part ``number`` of each of ``outer`` chunks, one after the other."""
-    found: list[Run] = []
+    found: list[AxisRun] = []
     for chunk in range(outer):
         at = _length(found)
         part = _chunk(_chunk(runs, outer, chunk), parts, number)
@@ -115,9 +115,9 @@ def _strided(runs: list[Run], outer: int, parts: int, number: int) -> list[Run]:
     return found
 
 
-def _joined(runs: list[Run]) -> list[Run]:
+def _joined(runs: list[AxisRun]) -> list[AxisRun]:
     """The same with neighbours made one."""
-    joined: list[Run] = []
+    joined: list[AxisRun] = []
     for place, at, length in runs:
         if joined and joined[-1][0] + joined[-1][2] == place and joined[-1][1] + joined[-1][2] == at:
             joined[-1] = (joined[-1][0], joined[-1][1], joined[-1][2] + length)

@@ -7,11 +7,14 @@ loaded dict --> merge (this file) --> result, and what stateful.py hands over in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.geometry.integers import ReplicaId
 from sixfold.dist_ckpt.state import plain, tree
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import (
@@ -19,20 +22,75 @@ from sixfold.dist_ckpt.state.records import (
     ShardedBase,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from sixfold.dist_ckpt.state.stateful import Handover, is_stateful
 
 
-class Merge(NamedTuple):
-    """Where a factory stood and how its sub dict becomes one tensor again; or where a Stateful ``owner`` stood."""
+@dataclass(eq=False)
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that becomes a sub state dict when it is saved or loaded, and one tensor again after.
 
-    path: tree.Path
+    Args:
+        key: handed to ``build_fn``.
+        data: the original tensor (a parameter), by which optimizer state finds its model record.
+        build_fn: ``build_fn(key, data, replica_id, flattened_range)`` -> sub state dict.
+        merge_fn: ``merge_fn(loaded sub dict)`` -> tensor, the last step of load.
+        replica_id, flattened_range: handed to ``build_fn``. Factories may nest.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    build_fn: Callable[..., Any]
+    merge_fn: Callable[..., Any]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """The sub state dict."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
+    """Replace each factory by what it builds, in place; ``save`` and ``load`` do so by themselves, on copies."""
+    dict_list_map_inplace(
+        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
+    )
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """``x1`` with the parts that the factories in ``x2`` have built merged again, in place.
+
+    Args:
+        x1: loaded values. x2: factories in the same structure; lists may be {position: value}.
+    Raises:
+        ShardingError: ``x2`` has a factory where ``x1`` has nothing.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    if not isinstance(x2, dict | list):
+        raise ShardingError(f"factories are a {type(x2).__name__} at {key}; dicts and lists of factories are merged")
+    for name, child in x2.items() if isinstance(x2, dict) else enumerate(x2):
+        try:
+            x1[name] = apply_factory_merges(x1[name], child, (*key, name))
+        except (KeyError, IndexError, TypeError):
+            raise ShardingError(f"there is a factory at {(*key, name)} and no loaded value") from None
+    return x1
+
+
+class Merge(NamedTuple):
+    """Where a factory stood and how its sub dict becomes one tensor again; or where a Stateful ``owner`` stood.
+
+    ``merge_fn`` gets a sub dict whose common data is the file's, never the request's. It is not called where ``strict``
+    has left out a part. A further kind of leaf is expanded in ``expand``, into records, common data and a Merge; what
+    holds one unseen is refused by ``check_leaf``.
+    """
+
+    path: tree.KeyPath
     merge_fn: Callable[..., Any]
     owner: Any = None
 
 
-def expand(node: Any, path: tree.Path = ()) -> tuple[Any, list[Merge]]:
+def expand(node: Any, path: tree.KeyPath = ()) -> tuple[Any, list[Merge]]:
     """A copy of the containers, factories replaced by what they build, outer ones first, and DTensors by records.
 
     A Stateful object is replaced by its state dict. The key of a DTensor is its path joined by dots, as torch's own
@@ -68,7 +126,7 @@ def expand(node: Any, path: tree.Path = ()) -> tuple[Any, list[Merge]]:
     return tree.rebuilt(node, copies), merges
 
 
-def _of_dtensor(dtensor: Any, path: tree.Path) -> tuple[Any, list[Merge]]:
+def _of_dtensor(dtensor: Any, path: tree.KeyPath) -> tuple[Any, list[Merge]]:
     """The records of a DTensor; a load gives the DTensor back, with the same memory."""
     records = ShardedTensor.all_of_dtensor(tree.key_text(path), dtensor)
     whole = dtensor.detach()
@@ -77,7 +135,7 @@ def _of_dtensor(dtensor: Any, path: tree.Path) -> tuple[Any, list[Merge]]:
     return (records[0] if len(records) == 1 else records), [Merge(path, lambda _: whole)]
 
 
-def check_leaf(leaf: Any, path: tree.Path) -> None:
+def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
     """Refuse what would be saved as the first rank's alone, or be passed over by a load.
 
     Raises:
@@ -113,7 +171,7 @@ def _hidden(node: Any) -> Any:
     return None
 
 
-def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.Path]) -> list[Handover]:
+def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.KeyPath]) -> list[Handover]:
     """Apply the merge functions to ``result``, inner ones first; what Stateful objects get comes back.
 
     A factory that lost a leaf to ``strict`` has nothing to merge: its sub dict stays as it is. One that lost all of
@@ -143,8 +201,8 @@ def owners_without_values(merges: Sequence[Merge], parts: tree.Split, common: An
 
 
 def keep_own(
-    values: Mapping[tree.Path, Any], merges: Sequence[Merge], parts: tree.Split, common: Any
-) -> dict[tree.Path, Any]:
+    values: Mapping[tree.KeyPath, Any], merges: Sequence[Merge], parts: tree.Split, common: Any
+) -> dict[tree.KeyPath, Any]:
     """``values``, and where ``strict`` has left out a part of a Stateful object's state, what the object has itself.
 
     An object of whose state nothing was found gets nothing.
@@ -161,5 +219,7 @@ def keep_own(
     return kept
 
 
-def _below(path: tree.Path, records: Sequence[tuple[tree.Path, ShardedBase]]) -> list[tuple[tree.Path, ShardedBase]]:
+def _below(
+    path: tree.KeyPath, records: Sequence[tuple[tree.KeyPath, ShardedBase]]
+) -> list[tuple[tree.KeyPath, ShardedBase]]:
     return [(at, record) for at, record in records if at[: len(path)] == path]

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
-from sixfold.dist_ckpt.geometry.integers import ReplicaId, int_slice, int_tuple, integer, replica
+from sixfold.dist_ckpt.geometry.integers import ReplicaId, int_slice, int_tuple, integer, on_grid, replica
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.dtensor import Layout, layout_of, local_of
 
@@ -162,8 +161,8 @@ class ShardedTensor(ShardedBase):
         """
         if fields.get("flattened_range") is not None:
             raise ShardingError(f"{key}: flattened_range goes with from_rank_offsets_flat")
-        _check_is_tensor(key, data)
-        return cls._on_grid(key, data, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num, fields)
+        shape = tuple(getattr(data, "shape", ()))
+        return cls._on_grid(key, data, shape, rank_offsets, prepend_axis_num, replica_id=replica_id, **fields)
 
     @classmethod
     def from_rank_offsets_flat(
@@ -187,51 +186,16 @@ class ShardedTensor(ShardedBase):
         Raises:
             ShardingError: as ``from_rank_offsets``; data not 1-D; range outside the box.
         """
-        fields["flattened_range"] = flattened_range
-        _check_is_tensor(key, data)
-        shape = tuple(non_flat_local_shape)
-        return cls._on_grid(key, data, shape, rank_offsets, replica_id, prepend_axis_num, fields)
+        fields |= {"flattened_range": flattened_range, "replica_id": replica_id}
+        return cls._on_grid(key, data, tuple(non_flat_local_shape), rank_offsets, prepend_axis_num, **fields)
 
     @classmethod
     def _on_grid(
-        cls,
-        key: str,
-        data: torch.Tensor,
-        local_shape: tuple[int, ...],
-        rank_offsets: tuple[tuple[int, int, int], ...],
-        replica_id: ReplicaId,
-        prepend_axis_num: int,
-        fields: dict[str, Any],
+        cls, key: str, data: torch.Tensor, local_shape: tuple[int, ...], offsets: Any, prepended: int, **fields: Any
     ) -> ShardedTensor:
-        local_box = (1,) * prepend_axis_num + local_shape
-        shape, offset, fragmentations = list(local_box), [0] * len(local_box), [1] * len(local_box)
-        seen: set[int] = set()
-        for given in rank_offsets:
-            try:
-                axis, rank, fragments = (integer(key, "rank_offsets", part) for part in given)
-            except (TypeError, ValueError, ShardingError):
-                raise ShardingError(f"{key}: {given!r} is no tuple (axis, rank, fragments) of integers") from None
-            if not 0 <= axis < len(local_box):
-                raise ShardingError(f"{key}: axis {axis} of {(axis, rank, fragments)} is not in [0, {len(local_box)})")
-            if not 0 <= rank < fragments:
-                raise ShardingError(f"{key}: rank {rank} of {(axis, rank, fragments)} is not in [0, {fragments})")
-            if axis in seen:
-                raise ShardingError(f"{key}: axis {axis} is named twice in {rank_offsets}; once is enough")
-            seen.add(axis)
-            shape[axis], offset[axis] = fragments * local_box[axis], rank * local_box[axis]
-            fragmentations[axis] = fragments
-        return cls(
-            key,
-            data,
-            data.dtype,
-            local_shape,
-            tuple(shape),
-            tuple(offset),
-            tuple(fragmentations),
-            replica_id,
-            prepend_axis_num,
-            **fields,
-        )
+        _check_is_tensor(key, data)
+        grid = on_grid(key, (1,) * prepended + local_shape, offsets)
+        return cls(key, data, data.dtype, local_shape, *grid, prepend_axis_num=prepended, **fields)
 
     @classmethod
     def from_dtensor(
@@ -359,10 +323,14 @@ class ShardedTensor(ShardedBase):
         flat = self.flattened_range
         if flat is not None and dim != 0:
             raise ShardingError(f"{self}: a flattened shard can be narrowed on axis 0 only, not {dim}")
+
+        def scaled(place: tuple[int, ...]) -> tuple[int, ...]:
+            return (*place[:axis], place[axis] // local * length, *place[axis + 1 :])
+
         fields: dict[str, Any] = {
-            "local_shape": _set(self.local_shape, dim, length),
-            "global_shape": _set(self.global_shape, axis, self.global_shape[axis] // local * length),
-            "global_offset": _set(self.global_offset, axis, self.global_offset[axis] // local * length),
+            "local_shape": (*self.local_shape[:dim], length, *self.local_shape[dim + 1 :]),
+            "global_shape": scaled(self.global_shape),
+            "global_offset": scaled(self.global_offset),
         }
         if flat is None:
             data = None if self.data is None else self.data.narrow(dim, start, length)
@@ -460,57 +428,6 @@ class LocalNonpersistentObject:
         return self.obj
 
 
-@dataclass(eq=False)
-class ShardedTensorFactory(ShardedBase):
-    """A tensor that becomes a sub state dict when it is saved or loaded, and one tensor again after.
-
-    Args:
-        key: handed to ``build_fn``.
-        data: the original tensor (a parameter), by which optimizer state finds its model record.
-        build_fn: ``build_fn(key, data, replica_id, flattened_range)`` -> sub state dict.
-        merge_fn: ``merge_fn(loaded sub dict)`` -> tensor, the last step of load.
-        replica_id, flattened_range: handed to ``build_fn``. Factories may nest.
-    """
-
-    key: str
-    data: torch.Tensor | None = field(repr=False)
-    build_fn: Callable[..., Any]
-    merge_fn: Callable[..., Any]
-    replica_id: ReplicaId = 0
-    flattened_range: slice | None = None
-
-    def build(self) -> Any:
-        """The sub state dict."""
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-
-
-def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
-    """Replace each factory by what it builds, in place; ``save`` and ``load`` do so by themselves, on copies."""
-    dict_list_map_inplace(
-        lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf, sharded_state_dict
-    )
-
-
-def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """``x1`` with the parts that the factories in ``x2`` have built merged again, in place.
-
-    Args:
-        x1: loaded values. x2: factories in the same structure; lists may be {position: value}.
-    Raises:
-        ShardingError: ``x2`` has a factory where ``x1`` has nothing.
-    """
-    if isinstance(x2, ShardedTensorFactory):
-        return x2.merge_fn(x1)
-    if not isinstance(x2, dict | list):
-        raise ShardingError(f"factories are a {type(x2).__name__} at {key}; dicts and lists of factories are merged")
-    for name, child in x2.items() if isinstance(x2, dict) else enumerate(x2):
-        try:
-            x1[name] = apply_factory_merges(x1[name], child, (*key, name))
-        except (KeyError, IndexError, TypeError):
-            raise ShardingError(f"there is a factory at {(*key, name)} and no loaded value") from None
-    return x1
-
-
 def _check_key(key: object) -> None:
     if not isinstance(key, str):
         raise ShardingError(f"the key {key!r} is a {type(key).__name__}; keys of records are strings")
@@ -519,10 +436,6 @@ def _check_key(key: object) -> None:
 def _check_is_tensor(key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor):
         raise ShardingError(f"{key}: data is a {type(data).__name__}; it is a torch.Tensor")
-
-
-def _set(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
-    return (*values[:axis], value, *values[axis + 1 :])
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 class Handover(NamedTuple):
     """An object, where it stands, and what its ``load_state_dict`` is to get."""
 
-    path: Path
+    path: KeyPath
     owner: Any
     values: Any
 

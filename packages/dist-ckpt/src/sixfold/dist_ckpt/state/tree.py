@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
 class _Gone:
@@ -29,8 +29,8 @@ GONE = _Gone()
 class Split(NamedTuple):
     """A state dict taken apart."""
 
-    records: list[tuple[Path, ShardedBase]]
-    local: list[tuple[Path, LocalNonpersistentObject]]
+    records: list[tuple[KeyPath, ShardedBase]]
+    local: list[tuple[KeyPath, LocalNonpersistentObject]]
     common: dict[Any, Any]
 
 
@@ -67,7 +67,7 @@ def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     return dict(items) if type(node) is dict else [child for _, child in items]
 
 
-def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """All leaves with their paths; an empty dict or list is a leaf."""
     if (is_dict(node) or type(node) is list) and node:
         for name, child in children(node):
@@ -76,21 +76,21 @@ def leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, node
 
 
-def path_text(path: Path) -> str:
+def path_text(path: KeyPath) -> str:
     """``optimizer.param_groups[0].lr``: names joined by dots, positions and other keys in brackets."""
     text = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path)
     return text.removeprefix(".") or "the state dict"
 
 
-def key_text(path: Path) -> str:
+def key_text(path: KeyPath) -> str:
     """``optimizer.param_groups.0.lr``: the name that torch's own distributed checkpoints give to a leaf."""
     return ".".join(map(str, path))
 
 
 def split(tree: Mapping[Any, Any]) -> Split:
     """Take a state dict apart into records, local objects and common data."""
-    records: list[tuple[Path, ShardedBase]] = []
-    local: list[tuple[Path, LocalNonpersistentObject]] = []
+    records: list[tuple[KeyPath, ShardedBase]] = []
+    local: list[tuple[KeyPath, LocalNonpersistentObject]] = []
     for path, leaf in leaves(tree):
         if isinstance(leaf, ShardedBase):
             records.append((path, leaf))
@@ -115,7 +115,7 @@ def _common_part(node: Any) -> Any:
     return dict(kept) if type(node) is list and len(kept) < len(node) else rebuilt(node, kept)
 
 
-def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+def assemble(common: Any, request: Any, values: Mapping[KeyPath, Any], path: KeyPath = ()) -> Any:
     """The result of a load: saved common data with the loaded values at the places of the request.
 
     Common leaves of the request count for nothing. A record without a value (left out by
@@ -141,7 +141,7 @@ def assemble(common: Any, request: Any, values: Mapping[Path, Any], path: Path =
     return common
 
 
-def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[Path, Any], path: Path) -> None:
+def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[KeyPath, Any], path: KeyPath) -> None:
     for name, child in items:
         value = assemble(into.get(name, GONE), child, values, (*path, name))
         if value is not GONE:
@@ -153,7 +153,7 @@ def holds_record(node: Any) -> bool:
     return any(isinstance(leaf, ShardedBase | LocalNonpersistentObject) for _, leaf in leaves(node))
 
 
-def get(tree: Any, path: Path) -> Any:
+def get(tree: Any, path: KeyPath) -> Any:
     """The node at ``path``, or GONE."""
     for name in path:
         try:
@@ -163,12 +163,12 @@ def get(tree: Any, path: Path) -> Any:
     return tree
 
 
-def put(tree: Any, path: Path, value: Any) -> None:
+def put(tree: Any, path: KeyPath, value: Any) -> None:
     """Replace the node at ``path``, which exists."""
     get(tree, path[:-1])[path[-1]] = value
 
 
-def drop(tree: Any, path: Path) -> None:
+def drop(tree: Any, path: KeyPath) -> None:
     """Take away the node at ``path``, which exists; in a list None takes its place, so that others keep theirs."""
     parent = get(tree, path[:-1])
     if is_dict(parent):
@@ -177,7 +177,7 @@ def drop(tree: Any, path: Path) -> None:
         parent[path[-1]] = None
 
 
-def nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
+def nest(values: Mapping[KeyPath, Any]) -> dict[Any, Any]:
     """Nested dicts with the values at their paths; positions of lists become integer keys."""
     root: dict[Any, Any] = {}
     for path, value in values.items():

@@ -58,7 +58,7 @@ class Checkpoint:
 
     def map(self, name: str) -> Mapped:
         """A file mapped privately. Its size was checked when the checkpoint was opened."""
-        return self._maps.get(self.folder / name)
+        return self._maps.get(self.folder, name)
 
     def fill_by(self, arrives: Callable[[Path], Arrives]) -> None:
         """Bytes arrive while the checkpoint is read: ``arrives`` of a path gives what waits for them."""
@@ -71,11 +71,11 @@ class Checkpoint:
 
     def await_bytes(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there."""
-        self._maps.await_bytes(self.folder / name, start, stop)
+        self._maps.await_bytes(self.folder, name, start, stop)
 
     def forget(self, name: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a file will not be looked at soon."""
-        self._maps.forget(self.folder / name, start, stop)
+        self._maps.forget(name, start, stop)
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened, or its files have changed.
@@ -246,7 +246,9 @@ def is_complete(path: str | Path) -> bool:
 def _fallback(folder: Path) -> Path:
     """The newest complete sibling of a missing folder whose replacement was cut short; see ``commit`` in local.py."""
     if storage.siblings(folder, "old"):
-        candidates = [*storage.siblings(folder, "tmp"), *storage.siblings(folder, "old")]
+        inner = [path / storage.INNER for path in storage.siblings(folder, "tmp")]
+        staged = [path if path.is_dir() else path.parent for path in inner]  # 0.1.0 had no folder inside
+        candidates = [*staged, *storage.siblings(folder, "old")]
         for sibling in sorted(candidates, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             if is_complete(sibling):
                 return sibling

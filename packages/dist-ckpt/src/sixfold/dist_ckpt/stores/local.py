@@ -2,10 +2,13 @@
 
     frames --> frame_file.py --> staging folder --> commit (this file) --> the checkpoint
 
-[Note: old or new, never both] A checkpoint is written into the sibling ``.<name>.tmp-<save_id>`` and moved
+[Note: old or new, never both] A checkpoint is written into a folder in the sibling ``.<name>.tmp-<save_id>`` and moved
 into place by one rename, after every file and the folder are on disk. No file of a visible
 checkpoint is ever written again. Peers overwrite in place: a rank killed meanwhile leaves a folder
 that loads as a mixture of two steps.
+
+[Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. The sibling
+has such a name, so the files lie in a folder inside it until they are moved into place.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
 from sixfold.dist_ckpt.stores.store import POINTER, Content, PartFile, Save, is_checkpoint_file, overtaken, pieces_of
 
+INNER = "checkpoint"  # see [Note: one level deeper]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -143,7 +147,7 @@ class LocalStore:
     def told(self, save: Save, nbytes: int) -> Iterator[None]:
         """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
         staging = Path(save.staging)
-        with overtaken_told(staging, self.path), full_disk_told(staging, nbytes):
+        with overtaken_told(staging, self.path), full_disk_told(self.path.parent, nbytes):
             yield
 
 
@@ -219,7 +223,7 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
             raise
         raise StorageError(
             f"{errno.errorcode[error.errno]}: {error.strerror}: this rank needs {needed_bytes} bytes, "
-            f"{shutil.disk_usage(folder.parent).free} are free now in {folder.parent}; an older checkpoint is whole",
+            f"{shutil.disk_usage(folder).free} are free now in {folder}; an older checkpoint is whole",
             error.errno,
         ) from error
 
@@ -260,7 +264,7 @@ def stage(target: Path, save_id: str) -> Path:
             f"was written. Save into a folder in it, such as {target / 'checkpoint'}",
             errno.EBUSY,
         )
-    staging = target.with_name(f".{target.name}.tmp-{save_id}")
+    staging = target.with_name(f".{target.name}.tmp-{save_id}") / INNER
     staging.mkdir(parents=True)
     if target.exists():
         copy_attributes(target, staging, writable=True)
@@ -353,11 +357,12 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Remove a staging folder, as far as that goes.
+    """Remove a staging folder, given as ``stage`` gives it or as ``siblings`` does, as far as that goes.
 
     Renamed aside first: another thread or process that is about to move it into place then finds
     it gone, and can never commit a folder of which half is deleted.
     """
+    staging = staging.parent if staging.name == INNER else staging
     aside = staging.with_name(f"{staging.name}-gone")
     try:
         staging.rename(aside)

@@ -83,7 +83,7 @@ class Mapped:
 
 
 class Maps:
-    """Maps by path, the ``KEPT_MAPS`` used last; for threads.
+    """Maps of one folder's files by name, the ``KEPT_MAPS`` used last; for threads.
 
     Attributes:
         arrives: gives for a path what waits until bytes [start, stop) of the file are there; None: all are there.
@@ -91,30 +91,31 @@ class Maps:
 
     def __init__(self) -> None:
         self.arrives: Callable[[Path], Arrives] | None = None
-        self._kept: OrderedDict[Path, Mapped] = OrderedDict()
+        self._kept: OrderedDict[str, Mapped] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, path: Path) -> Mapped:
+    def get(self, folder: Path, name: str) -> Mapped:
         """A file mapped, as it was when it was mapped first."""
         with self._lock:
-            found = self._kept.get(path)
+            found = self._kept.get(name)
             if found is None:
-                found = self._kept[path] = Mapped(path, self.arrives and self.arrives(path))
+                path = folder / name
+                found = self._kept[name] = Mapped(path, self.arrives and self.arrives(path))
                 if len(self._kept) > KEPT_MAPS:
                     self._kept.popitem(last=False)
             else:
-                self._kept.move_to_end(path)
+                self._kept.move_to_end(name)
         return found
 
-    def await_bytes(self, path: Path, start: int, stop: int) -> None:
+    def await_bytes(self, folder: Path, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there."""
         if self.arrives is not None:
-            self.arrives(path)(start, stop)
+            self.arrives(folder / name)(start, stop)
 
-    def forget(self, path: Path, start: int, stop: int) -> None:
+    def forget(self, name: str, start: int, stop: int) -> None:
         """See ``Mapped.forget``; nothing if the file is not mapped."""
         with self._lock:
-            found = self._kept.get(path)
+            found = self._kept.get(name)
         if found is not None:
             found.forget(start, stop)
 

@@ -193,6 +193,10 @@ class Mirror:
         needed = sum(self.nbytes_of(share, block_bytes) for share in shares.values())
         check_room(self._store.name, self.place, needed, self.free_bytes)
 
+    def check_room_of(self, needed_bytes: int, place: str, free_bytes: int) -> None:
+        """The same of a host whose mirrors lie at ``place``."""
+        check_room(self._store.name, place, needed_bytes, free_bytes)
+
     def arrives(self, path: Path) -> Arrives:
         """For a file in ``folder``: what waits until bytes of it are there.
 

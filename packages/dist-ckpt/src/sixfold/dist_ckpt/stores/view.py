@@ -14,7 +14,6 @@ from pathlib import Path
 
 from sixfold.dist_ckpt.errors import MismatchError, StorageError
 from sixfold.dist_ckpt.stores import LocalStore, folder, paths, store_at
-from sixfold.dist_ckpt.stores.mirror import Mirror
 from sixfold.dist_ckpt.stores.store import Store
 
 
@@ -29,6 +28,8 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     if isinstance(located, Path | LocalStore):
         yield located if isinstance(located, Path) else located.path
         return
+    from sixfold.dist_ckpt.stores.mirror import Mirror
+
     mirror = Mirror(store_at(located))
     try:
         mirror.create()

@@ -294,7 +294,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 relay.on_complete(number)
         finally:
             relay.finish()
-        values: dict[tree.Path, Any] = {path: record.data for path, record in tensors.items()}
+        values: dict[tree.KeyPath, Any] = {path: record.data for path, record in tensors.items()}
         values |= {path: tree.get(loaded, ("objects", *path)) for path in objects}
         return tree.nest(values)
 

@@ -17,7 +17,7 @@ from typing import Any
 from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
-from sixfold.dist_ckpt.road import loading, saving
+from sixfold.dist_ckpt.road import loading, looking, saving
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import paths, store_at
@@ -137,7 +137,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         return tree.nest(wanted)
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor]:
-        return loading.load_tensors_metadata(checkpoint_dir)
+        return looking.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
-        return loading.load_sharded_metadata(checkpoint_dir)
+        return looking.load_sharded_metadata(checkpoint_dir)

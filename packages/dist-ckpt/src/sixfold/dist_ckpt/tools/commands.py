@@ -19,7 +19,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
@@ -48,7 +48,7 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
 
 
 def _inspect(folder: Path, keys: str) -> dict[str, Any]:
-    config = foreign.read_config(folder)
+    config = read_config(folder)
     backend, version = config[0] if config else ("torch_dist", None)
     backend = safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend
     is_ours = backend in ("torch_dist", safetensors_folder.BACKEND)

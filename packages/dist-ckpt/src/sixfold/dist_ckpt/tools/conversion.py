@@ -113,7 +113,7 @@ def to_safetensors(
         save_id = secrets.token_hex(8)
         staging = storage.stage(target, save_id)
         try:
-            with storage.full_disk_told(staging, sum(map(nbytes_of, tensors.values()))):
+            with storage.full_disk_told(target.parent, sum(map(nbytes_of, tensors.values()))):
                 safetensors_export.write(staging, plan, values())
                 meter.finish()
                 storage.commit(staging, target, save_id)

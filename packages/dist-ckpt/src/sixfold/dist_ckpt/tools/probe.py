@@ -18,7 +18,7 @@ from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import Manifest
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.stores import LocalStore, Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
@@ -74,7 +74,7 @@ def count_chunks(folder: Path, key: str) -> int | None:
 
 def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[list[Problem], int]:
     """All problems of a folder, and the bytes whose checksums were compared."""
-    config = foreign.read_config(folder)
+    config = read_config(folder)
     if safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist"):
         Meter(progress).finish()
         return _problems_of_other_backend(folder), 0

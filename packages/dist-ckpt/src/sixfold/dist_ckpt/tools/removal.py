@@ -13,7 +13,7 @@ from typing import Any
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.progress import Meter
-from sixfold.dist_ckpt.road import foreign
+from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.tools import conversion, probe
 
@@ -37,7 +37,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str, *, safe_
         if len(kept) == len(tensors):
             warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
             return
-        config = foreign.read_config(source)
+        config = read_config(source)
         backend = config[0][0] if config else "torch_dist"
         if backend not in ("torch_dist", "zarr"):
             raise CheckpointError(f"{source} is of the backend {backend!r}; torch_dist and zarr are written here")

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,13 @@ from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.geometry.box import whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.progress import Meter
-from sixfold.dist_ckpt.ranks.exchange import Exchange, told_to_all
+from sixfold.dist_ckpt.ranks.exchange import told_to_all
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.hosts import Seen
 from sixfold.dist_ckpt.road.loading import LoadRequest, Looked, Values, Ways
 from sixfold.dist_ckpt.road.reader import copy_values
 from sixfold.dist_ckpt.road.request import SaveRequest, read_config
-from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
@@ -58,8 +57,8 @@ def save(request: SaveRequest) -> None:
         else:
             strategy.save(mine, begun.staging)
 
-    with begun.abandoned_on_error():
-        begun.exchange.together(lambda: begun.run(write), lambda _: begun.commit())
+    with begun.agreed.abandoned_on_error():
+        begun.agreed.exchange.together(lambda: begun.run(write), lambda _: begun.commit())
 
 
 def async_save(request: SaveRequest) -> AsyncRequest:
@@ -77,8 +76,8 @@ def async_save(request: SaveRequest) -> AsyncRequest:
             )
     begun = _begin(request)
     made: list[AsyncRequest] = []
-    with begun.abandoned_on_error():
-        begun.exchange.together(
+    with begun.agreed.abandoned_on_error():
+        begun.agreed.exchange.together(
             lambda: begun.run(lambda mine: made.append(strategy.async_save(mine, begun.staging))),
             lambda _: begun.save_common(),
         )
@@ -91,9 +90,7 @@ class _Begun:
 
     request: SaveRequest
     store: LocalStore
-    exchange: Exchange
     agreed: saving.Agreed
-    records: list[tuple[tree.KeyPath, ShardedBase]]
     has_common: bool = False
 
     @property
@@ -104,8 +101,8 @@ class _Begun:
     def run(self, write: Callable[[dict[Any, Any]], None]) -> tuple[None, None]:
         """Let the strategies write this rank's records; in the form of ``Exchange.together``."""
         request, save, nbytes = self.request, self.agreed.ticket.save, self.agreed.content.nbytes
-        mine, objects = _shares(self.records, request.sharded.can_handle_sharded_objects)
-        if self.exchange.rank:
+        mine, objects = _shares(self.agreed.records, request.sharded.can_handle_sharded_objects)
+        if self.agreed.exchange.rank:
             self.store.join(save)
         meter = Meter(request.progress, lambda: nbytes)
         with self.store.told(save, nbytes):
@@ -142,50 +139,30 @@ class _Begun:
 
     def commit_together(self) -> None:
         """``commit``, called on all ranks."""
-        with self.abandoned_on_error():
-            self.exchange.together(lambda: (None, None), lambda _: self.commit())
-
-    @contextmanager
-    def abandoned_on_error(self) -> Iterator[None]:
-        """An error inside removes what was written."""
-        try:
-            yield
-        except BaseException:
-            self.agreed.abandon()
-            raise
+        with self.agreed.abandoned_on_error():
+            self.agreed.exchange.together(lambda: (None, None), lambda _: self.commit())
 
 
 def _begin(request: SaveRequest) -> _Begun:
-    strategy, store = request.sharded, request.store
-
-    def split() -> tuple[tuple[dict[Any, Any], tree.Split], None]:
+    store = request.store
+    with told_to_all(request.group, request.timeout_s):
         if request.check_finite:
-            raise CheckpointError(f"check_finite is part of the built-in engine; {strategy} saves by itself")
+            raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
         if not isinstance(store, LocalStore):
             raise CheckpointError(
                 f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
             )
-        return _split(request.state), None
-
-    exchange = Exchange(request.group, request.timeout_s)
-    (expanded, parts), _ = exchange.together(split, lambda _: None)
-    assert isinstance(store, LocalStore), "another is refused above"
-    return _Begun(request, store, exchange, saving.agree_on(replace(request, state=expanded)), parts.records)
-
-
-def _split(state: Mapping[Any, Any]) -> tuple[dict[Any, Any], tree.Split]:
-    """A state dict without factories, and its parts."""
-    expanded, _ = factory.expand(tree.checked(state))
-    return expanded, tree.split(expanded)
+    return _Begun(request, store, saving.agree_on(request))
 
 
 def _shares(
-    records: list[tuple[tree.KeyPath, ShardedBase]], with_objects: bool
+    records: Iterable[tuple[tree.KeyPath, ShardedBase]], with_objects: bool
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """What the sharded strategy gets and what the common strategy gets, as nested dicts."""
-    objects = {path: record for path, record in records if isinstance(record, ShardedObject) and not with_objects}
-    rest = {path: record for path, record in records if path not in objects}
-    return tree.nest(rest), tree.nest(dict(objects))
+    shares: tuple[dict[tree.KeyPath, ShardedBase], dict[tree.KeyPath, ShardedBase]] = {}, {}
+    for path, record in records:
+        shares[isinstance(record, ShardedObject) and not with_objects][path] = record
+    return tree.nest(shares[0]), tree.nest(shares[1])
 
 
 def _complete_integrity(staging: Path) -> None:
@@ -271,7 +248,7 @@ def _values(
             present[path] = record.without_data()
         elif isinstance(record, ShardedTensor) and record.key in stored.tensors:
             present[path] = _as_stored(record, stored.tensors[record.key].dtype)
-    mine, objects = _shares([*present.items()], strategy.can_handle_sharded_objects)
+    mine, objects = _shares(present.items(), strategy.can_handle_sharded_objects)
     loaded = strategy.load(mine, folder)
     loaded_objects = common_strategy.load_sharded_objects(objects, folder) if objects else {}
     values: Values = {path: leaf.unwrap() for path, leaf in wanted.parts.local}

@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchErro
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block, Hasher
-from sixfold.dist_ckpt.geometry.box import Box, cuts, describe, first_element, is_contiguous
+from sixfold.dist_ckpt.geometry.box import Box, cuts, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
@@ -214,22 +213,15 @@ class Reader:
 
     def _run(self, step: Read, record: ShardedTensor, start: int) -> ByteRun | None:
         """The read as one run of bytes in file and memory; None if it is none."""
-        data, chunk, part, piece = record.data, step.chunk.box, step.part, step.piece
+        data, itemsize = record.data, step.stored_dtype.itemsize
         if data is None or not (data.is_cpu and data.dtype == step.stored_dtype and is_plain(data)):
             return None
-        itemsize, at = step.stored_dtype.itemsize, 0 if piece.flat is None else piece.flat[0]
-        if part != chunk:
-            inside = Box(tuple(map(sub, part.offset, chunk.offset)), part.size)
-            if not is_contiguous(inside, chunk.size):
-                return None
-            start += first_element(inside, chunk.size) * itemsize
-        if part != piece.box:
-            inside = Box(tuple(map(sub, part.offset, piece.box.offset)), part.size)
-            if not is_contiguous(inside, piece.box.size):
-                return None
-            at += first_element(inside, piece.box.size)
-        assert at + part.volume <= data.numel(), f"{step} leaves its tensor"
-        return ByteRun(start, start + part.volume * itemsize, data.data_ptr() + at * itemsize)
+        places = step.places()
+        if places is None:
+            return None
+        start, at = start + places[0] * itemsize, places[1]
+        assert at + step.part.volume <= data.numel(), f"{step} leaves its tensor"
+        return ByteRun(start, start + step.nbytes, data.data_ptr() + at * itemsize)
 
     def _share(self, windows: dict[WindowPlace, _Window], step: Read, run: ByteRun) -> None:
         """Give a run's bytes to this rank's blocks, and the rest to the window that holds them."""

@@ -9,7 +9,8 @@ state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,18 +90,13 @@ def save(request: SaveRequest) -> None:
     """``serialization.save`` by the built-in engine."""
     agreed = agree_on(request)
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
-    try:
-        places, _ = exchange.together(
-            lambda: spared(
-                _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress),
-                ticket.known,
-                kept,
-            ),
-            lambda written: commit(written, content, ticket, kept),
-        )
-    except BaseException:
-        agreed.abandon()
-        raise
+
+    def written() -> tuple[bytes | None, transfer.Written]:
+        own = _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress)
+        return spared(own, ticket.known, kept)
+
+    with agreed.abandoned_on_error():
+        places, _ = exchange.together(written, lambda by_rank: commit(by_rank, content, ticket, kept))
     if kept is not None:
         kept.places = places
 
@@ -113,11 +109,21 @@ class Agreed:
     content: RankContent
     ticket: Ticket
     kept: Kept | None = None
+    records: Sequence[tuple[tree.KeyPath, ShardedBase]] = ()  # by place in the state dict
 
     def abandon(self) -> None:
         """Remove what was written."""
         if self.exchange.rank == 0:
             self.content.store.abandon(self.ticket.save)
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """An error inside removes what was written."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
 
 def agree_on(request: SaveRequest) -> Agreed:
@@ -133,15 +139,15 @@ def agree_on(request: SaveRequest) -> Agreed:
     def agree(reports: list[_Report]) -> Ticket:
         return first_rank.agree(reports)._replace(metadata=request.metadata)
 
-    def described() -> tuple[tuple[RankContent, _Report], _Report]:
+    def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
         if exchange.ranks > 1 and not request.store.is_shared:
             raise CheckpointError(f"{request.store.name} is seen by one process alone; save into it with group=None")
-        (content, report), _ = describe(request, exchange, engine, kept)
+        content, report, parts = describe(request, exchange, engine, kept)
         aimed = report._replace(target=request.store.name)
-        return (content, aimed), aimed
+        return (content, aimed, parts), aimed
 
     try:
-        (content, report), ticket = exchange.together(described, agree)
+        (content, report, parts), ticket = exchange.together(described, agree)
         if ticket.again:
             whole = report._replace(table=content.table, token="")
             _, ticket = exchange.together(lambda: (None, whole), agree)
@@ -152,7 +158,7 @@ def agree_on(request: SaveRequest) -> Agreed:
         raise
     if engine.memory is not None and not ticket.known:
         kept = engine.memory[place] = Kept(ticket.token, content.table.digest, first_rank.keys)
-    return Agreed(exchange, content, ticket, kept)
+    return Agreed(exchange, content, ticket, kept, parts.records)
 
 
 class _FirstRank:
@@ -208,8 +214,8 @@ def check_together(tables: list[Encoded], reports: list[_Report], kept: Kept | N
 
 def describe(
     request: SaveRequest, exchange: Exchange, engine: SaveEngine, kept: Kept | None
-) -> tuple[tuple[RankContent, _Report], _Report]:
-    """What this rank saves, and its report to the first rank; twice in the form of ``Exchange.together``."""
+) -> tuple[RankContent, _Report, tree.Split]:
+    """What this rank saves, its report to the first rank, and its state dict taken apart."""
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
@@ -251,7 +257,7 @@ def describe(
     content = RankContent(
         request.store, tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count
     )
-    return (content, report), report
+    return content, report, parts
 
 
 def object_report(record: ShardedObject) -> plan.ObjectReport:
@@ -344,7 +350,11 @@ def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange,
         return Ticket(save)
 
     request = SaveRequest.made(state, folder, (None, None), group=exchange.group, timeout_s=exchange.timeout_s)
-    (content, _), ticket = exchange.together(lambda: describe(request, exchange, SaveEngine(), None), check)
+
+    def described() -> tuple[RankContent, _Report]:
+        return describe(request, exchange, SaveEngine(), None)[:2]
+
+    content, ticket = exchange.together(described, check)
     return Share(exchange, request.store, content, ticket)
 
 

@@ -8,7 +8,7 @@ about something else. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index, mul
 from typing import Any
 
@@ -64,7 +64,7 @@ def int_slice(key: str, value: slice | None) -> slice | None:
 
 
 def on_grid(
-    key: str, local_box: tuple[int, ...], rank_offsets: Iterable[Any]
+    key: str, local_box: Sequence[Any], rank_offsets: Iterable[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Global shape, offset and fragmentations of a box that is one of equal parts per axis.
 
@@ -73,7 +73,7 @@ def on_grid(
     Raises:
         ShardingError: a negative or unknown axis, a rank outside its fragments, an axis named twice.
     """
-    places = dict[int, tuple[int, int]]()
+    local_box, places = int_tuple(key, "local_shape", local_box), dict[int, tuple[int, int]]()
     for given in rank_offsets:
         try:
             axis, rank, fragments = (integer(key, "rank_offsets", part) for part in given)

@@ -12,6 +12,7 @@ which versions is constraints.txt's, in every pip call.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
 LOGS = ROOT / ".nox" / "ci"
+RELEASE = ROOT / ".nox" / "release"
 DOCS = ROOT / ".nox" / "docs"
 DOCS_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
 # Options under which a package's tests (or those beside packages/) run whole, not in the default command's samples.
@@ -191,6 +193,40 @@ def wheels(session: nox.Session, package: str) -> None:
 
 
 @nox.session(venv_backend="none")
+@each_package
+def release(session: nox.Session, package: str) -> None:
+    """Build into dist/release/ what is uploaded of one package, test each file alone, say what to upload."""
+    python, folder = release_python(session), ROOT / "dist" / "release" / package
+    session.run(python, str(ROOT / "tools/release/versions.py"), package, external=True)
+    artefacts = (python, str(ROOT / "tools/release/artefacts.py"))
+    session.run(*artefacts, "build", package, str(folder), external=True)
+    for path in sorted(folder.iterdir()):
+        runs = ALSO_ISOLATED[package] if path.name.endswith("-py3-none-any.whl") and package in ALSO_ISOLATED else [[]]
+        with empty_venv(session, f"release-{package}") as python:
+            run_alone(session, package, str(path), python=python, runs=runs)
+    session.run(*artefacts, "tell", package, str(folder), external=True)
+
+
+@nox.session(venv_backend="none")
+@each_package
+def lowest(session: nox.Session, package: str) -> None:
+    """One package beside the oldest numpy and torch that it allows; `-- --required` fails where they cannot be had."""
+    asked = [oldest(name) for name in BASES_OF.get(package, BASE_DEFAULT)]
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith(("numpy==", "torch=="))]
+    constraints = BASES / f"lowest-{package}.txt"
+    constraints.parent.mkdir(parents=True, exist_ok=True)
+    constraints.write_text("\n".join([*kept, *asked]) + "\n")
+    python = shared_environment(session).python
+    for requirement in asked:
+        look = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(BASES / "oldest"), requirement]
+        if subprocess.run(look, capture_output=True, check=False).returncode:
+            told = f"{requirement} is in none of the indexes that pip is configured with; give it one that has it"
+            session.error(told) if "--required" in session.posargs else session.skip(told)
+    with empty_venv(session, f"lowest-{package}") as python:
+        run_alone(session, package, f"sixfold-{package}", python=python, bases=asked, constraints=constraints)
+
+
+@nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """The large matrices, every pair, resume and instant, and every case of the tests marked `sampled`. Hours."""
     environment = shared_environment(session)
@@ -268,25 +304,55 @@ def run_session(name: str) -> tuple[int, float, Path]:
 @each_package
 def isolation(session: nox.Session, package: str) -> None:
     """Install one wheel alone, as a user would; assert that no sibling comes with it; run its tests."""
+    variables = {"PYTHONPATH": str(ONCE)}
+    runs = [["-p", "once", "--proves", str(proof_of(package))], *ALSO_ISOLATED.get(package, [])]
+    python = str(Path(session.virtualenv.bin, "python"))
+    run_alone(session, package, f"sixfold-{package}", python=python, runs=runs, variables=variables)
+    shutil.rmtree(session.virtualenv.location)
+
+
+def run_alone(
+    session: nox.Session,
+    package: str,
+    wanted: str,
+    *,
+    python: str,
+    runs: Iterable[list[str]] = ([],),
+    bases: Iterable[str] | None = None,
+    constraints: Path = CONSTRAINTS,
+    variables: dict[str, str] | None = None,
+) -> None:
+    """Install ``wanted``, a name or a file, into the empty venv of ``python``; run the tests of one process there.
+
+    ``bases`` (numpy, torch) and the test tools are there before it, siblings are found as wheels.
+    """
     builder = shared_environment(session)
     for name in PACKAGES if package == "gpt" else [package]:
         build_wheel(session, builder, name, WHEELS)
     ranktest = build_wheel(session, builder, "ranktest", WHEELS)
-    site = Path(session.run("python", "-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
-    bases = [make_base(session, name) for name in BASES_OF.get(package, BASE_DEFAULT)]
-    (site / "bases.pth").write_text("\n".join(map(str, bases)) + "\n")
-    pip = ("-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS), "--find-links", str(WHEELS))
-    session.run("python", *pip, f"sixfold-{package}")
-    session.run("python", str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS, env=VARIABLES)
-    if "torch" in BASES_OF.get(package, BASE_DEFAULT):
+    run = functools.partial(session.run, python, external=True)
+    site = Path(run("-c", "import site; print(site.getsitepackages()[0])", silent=True).strip())
+    needs = BASES_OF.get(package, BASE_DEFAULT)
+    places = [make_base(session, requirement, constraints) for requirement in bases or needs]
+    (site / "bases.pth").write_text("\n".join(map(str, places)) + "\n")
+    pip = ("-m", "pip", "install", "--quiet", "--no-compile", "-c", str(constraints), "--find-links", str(WHEELS))
+    run(*pip, wanted)
+    run(str(ROOT / "tools/check_isolation.py"), package, *TEST_TOOLS, env=VARIABLES)
+    if "torch" in needs:
         with zipfile.ZipFile(ranktest) as wheel:
             wheel.extractall(site)  # what pip does of a wheel in pure Python, without its two seconds
-    variables = {**VARIABLES, "PYTHONPATH": str(ONCE)}
-    command = [*single_process_tests(package), "-p", "once", "--proves", str(proof_of(package))]
-    session.run("python", *command, env=variables, success_codes=[0, NO_TESTS_COLLECTED])
-    for arguments in ALSO_ISOLATED.get(package, []):
-        session.run("python", *single_process_tests(package), *arguments, env=variables)
-    shutil.rmtree(session.virtualenv.location)
+    for arguments in runs:
+        command = [*single_process_tests(package), *arguments]
+        run(*command, env={**VARIABLES, **(variables or {})}, success_codes=[0, NO_TESTS_COLLECTED])
+
+
+@contextlib.contextmanager
+def empty_venv(session: nox.Session, name: str) -> Iterator[str]:
+    """The Python of a new venv without pip, which is gone afterwards."""
+    place = ROOT / ".nox" / name
+    session.run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(place), external=True)
+    yield str(place / "bin" / "python")
+    shutil.rmtree(place)
 
 
 @nox.session(venv_backend="none")
@@ -296,20 +362,42 @@ def bases(session: nox.Session) -> None:
         make_base(session, requirement)
 
 
-def make_base(session: nox.Session, requirement: str) -> Path:
+def make_base(session: nox.Session, requirement: str, constraints: Path = CONSTRAINTS) -> Path:
     """The site-packages of a venv that holds one requirement of ours and the test tools; made once."""
     place = BASES / requirement
-    key = hashlib.sha256(f"{place} {sys.version} {TEST_TOOLS}".encode() + CONSTRAINTS.read_bytes()).hexdigest()
+    key = hashlib.sha256(f"{place} {sys.version} {TEST_TOOLS}".encode() + constraints.read_bytes()).hexdigest()
     python, stamp = str(place / "bin" / "python"), place / "stamp"
     with one_at_a_time(place):
         if not stamp.exists() or stamp.read_text() != key:
             shutil.rmtree(place, ignore_errors=True)
             session.run(sys.executable, "-m", "venv", str(place), external=True)
-            pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS))
+            pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(constraints))
             session.run(*pip, requirement, *TEST_TOOLS, external=True)
             stamp.write_text(key)
     (site,) = (place / "lib").glob("python3.*/site-packages")
     return site
+
+
+def release_python(session: nox.Session) -> str:
+    """The venv that builds and checks what is uploaded: of tools/release/requirements.txt."""
+    python, stamp, wanted = RELEASE / "bin" / "python", RELEASE / "stamp", ROOT / "tools/release/requirements.txt"
+    pins = wanted.read_bytes() + CONSTRAINTS.read_bytes()
+    key = hashlib.sha256(f"{RELEASE} {sys.version}".encode() + pins).hexdigest()
+    with one_at_a_time(RELEASE):
+        if not stamp.exists() or stamp.read_text() != key:
+            session.run(sys.executable, "-m", "venv", "--clear", str(RELEASE), external=True)
+            pip = (str(python), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS))
+            session.run(*pip, "-r", str(wanted), "setuptools", "wheel", external=True)
+            stamp.write_text(key)
+    return str(python)
+
+
+def oldest(name: str) -> str:
+    """What the packages allow at the least, as pip is asked for it; of torch the build without CUDA."""
+    texts = [(ROOT / "packages" / package / "pyproject.toml").read_text() for package in PACKAGES]
+    (bound,) = {found for text in texts for found in re.findall(rf'"{name}>=([\d.]+)"', text)}
+    version = bound + ".0" * (2 - bound.count("."))
+    return f"{name}=={version}+cpu" if name == "torch" else f"{name}=={version}"
 
 
 # ---- the shared venv

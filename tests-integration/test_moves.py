@@ -1,0 +1,106 @@
+"""The pages docs/move/*.md: a difference is that of its two programs, figures are those of the results, both programs
+print what the page says.
+
+One page runs here; the others with `--whole-site`, which `nox -s docs` gives, each where its peer is installed.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import moves
+import pytest
+from repository_helpers import ROOT
+
+PAGES = {path.stem: path for path in moves.pages()}
+IN_EVERY_RUN = {"grain"}  # of it the second program where Grain is not
+PEERS = {  # what the first program imports
+    "megatron-datasets": "megatron.core",
+    "megatron-dist-checkpointing": "megatron.core",
+    "torch-dcp": "torch",
+    "fsdp2": "torch",
+    "torch-pipelining": "torch",
+    "megatron-fsdp": "megatron_fsdp",
+    "grain": "grain",
+    "mosaicml-streaming": "streaming",
+}
+ON_CPU = ROOT / "tests-integration/megatron_fsdp_on_cpu.py"
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def arguments_of(command, page):
+    """A command of a page for this Python. torchrun finds a port of its own: pages may run beside each other."""
+    first, *rest = command.split()
+    if page == "megatron-fsdp" and "before.py" in rest:
+        rest.insert(rest.index("before.py"), str(ON_CPU))
+    if first == "python":
+        return [sys.executable, *rest]
+    assert first == "torchrun", f"a page's command is {command!r}"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]
+
+
+@each_page
+def test_a_difference_is_that_of_its_two_programs(page):
+    text = PAGES[page].read_text()
+    assert moves.with_difference(text) == text, "write it with `python tools/docsite/moves.py --write`"
+    move = moves.move_of(text)
+    assert [line for line in move.commands if "before.py" in line]
+    assert [line for line in move.commands if "after.py" in line]
+
+
+def test_a_page_without_its_blocks_and_a_stale_difference_are_seen():
+    text = PAGES["fsdp2"].read_text()
+    with pytest.raises(ValueError, match="each page has"):
+        moves.move_of(text.replace("```text", "```sh"))
+    stale = text.replace("\n+sharded =", "\n+shared =")
+    assert stale != text
+    assert moves.with_difference(stale) == text
+
+
+@each_page
+def test_the_figures_of_a_page_are_those_of_the_results(page):
+    """Row by row: what stands under "here" and under the peer stands in the file that the row names."""
+    rows = re.findall(
+        r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \| \[[^]]+\]\(([^)]+)\) \|$", PAGES[page].read_text(), re.MULTILINE
+    )
+    assert rows or page == "mosaicml-streaming", f"{page}: no figures"
+    for *figures, target in rows:
+        results = (PAGES[page].parent / target).read_text()
+        for figure in figures:
+            assert figure in results, f"{page}: {figure!r} is not in {target}"
+
+
+@each_page
+def test_both_programs_print_what_the_page_says(page, tmp_path, request):
+    whole = request.config.getoption("--whole-site")
+    if page not in IN_EVERY_RUN and not whole:
+        pytest.skip("with --whole-site, as in `nox -s docs`")
+    move = moves.move_of(PAGES[page].read_text())
+    (tmp_path / "before.py").write_text(move.before)
+    (tmp_path / "after.py").write_text(move.after)
+    has_peer = installed(PEERS[page])
+    commands = [command for command in move.commands if has_peer or "before.py" not in command]
+    for command in commands:
+        done = subprocess.run(
+            arguments_of(command, page),
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout == move.printed, command
+    if not has_peer and whole:
+        pytest.skip(
+            f"{PEERS[page]} is not installed (benchmarks/peers.txt): ours alone ran, and printed what the page says"
+        )

@@ -113,7 +113,14 @@ def rest(session: nox.Session, package: str) -> None:
     """What ci runs behind isolation: `tests` without what passed there, and `ranks`, in one process."""
     environment = with_once(shared_environment(session))
     folder = ROOT / "packages" / package / "tests"
-    command = [*of_ranks(folder), f"--ignore={folder / 'gpu'}", "-p", "once", "--proved", str(proof_of(package))]
+    command = [
+        *of_ranks(environment, folder),
+        f"--ignore={folder / 'gpu'}",
+        "-p",
+        "once",
+        "--proved",
+        str(proof_of(package)),
+    ]
     environment.run(session, *command, *environment.arguments, success_codes=(0, NO_TESTS_COLLECTED))
 
 
@@ -124,14 +131,14 @@ def ranks(session: nox.Session, package: str) -> None:
     if not rank_tests(package):
         session.skip(f"{package} has no tests of several ranks")
     environment = shared_environment(session)
-    environment.run(session, *of_ranks(rank_tests(package)[0].parent), *environment.arguments)
+    environment.run(session, *of_ranks(environment, rank_tests(package)[0].parent), *environment.arguments)
 
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
     """All packages together, under torchrun too; `-- --system-torch` installs nothing."""
     environment = shared_environment(session)
-    environment.run(session, *of_ranks(ROOT / "tests-integration"), *environment.arguments)
+    environment.run(session, *of_ranks(environment, ROOT / "tests-integration"), *environment.arguments)
 
 
 @nox.session(venv_backend="none")
@@ -494,9 +501,10 @@ def pytest_on(*folders: Path) -> list[str]:
     return ["-m", "pytest", "-q", "--durations=5", *map(str, folders)]
 
 
-def of_ranks(*folders: Path) -> list[str]:
-    """pytest where ranktest is and most tests need torch: it is loaded once, also for the server of ranks."""
-    return [*pytest_on(*folders), "--early-server"]
+def of_ranks(environment: Environment, folder: Path) -> list[str]:
+    """pytest on tests of which most need torch: where ranktest is installed, it is loaded once, also for the ranks."""
+    early = ["--early-server"] if Path(environment.python).is_relative_to(SHARED) else []
+    return [*pytest_on(folder), *early]
 
 
 def single_process_tests(package: str) -> list[str]:

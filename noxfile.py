@@ -3,7 +3,7 @@
     packages/*/pyproject.toml, constraints.txt --> one shared venv (.nox/shared) --> lint, types, tests, ...
                                                --> wheels --> a fresh venv per package --> isolation
     ci --> four lanes, each a nox of its own that runs one of these sessions after the other
-    isolation --> .nox/ci/<package>.json: what passed --> in ci, rest runs what is left of tests, and ranks
+    isolation --> .nox/ci/<package>.json: what passed --> in ci, rest (or tests) runs what is left
 
 Packages are found by their folders; a session that works on one takes its folder's name: ``nox -s "tests(pipeline)"``.
 Nothing but nox is presupposed. Where wheels come from is pip's own business (its configuration and environment);
@@ -251,7 +251,7 @@ def ci(session: nox.Session) -> None:
     failed = []
     with ThreadPoolExecutor(LANES) as lanes:
         start = time.monotonic()
-        running = [lanes.submit(run_in_lane, ["bases"])]
+        running = [lanes.submit(run_in_lane, [["bases"]])]
         shared_environment(session)  # meanwhile: pip keeps one core busy
         installed = time.monotonic()
         running += [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
@@ -263,33 +263,38 @@ def ci(session: nox.Session) -> None:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
 
 
-def turns_of_ci() -> list[list[str]]:
-    """What follows ``nox -s``, in turns of one lane: those with most files first, so that the lanes end together.
+def turns_of_ci() -> list[list[list[str]]]:
+    """What follows ``nox -s``, in turns of one lane: those that take longest first, so that the lanes end together.
 
     The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
-    is not there, follows in the shared venv with those of several ranks. Without the file, because isolation broke
-    early, all of them do.
+    is not there, follows in the shared venv. Without the file, because isolation broke early, all of them do. Those of
+    several ranks run in the same process, but of the two packages with most of them beside all that in another lane.
     """
     by_files = sorted(PACKAGES, key=lambda name: -len(list((ROOT / "packages" / name / "tests").rglob("test_*.py"))))
-    packages = [[f"isolation({name})", f"rest({name})"] for name in by_files]
-    return [*packages[: LANES - 1], ["integration"], *packages[LANES - 1 :], ["types"], ["ranks(ranktest)"], ["lint"]]
+    large, others = by_files[:2], by_files[2:]
+    apart = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in large]
+    together = [[[f"isolation({name})"], [f"rest({name})"]] for name in others]
+    longest = [*([[f"ranks({name})"]] for name in large), *together[:1], [["integration"]], *apart]
+    return [*longest, *together[1:], [["types"]], [["ranks(ranktest)"]], [["lint"]]]
 
 
-def run_in_lane(turn: list[str]) -> list[str]:
+def run_in_lane(turn: list[list[str]]) -> list[str]:
     """Sessions one after the other, whatever the first comes to: the names of those that failed."""
     failed = []
-    for name in turn:
-        status, seconds, log = run_session(name)
-        print(f"{log.read_text(errors='replace')}\n==> {name}: status {status} after {seconds:.0f} s", flush=True)
+    for arguments in turn:
+        status, seconds, log = run_session(arguments)
+        print(
+            f"{log.read_text(errors='replace')}\n==> {arguments[0]}: status {status} after {seconds:.0f} s", flush=True
+        )
         if status:
-            failed.append(name)
+            failed.append(arguments[0])
     return failed
 
 
-def run_session(name: str) -> tuple[int, float, Path]:
+def run_session(arguments: list[str]) -> tuple[int, float, Path]:
     """One session in a nox of its own: its status, seconds, and the file with its output."""
-    log, start = LOGS / f"{name}.log", time.monotonic()
-    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", name]
+    log, start = LOGS / f"{arguments[0]}.log", time.monotonic()
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:

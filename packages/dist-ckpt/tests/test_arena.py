@@ -158,4 +158,4 @@ def test_a_driver_that_does_not_pin_is_told(made, monkeypatch):
 
 def test_cpu_tensors_take_plain_memory_and_no_cuda_call(monkeypatch):
     monkeypatch.setattr(torch, "cuda", None)
-    assert isinstance(arena.memory_for([torch.ones(2)]), arena.PlainMemory)
+    assert type(arena.memory_for([torch.ones(2)])) is arena.PlainMemory

@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,27 +38,20 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-class HostMemory(Protocol):
-    """How the arena's memory is prepared for copies from one kind of device, and how they are made."""
-
-    def register(self, address: int, nbytes: int) -> None: ...
-
-    def unregister(self, address: int) -> None: ...
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each second tensor into the first; complete when it returns."""
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # where to, and what
 
 
 class PlainMemory:
     """Copies from CPU tensors by a few threads; nothing to register."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Nothing."""
+        """Prepare the arena's memory for copies from one kind of device."""
 
     def unregister(self, address: int) -> None:
-        """Nothing."""
+        """Undo that."""
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(self, pairs: Pairs) -> None:
+        """Copy each second tensor into the first; complete when it returns."""
         parts = _equal_parts([part for pair in pairs for part in _slices(*pair)], COPY_THREADS)
         if len(parts) == 1:
             _copy_all(parts[0])
@@ -67,7 +60,7 @@ class PlainMemory:
             list(pool.map(_copy_all, parts))
 
 
-class PinnedMemory:
+class PinnedMemory(PlainMemory):
     """Copies from CUDA tensors on a stream of their own into memory that the driver has pinned.
 
     Args:
@@ -90,7 +83,7 @@ class PinnedMemory:
     def unregister(self, address: int) -> None:
         self._cuda.cudart().cudaHostUnregister(address)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy(self, pairs: Pairs) -> None:
         on_device = [pair for pair in pairs if pair[1].device == self._device]
         others = [pair for pair in pairs if pair[1].device != self._device]
         self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -98,11 +91,11 @@ class PinnedMemory:
             for target, source in on_device:
                 target.copy_(source, non_blocking=True)
             copied = self._stream.record_event()
-        PlainMemory().copy(others)  # meanwhile
+        super().copy(others)  # meanwhile
         copied.synchronize()
 
 
-def memory_for(tensors: Sequence[torch.Tensor]) -> HostMemory:
+def memory_for(tensors: Sequence[torch.Tensor]) -> PlainMemory:
     """The kind of memory that suits the tensors: pinned as soon as one is on a CUDA device."""
     device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
     return PlainMemory() if device is None else PinnedMemory(torch.cuda, device)
@@ -118,7 +111,7 @@ class Arena:
         self.fd = os.memfd_create("sixfold-arena", os.MFD_CLOEXEC)
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._memory: HostMemory = PlainMemory()
+        self._memory = PlainMemory()
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
         """Copy tensors in; their values are safe when it returns. What was in the arena before is gone.
@@ -166,7 +159,7 @@ class Arena:
         self.nbytes = size
         self._register(memory)
 
-    def _register(self, memory: HostMemory) -> None:
+    def _register(self, memory: PlainMemory) -> None:
         """Make ``memory`` the kind of the whole arena."""
         if self.nbytes:
             self._memory.unregister(self._bytes.data_ptr())
@@ -211,7 +204,7 @@ class MappedArena:
         return torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
-def _slices(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _slices(target: torch.Tensor, source: torch.Tensor) -> Pairs:
     nbytes = target.numel() * target.element_size()
     if nbytes <= _SLICE_BYTES or not (source.is_cpu and is_plain(source)):
         return [(target, source)]
@@ -219,9 +212,7 @@ def _slices(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tens
     return [(flat[at : at + step], values[at : at + step]) for at in range(0, len(flat), step)]
 
 
-def _equal_parts(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _equal_parts(pairs: Pairs, count: int) -> Sequence[Pairs]:
     """Contiguous runs of nearly equal bytes."""
     sizes = [target.numel() * target.element_size() for target, _ in pairs]
     if sum(sizes) < _SLICE_BYTES:  # a thread costs more than it saves
@@ -234,7 +225,7 @@ def _equal_parts(
     return parts
 
 
-def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy_all(pairs: Pairs) -> None:
     for target, source in pairs:
         if source.is_cpu and is_plain(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.element_size())

@@ -111,6 +111,26 @@ class LoadStrategyBase(ABC):
         return f"{type(self).__name__}()"
 
 
+class ReadsOneFormat(LoadStrategyBase):
+    """One backend in one version, ShardedObjects included: ``_reads`` says which part of a checkpoint, and those."""
+
+    _reads = ("sharded", "torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != self._reads[1]:
+            raise MismatchError(f"the {self._reads[0]} backend is {loaded_backend!r}; {self} reads {self._reads[1]!r}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != self._reads[2]:
+            raise MismatchError(
+                f"version {loaded_version} of the {self._reads[0]} backend; {self} reads {self._reads[2]}"
+            )
+
+
 class SaveShardedStrategy(SaveStrategyBase):
     """Writes ShardedTensors, and ShardedObjects if it can."""
 

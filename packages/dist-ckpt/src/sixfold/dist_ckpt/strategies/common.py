@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, UnsafeError
+from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, ReadsOneFormat, SaveCommonStrategy
 
 COMMON_NAME = "common.pt"
 
@@ -45,25 +45,15 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 storage.write_file(path.parent, path.name, weights_only.dump(record.data, f"the object {record}"))
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):
+class TorchCommonLoadStrategy(ReadsOneFormat, LoadCommonStrategy):
     """Reads them under torch's weights-only rules and ``safe_globals``."""
 
     is_built_in = True
 
+    _reads = ("common", "torch", 1)
+
     def __init__(self, safe_globals: Sequence[Any] = ()) -> None:
         self._safe_globals = safe_globals
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != "torch":
-            raise MismatchError(f"the common backend is {loaded_backend!r}; {self} reads 'torch'")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != 1:
-            raise MismatchError(f"version {loaded_version} of the common backend; {self} reads 1")
 
     def load_common(self, checkpoint_dir: Path) -> dict[Any, Any]:
         common = self._load(Path(checkpoint_dir) / COMMON_NAME)

@@ -27,6 +27,7 @@ from sixfold.dist_ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadEngine,
     LoadShardedStrategy,
+    ReadsOneFormat,
     SaveEngine,
 )
 
@@ -99,7 +100,7 @@ def _copied(leaf: Any) -> Any:
     return replace(leaf, data=leaf.data.detach().clone())
 
 
-class TorchDistLoadShardedStrategy(LoadShardedStrategy):
+class TorchDistLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
     """Loads folders of this package, of torch DCP and of megatron-core.
 
     Args:
@@ -109,20 +110,8 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
     def __init__(self, *, group: Group = "world", timeout_s: float = 600.0) -> None:
         self._group, self._timeout_s = group, timeout_s
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
     def engine(self) -> LoadEngine:
         return LoadEngine()
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != BACKEND:
-            raise MismatchError(f"the sharded backend is {loaded_backend!r}; {self} reads {BACKEND!r}")
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != VERSION:
-            raise MismatchError(f"version {loaded_version} of {BACKEND!r}; {self} reads {VERSION}")
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
         request = loading.LoadRequest(

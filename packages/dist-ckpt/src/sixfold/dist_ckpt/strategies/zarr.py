@@ -59,13 +59,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 class ZarrLoadShardedStrategy(TorchDistLoadShardedStrategy):
     """Loads them; resharding, flattened requests and every option of ``load`` work as for torch_dist."""
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != "zarr":
-            raise MismatchError(f"the sharded backend is {loaded_backend!r}; {self} reads 'zarr'")
+    _reads = ("sharded", *zarr_format.BACKEND)
 
 
 def _grid_place(record: ShardedTensor) -> Ints:

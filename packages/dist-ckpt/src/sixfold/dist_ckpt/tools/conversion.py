@@ -100,6 +100,7 @@ def to_safetensors(
     """See ``tools.convert``. Returns the target and the names of its files."""
     target = paths.local(destination, "safetensors are written into a local folder").resolve()
     storage.check_target(target, "error")
+    store = LocalStore(target)
     plan = safetensors_export.plan(tensors, max_shard_bytes)
 
     def values() -> Iterator[torch.Tensor]:
@@ -108,17 +109,15 @@ def to_safetensors(
             meter.add(sum(prod(part.local_shape) * part.dtype.itemsize for part in batch))
 
     def write() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        storage.check_space(target.parent, sum(map(nbytes_of, tensors.values())))
-        save_id = secrets.token_hex(8)
-        staging = storage.stage(target, save_id)
+        nbytes = sum(map(nbytes_of, tensors.values()))
+        save = store.begin(secrets.token_hex(8), nbytes, "error")
         try:
-            with storage.full_disk_told(target.parent, sum(map(nbytes_of, tensors.values()))):
-                safetensors_export.write(staging, plan, values())
+            with store.told(save, nbytes):
+                safetensors_export.write(Path(save.staging), plan, values())
                 meter.finish()
-                storage.commit(staging, target, save_id)
+                store.publish(save)
         except BaseException:
-            storage.discard(staging)
+            store.abandon(save)
             raise
 
     typed(write)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[l
     config = read_config(folder)
     if safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist"):
         Meter(progress).finish()
-        return _problems_of_other_backend(folder), 0
+        return _Probe(folder).listed(), 0
     probe = _Probe(folder)
     probe.look()
     if not quick:
@@ -110,6 +111,12 @@ class _Probe:
         if not self.problems:
             self._attempt("unreadable", None, lambda: open_checkpoint(self.folder))
             self._attempt("unreadable", "common.pt", lambda: serialization.load_common_state_dict(self.folder))
+
+    def listed(self) -> list[Problem]:
+        """What the strategy of another backend raises when it lists the folder; such formats have no checksums."""
+        for action in (serialization.load_sharded_metadata, serialization.load_common_state_dict):
+            self._attempt("unreadable", None, partial(action, self.folder))
+        return self.problems
 
     def hash(self, progress: Progress | None) -> None:
         """Every byte that has a checksum."""
@@ -217,7 +224,7 @@ class _Probe:
             if block.file not in sizes:
                 continue
             try:
-                count = typed(lambda block=block: expected.check_blocks(self.folder, [block]))  # type: ignore[misc]
+                count = typed(partial(expected.check_blocks, self.folder, [block]))
             except CheckpointError as error:
                 start = block.number * expected.block_bytes
                 count = max(0, min(expected.block_bytes, sizes[block.file] - start))
@@ -253,16 +260,3 @@ class _Probe:
             self.checked_bytes += place.length
             meter.add(place.length)
         meter.finish()
-
-
-def _problems_of_other_backend(folder: Path) -> list[Problem]:
-    """What its strategy raises when it lists the folder; such formats have no checksums."""
-    found: list[Problem] = []
-    for action in (serialization.load_sharded_metadata, serialization.load_common_state_dict):
-        try:
-            typed(lambda action=action: action(folder))  # type: ignore[misc]
-        except UnsafeError as error:
-            found.append({"kind": "unsafe", "file": None, "key": None, "detail": str(error)})
-        except CheckpointError as error:
-            found.append({"kind": "unreadable", "file": None, "key": None, "detail": str(error)})
-    return found

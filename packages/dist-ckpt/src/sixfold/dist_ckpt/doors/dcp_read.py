@@ -272,7 +272,7 @@ class Reader(StorageReader):
             )
         shares = plans_of(wishes)
         for share in {id(s.mates.shares): s for s in shares if s.mates is not None}.values():
-            assert self._mirror is not None and share.mates is not None
+            assert self._mirror is not None and share.mates is not None, "mates share a mirror"
             room = wishes[share.mates.rank].seen
             assert room is not None, "of a mirror"
             nbytes = hosts.block_bytes(self._opened())

@@ -116,6 +116,9 @@ def _run(arguments: list[str]) -> int:
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
+            # What a script finds in a package depends on which of its modules were loaded before.
+            for name in [name for name in sys.modules if name.partition(".")[0] == "sixfold"]:
+                del sys.modules[name]
             sys.path.insert(0, str(Path(arguments[0]).parent))
             sys.argv = list(arguments)
             runpy.run_path(arguments[0], run_name="__main__")

@@ -12,7 +12,16 @@ import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from thread_helpers import on_threads, values_or_raise
 
-from sixfold.pipeline import Action, PipelineRunner, PipelineTimeout, ScheduleError, Stage, interleaved, one_f_one_b
+from sixfold.pipeline import (
+    Action,
+    PipelineRunner,
+    PipelineTimeout,
+    ScheduleError,
+    Stage,
+    interleaved,
+    one_f_one_b,
+    transport,
+)
 from sixfold.pipeline.transport import Transport, one_thread, threads
 from sixfold.pipeline.watchdog import PeerLost
 
@@ -146,3 +155,10 @@ def test_a_thread_that_never_comes_is_a_timeout_that_names_everyone():
     error, _ = on_threads(2, only_rank_0)
     assert type(error) is PipelineTimeout
     assert "rank 0 waits at the start of the step for rank 1; rank 1 silent" in str(error)
+
+
+def test_the_functions_are_there_at_every_call():
+    """A module of a function's name would take its place once it is loaded."""
+    for _ in range(2):
+        for make in ("threads", "one_thread"):
+            assert len(getattr(transport, make)(2)) == 2

@@ -9,7 +9,7 @@ uses; its ends are bound to an action each, so that a SEND is one call and a
 RECV is two: ``post`` at its place (or ahead of it), ``wait`` at its consumer.
 
 Back ends: ``groups.py`` (gloo, NCCL, and ``shared_memory.py`` for CPU tensors on one host),
-``threads.py`` (ranks that are threads), ``one_thread.py`` (all ranks in one thread).
+``meeting.py`` (ranks that are threads), ``shelf.py`` (all ranks in one thread).
 What a message holds is given as it is: tensors, None, ints, floats and bools. Of a
 forward message the receiver gets leaves that ask for gradients where the sender's
 tensors did; of a backward message the gradients of those, in order.
@@ -169,7 +169,7 @@ def threads(ranks: int) -> list[Transport]:
 
     Tensors are handed over as they are, without a copy.
     """
-    from sixfold.pipeline.transport.threads import Meeting, ThreadTransport
+    from sixfold.pipeline.transport.meeting import Meeting, ThreadTransport
 
     meeting = Meeting(ranks)
     return [ThreadTransport(meeting, rank) for rank in range(ranks)]
@@ -177,7 +177,7 @@ def threads(ranks: int) -> list[Transport]:
 
 def one_thread(ranks: int) -> list[Transport]:
     """One transport per rank, for ranks whose calls one thread makes, in an order in which every input is there."""
-    from sixfold.pipeline.transport.one_thread import Shelf, ShelfTransport
+    from sixfold.pipeline.transport.shelf import Shelf, ShelfTransport
 
     shelf = Shelf(ranks)
     return [ShelfTransport(shelf, rank) for rank in range(ranks)]

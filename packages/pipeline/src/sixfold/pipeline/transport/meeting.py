@@ -19,8 +19,8 @@ import torch
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import MemoryStore
 from sixfold.pipeline.transport.alarm import LOOK_S
-from sixfold.pipeline.transport.one_thread import leaves
 from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
+from sixfold.pipeline.transport.shelf import leaves
 from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["Meeting", "ThreadTransport"]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -12,11 +13,14 @@ from sixfold.pipeline import (
     ScheduleError,
     draw,
     gpipe,
+    interleaved,
     one_f_one_b,
+    pipedream,
     pipedream_2bw,
     schedules,
     simulate,
     zb_h1,
+    zb_interleaved,
     zb_v,
 )
 from sixfold.pipeline.draw import draw_png
@@ -156,3 +160,26 @@ def test_nothing_that_takes_time_cannot_be_drawn_to_scale():
     for format in ("text", "svg"):
         with pytest.raises(ScheduleError, match="no action that takes time"):
             draw(nothing, format=format)
+
+
+def relative_luminance(red, green, blue):
+    """WCAG 2's, of channels in 0..255."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (red / 255, green / 255, blue / 255)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [interleaved(2, 4, chunks=4), zb_interleaved(2, 4, chunks=3), zb_v(2, 4), pipedream(2, 3)],
+    ids=lambda program: program.name,
+)
+def test_labels_in_a_picture_have_the_contrast_that_reading_needs(program):
+    timeline = simulate(program, Costs.per_rank(program))
+    labels = re.findall(
+        r'<rect [^>]*fill="#(..)(..)(..)"[^>]*><title>[^<]*</title></rect>\n<text [^>]*fill="(white|black)">',
+        draw(timeline, format="svg"),
+    )
+    assert len(labels) > 8
+    for *channels, ink in labels:
+        box = relative_luminance(*(int(channel, 16) for channel in channels))
+        assert (1.05 / (box + 0.05) if ink == "white" else (box + 0.05) / 0.05) >= 4.5, (channels, ink)

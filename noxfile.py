@@ -147,9 +147,13 @@ def docs(session: nox.Session) -> None:
     environment = shared_environment(session)
     python = docs_python(session)
     session.run(python, "-m", "mkdocs", "build", "--quiet", "--clean", env=environment.variables, external=True)
+    # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
+    session.run(python, "tools/explorer/build.py", "site", external=True)
     session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")
     tests = [ROOT / "tests-integration" / name for name in ("test_site.py", "test_docs.py")]
     environment.run(session, *pytest_on(*tests), "--whole-site", *environment.arguments)
+    page = ROOT / "tests-integration" / "test_explorer_page.py"  # in a browser, where there is one
+    session.run(python, *pytest_on(page), "-rs", "--whole-site", env=environment.variables, external=True)
 
 
 @nox.session(venv_backend="none")

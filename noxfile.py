@@ -145,8 +145,8 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site into site/, and run what it, the READMEs and the examples tell a reader to run."""
     environment = shared_environment(session)
-    python = docs_python(session)
-    session.run(python, "-m", "mkdocs", "build", "--quiet", "--clean", env=environment.variables, external=True)
+    python, variables = docs_python(session), environment.variables | {"NO_MKDOCS_2_WARNING": "1"}
+    session.run(python, "-m", "mkdocs", "build", "--quiet", "--clean", env=variables, external=True)
     # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
     session.run(python, "tools/explorer/build.py", "site", external=True)
     session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")

@@ -9,9 +9,11 @@ site itself, are that session's: `--whole-site`.
 import html
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import site_blocks
 import site_errors
 import site_figures
 import site_pages
@@ -64,6 +66,28 @@ def test_every_page_of_a_section_is_in_the_list_of_its_section():
     assert not wrong, f"their section's README.md does not link them: {wrong}"
 
 
+# ---- blocks
+
+WRITTEN = [path for folder in ("start", "do", "understand") for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
+
+
+def test_every_block_is_whole_and_of_a_known_language():
+    wrong = [f"{path.relative_to(ROOT)}: {fault}" for path in WRITTEN for fault in site_blocks.faults(path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_blocks_of_a_page_run_and_print_what_it_says(path, request, tmp_path):
+    text = path.read_text()
+    if not any(map(site_blocks.runs, site_blocks.blocks(text))):
+        pytest.skip("no block of this page runs")
+    if not site_blocks.is_quick(text) and not request.config.getoption("--whole-site"):
+        pytest.skip("its blocks load torch: `nox -s docs` runs them")
+    wrong = site_blocks.run(text, tmp_path)
+    assert not wrong, "\n".join(wrong)
+
+
 # ---- when it stops
 
 
@@ -85,17 +109,22 @@ def test_every_class_and_common_message_has_cause_example_and_remedy(package):
     said, kinds = site_errors.notes(package, ROOT), site_raises.kinds(package, ROOT)
     public = {kind.name for kind in site_errors.public(kinds.values())}
     assert set(said.classes) == public, "classes of the code and of the data file"
-    templates = site_raises.messages(package, ROOT)
-    for entry in said.messages:
-        meant = site_errors.of_message(entry, package, ROOT)
-        assert meant, f"docs/errors/{package}.toml: no error of the code says {entry.of!r}"
-        assert any(site_errors.matches(one.text, entry.example) for one in meant), (
-            f"docs/errors/{package}.toml: the example of {entry.of!r} is none of {[one.text for one in meant]}"
-        )
-    for entry in said.classes.values():
-        assert any(site_errors.matches(one.text, entry.example) for one in templates), (
-            f"docs/errors/{package}.toml: no error of the code reads like the example of {entry.of}"
-        )
+    wrong = [f"no error of the code says {entry.of!r}" for entry in said.messages if not meant_by(entry, package)]
+    wrong += [
+        f"no error of the code that says {entry.of!r} reads like {entry.example!r}"
+        for entry in said.messages
+        if not any(site_errors.matches(one.text, entry.example) for one in meant_by(entry, package))
+    ]
+    wrong += [
+        f"no error of the code reads like the example of {entry.of}, {entry.example!r}"
+        for entry in said.classes.values()
+        if not any(site_errors.matches(one.text, entry.example) for one in site_errors.messages(package, ROOT))
+    ]
+    assert not wrong, f"docs/errors/{package}.toml: " + "\n".join(wrong)
+
+
+def meant_by(entry: site_errors.Said, package: str) -> list[site_raises.Message]:
+    return site_errors.of_message(entry, package, ROOT)
 
 
 @each_package
@@ -116,12 +145,32 @@ def test_the_commands_of_the_reference_are_those_that_the_packages_install():
     assert installed.items() <= site_reference.COMMANDS.items()
 
 
+def test_every_key_of_the_configuration_has_a_meaning():
+    said = tomllib.loads((ROOT / "docs/reference/configuration.toml").read_text())
+    tables = {table.name: {key.name: key for key in table.keys} for table in site_reference.tables(ROOT)}
+    missing = [
+        f"{name}.{key.name}"
+        for name, keys in tables.items()
+        for key in keys.values()
+        if not key.meaning and key.name not in said.get(name, {})
+    ]
+    idle = [f"{name}.{key}" for name, keys in said.items() for key in keys if key not in tables.get(name, {})]
+    assert not missing and not idle, f"without a meaning: {missing}; no key any more: {idle}"
+
+
 def test_every_figure_is_in_its_results_file():
-    for figure in site_figures.figures(ROOT):
-        text = site_figures.plain((ROOT / "benchmarks/results" / figure.file).read_text())
-        for words in (figure.result, figure.command, figure.machine):
-            for part in words.split(" ... "):
-                assert site_figures.plain(part) in text, f"{figure.file} does not say {part!r}"
+    wrong = [
+        f"{figure.file} does not say {words!r}"
+        for figure in site_figures.figures(ROOT)
+        for words in (figure.result, figure.command, figure.machine)
+        if not site_figures.says((ROOT / "benchmarks/results" / figure.file).read_text(), words)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_results_file_has_a_figure_or_a_reason():
+    files = {path.name for path in (ROOT / "benchmarks/results").glob("*.md")}
+    assert {figure.file for figure in site_figures.figures(ROOT)} | set(site_figures.left_out(ROOT)) == files
 
 
 # ---- the built site

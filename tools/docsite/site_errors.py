@@ -34,6 +34,7 @@ class Said:
 class Notes:
     classes: dict[str, Said]
     messages: list[Said]
+    lines: tuple[tuple[str, str], ...]  # (class, function): functions that make the lines of a list in its messages
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -46,7 +47,12 @@ def notes(package: str, root: Path) -> Notes:
     return Notes(
         classes={name: _said(name, given) for name, given in found.get("class", {}).items()},
         messages=[_said(given.pop("text"), given) for given in found.get("message", [])],
+        lines=tuple((kind, function) for kind, functions in found.get("lines", {}).items() for function in functions),
     )
+
+
+def messages(package: str, root: Path) -> list[Message]:
+    return site_raises.messages(package, root, notes(package, root).lines)
 
 
 def matches(template: str, said: str) -> bool:
@@ -69,7 +75,7 @@ def _pattern(template: str) -> str:
 def of_message(said: Said, package: str, root: Path) -> list[Message]:
     """The messages of the code that an entry of the data file speaks of."""
     words = " ".join(said.of.split())
-    return [message for message in site_raises.messages(package, root) if words in message.text]
+    return [message for message in messages(package, root) if words in message.text]
 
 
 def overview(root: Path) -> str:
@@ -77,7 +83,7 @@ def overview(root: Path) -> str:
     for package in site_raises.BASES:
         kinds = site_raises.kinds(package, root).values()
         names = ", ".join(f"[`{kind.name}`]({package}.md#{_slug(kind.name)})" for kind in public(kinds))
-        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(site_raises.messages(package, root))} |")
+        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(messages(package, root))} |")
     return OVERVIEW + "\n".join(rows) + "\n"
 
 
@@ -99,7 +105,7 @@ def public(kinds: list[Kind]) -> list[Kind]:
 
 def anchors(package: str, root: Path) -> dict[Message, str]:
     """An address for each message: its class and first words; of two with the same words, both get a digest."""
-    found = {message: _anchor(message) for message in site_raises.messages(package, root)}
+    found = {message: _anchor(message) for message in messages(package, root)}
     several = list(found.values())
     return {
         message: anchor if several.count(anchor) == 1 else f"{anchor}-{_digest(message)}"
@@ -125,7 +131,7 @@ def _three(said: Said) -> str:
 
 def _all(package: str, root: Path) -> list[str]:
     anchor, modules = anchors(package, root), {}
-    for message in site_raises.messages(package, root):
+    for message in messages(package, root):
         modules.setdefault(message.module, []).append(message)
     lines = []
     for module, made in sorted(modules.items()):
@@ -173,6 +179,8 @@ OVERVIEW = """\
 
 Every typed error of the six packages, listed from their code. Search for the words of the message that stay the same
 whatever its values are; classes and common messages have their cause, an example and a remedy.
+
+A run that ends without an error, gives NaN or is slow: [debug a hang, a NaN, a slow rank](../do/debug.md).
 
 | package | classes | messages |
 |---|---|---|

@@ -51,10 +51,24 @@ def plain(text: str) -> str:
     return WRAPPED.sub(" ", re.sub(r"[`*|]", " ", text)).strip()
 
 
+def says(text: str, words: str) -> bool:
+    """Whether one line or paragraph of a results file has all of ``words``, which " ... " keeps apart."""
+    lines = [*text.splitlines(), *text.split("\n\n")]
+    return any(all(plain(part) in plain(line) for part in words.split(" ... ")) for line in lines)
+
+
 def pages(root: Path) -> dict[str, str]:
     lines = [PAGE]
     for row in figures(root):
-        cells = (row.date, row.package, row.what, row.peer or "none", row.result, f"`{row.command}`", row.machine)
+        cells = (
+            row.date,
+            row.package,
+            row.what,
+            row.peer or "none",
+            row.result.replace(" ... ", "; "),
+            f"`{row.command}`",
+            row.machine,
+        )
         lines.append("| " + " | ".join(map(_cell, cells)) + f" | [file](../benchmarks/results/{row.file}) |")
     lines += ["", "## Files without a row", ""]
     lines += [f"- [{file}](../benchmarks/results/{file}): {why}" for file, why in left_out(root).items()]

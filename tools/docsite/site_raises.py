@@ -23,7 +23,7 @@ BASES = {
     "gpt": ("ConfigError", "TrainError"),
 }
 DEEPEST = 4  # names and calls that a text is followed through
-MOST_FORMS = 12  # of one call's text
+MOST_FORMS = 60  # of one call's text
 LONG_ENOUGH = 16  # characters of a text that stands for a message which could not be followed
 PLACE = "{...}"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -46,7 +46,7 @@ class Kind:
     meaning: str  # its docstring's first line
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
     """What stands where in a package, by name: one pass over its syntax trees."""
 
@@ -55,6 +55,16 @@ class Source:
     calls: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the last part of the name
     of_classes: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the part before it
     constants: dict[str, list[ast.expr]]  # of modules and classes
+
+    @functools.cache  # noqa: B019 - there is one of these for each package
+    def local(self, function: Function) -> dict[str, list[ast.expr]]:
+        """What names of a function are assigned."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(function):
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
+                found.setdefault(last(target), []).append(node.value)
+        return found
 
     def add(self, module: str, tree: ast.Module) -> None:
         todo: list[tuple[Function | None, ast.AST]] = [(None, tree)]
@@ -162,7 +172,7 @@ def _texts(code: Source, inside: Function | None, node: ast.AST, depth: int) -> 
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):
-        return ["".join(_piece(code, part) for part in node.values)]
+        return _forms(code, inside, node, depth)
     if isinstance(node, ast.IfExp):
         return _texts(code, inside, node.body, depth) + _texts(code, inside, node.orelse, depth)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -179,12 +189,25 @@ def _texts(code: Source, inside: Function | None, node: ast.AST, depth: int) -> 
     return []
 
 
+def _forms(code: Source, inside: Function | None, node: ast.JoinedStr, depth: int) -> list[str]:
+    """An f-string's templates: one for each text that a rule or remedy in it may be, as the callers give it."""
+    found = [""]
+    for part in node.values:
+        value = part.value if isinstance(part, ast.FormattedValue) else part
+        said = _texts_of_name(code, inside, value.id, depth - 1) if isinstance(value, ast.Name) and depth else []
+        long = [text for text in said if len(re.sub(r"\{[\w.]*\}", "", text)) >= LONG_ENOUGH]
+        if not long or len(long) * len(found) > MOST_FORMS:
+            said = [_piece(code, part)]
+        elif len(long) < len(said):
+            said = [*long, _piece(code, part)]
+        found = [before + text for before in found for text in said]
+    return found
+
+
 def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int) -> list[str]:
     found = []
-    for node in ast.walk(inside) if inside else ():
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and last(target) == name and node.value:
-            found += _texts(code, inside, node.value, depth)
+    for value in code.local(inside).get(name, []) if inside else ():
+        found += _texts(code, inside, value, depth)
     if inside and name in (parameters := [a.arg for a in [*inside.args.args, *inside.args.kwonlyargs]]):
         skipped = parameters[0] in ("self", "cls")
         for _, where, call in code.calls.get(inside.name, []):
@@ -220,9 +243,8 @@ def _given(call: ast.Call, name: str, position: int) -> ast.expr | None:
 def _long_texts(code: Source, inside: Function | None) -> list[str]:
     found = []
     for node in _outermost_texts(inside) if inside else ():
-        text = node.value if isinstance(node, ast.Constant) else "".join(_piece(code, part) for part in node.values)
-        if len(text.replace(PLACE, "")) >= LONG_ENOUGH:
-            found.append(text)
+        texts = [node.value] if isinstance(node, ast.Constant) else _forms(code, inside, node, DEEPEST)
+        found += [text for text in texts if len(text.replace(PLACE, "")) >= LONG_ENOUGH]
     return found
 
 

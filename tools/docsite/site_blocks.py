@@ -69,8 +69,6 @@ def faults(text: str) -> list[str]:
     fences = len(re.findall(r"^```\w", text, re.MULTILINE))
     if fences != len(blocks(text)):
         wrong.append(f"{fences} fences begin and {len(blocks(text))} blocks are whole")
-    if re.search(r"^```$\n(?!\n|\Z|```|<|\S)", text, re.MULTILINE):
-        wrong.append("a fence without a language")
     for block in blocks(text):
         first = block.body.strip().split("\n")[0]
         if block.language not in LANGUAGES:

@@ -130,12 +130,12 @@ def _three(said: Said) -> str:
 
 
 def _all(package: str, root: Path) -> list[str]:
-    anchor, modules = anchors(package, root), {}
+    anchor, modules, code = anchors(package, root), {}, site_raises.source(root / "packages" / package)
     for message in messages(package, root):
         modules.setdefault(message.module, []).append(message)
     lines = []
     for module, made in sorted(modules.items()):
-        lines += [f"### {module}\n", "<ul>"]
+        lines += [f"### {module}\n", f"{code.meanings[module]}\n", "<ul>"]
         lines += [
             f'<li id="{anchor[message]}"><a href="#{anchor[message]}">{message.kind}</a> '
             f"<code>{html.escape(message.text)}</code></li>"

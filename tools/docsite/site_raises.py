@@ -55,6 +55,7 @@ class Source:
     calls: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the last part of the name
     of_classes: dict[str, list[tuple[str, Function | None, ast.Call]]]  # by the part before it
     constants: dict[str, list[ast.expr]]  # of modules and classes
+    meanings: dict[str, str]  # of modules: the first lines of their docstrings
 
     @functools.cache  # noqa: B019 - there is one of these for each package
     def local(self, function: Function) -> dict[str, list[ast.expr]]:
@@ -67,6 +68,7 @@ class Source:
         return found
 
     def add(self, module: str, tree: ast.Module) -> None:
+        self.meanings[module] = first_line(tree)
         todo: list[tuple[Function | None, ast.AST]] = [(None, tree)]
         while todo:
             inside, node = todo.pop()
@@ -89,7 +91,7 @@ class Source:
 
 @functools.cache
 def source(folder: Path) -> Source:
-    root, code = folder / "src", Source(functions={}, classes={}, calls={}, of_classes={}, constants={})
+    root, code = folder / "src", Source(functions={}, classes={}, calls={}, of_classes={}, constants={}, meanings={})
     for path in sorted(root.rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         code.add(module, ast.parse(path.read_text(), str(path)))

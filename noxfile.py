@@ -511,9 +511,10 @@ def pytest_on(*folders: Path) -> list[str]:
 
 
 def of_ranks(environment: Environment, folder: Path) -> list[str]:
-    """pytest on tests of which most need torch: where ranktest is installed, it is loaded once, also for the ranks."""
-    early = ["--early-server"] if Path(environment.python).is_relative_to(SHARED) else []
-    return [*pytest_on(folder), *early]
+    """pytest; where ranktest is installed and used, torch is loaded once for it and for the ranks."""
+    installed = Path(environment.python).is_relative_to(SHARED)
+    early = installed and any("ranktest" in path.read_text() for path in folder.rglob("*.py"))
+    return [*pytest_on(folder), *(["--early-server"] if early else [])]
 
 
 def single_process_tests(package: str) -> list[str]:

@@ -98,35 +98,15 @@ class AsyncSaver:
         _open_savers(os.getpid()).add(self)
 
     def save(
-        self,
-        sharded_state_dict: Mapping[Any, Any],
-        checkpoint_dir: str | Path,
-        sharded_strategy: Any = None,
-        common_strategy: Any = None,
-        validate_access_integrity: bool = True,
-        preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
-        content_metadata: dict[str, Any] | None = None,
-        *,
-        if_exists: str = "replace",
-        check_finite: bool = False,
-        metadata: str = "torch",
-        progress: Progress | None = None,
+        self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | Path, *arguments: Any, **options: Any
     ) -> AsyncSave:
-        """``async_save`` on this saver's group."""
-        request = SaveRequest.made(
-            sharded_state_dict,
-            checkpoint_dir,
-            (sharded_strategy, common_strategy),
-            preprocess=preprocess_common_before_consistancy_check,
-            content_metadata=content_metadata,
-            group=self._group,
-            if_exists=if_exists,
-            check_finite=check_finite,
-            metadata=metadata,
-            timeout_s=self._timeout_s,
-            progress=progress,
+        """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
+        group, timeout_s = self._group, self._timeout_s
+        return self._start(
+            SaveRequest.made(
+                sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options
+            )
         )
-        return self._start(request)
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
@@ -327,9 +307,11 @@ def async_save(
     request = SaveRequest.made(
         sharded_state_dict,
         checkpoint_dir,
-        (sharded_strategy, common_strategy),
-        preprocess=preprocess_common_before_consistancy_check,
-        content_metadata=content_metadata,
+        sharded_strategy,
+        common_strategy,
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
         group=group,
         if_exists=if_exists,
         check_finite=check_finite,

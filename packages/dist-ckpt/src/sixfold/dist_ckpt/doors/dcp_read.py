@@ -20,41 +20,36 @@ import socket
 import uuid
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
+from sixfold.dist_ckpt.doors.dcp_items import box_of, check_whole, is_writable, outside, part_of
 from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
 from sixfold.dist_ckpt.errors import (
     BY_NAME,
     CheckpointError,
     CorruptError,
     MismatchError,
-    ShardingError,
     StorageError,
     typed,
 )
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import Span, spans_of
-from sixfold.dist_ckpt.geometry.box import Box, Ints, cover_weight, describe
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk
+from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import hosts, loading
 from sixfold.dist_ckpt.road import reader as engine
-from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
@@ -291,7 +286,7 @@ class Reader(StorageReader):
         checkpoint, share, touched = self._opened(), plan.storage_data, self._touched(plan.items)
         if not isinstance(share, _Share):
             share = _Share(touched, 1)
-        elif more := _outside(touched, self._wished):  # a planner has added items
+        elif more := outside(touched, self._wished):  # a planner has added items
             share = share._replace(spans=[*share.spans, *more])
         try:
             with self._named():
@@ -345,16 +340,16 @@ class Reader(StorageReader):
         self._mirror, self._mirrors, self._at_end = None, [], None
 
     def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
-        _check_whole(planner, items, checkpoint.manifest)
+        check_whole(planner, items, checkpoint.manifest)
         reads, records, filled, whole = list[plans.Read](), list[ShardedTensor](), list[_Goal](), list[_Goal]()
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
             stored, chunk = self._stored(checkpoint, item)
             tensor = planner.resolve_tensor(item).detach()
-            box = _box(item, chunk, tensor)
+            box = box_of(item, chunk, tensor)
             self._check_dtype(item, stored, tensor)
-            if not _is_writable(item.storage_index.fqn, tensor):
+            if not is_writable(item.storage_index.fqn, tensor):
                 whole.append((item, tensor))
                 continue
             key = item.storage_index.fqn
@@ -369,7 +364,7 @@ class Reader(StorageReader):
         blocks = [block for span in share.spans for block in span.blocks()] if has_digests else []
         reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
-            tensor.copy_(_part(self._value(checkpoint, item)[1], item))
+            tensor.copy_(part_of(self._value(checkpoint, item)[1], item))
             planner.commit_tensor(item, tensor)
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -443,88 +438,3 @@ def _close_all(mirrors: list[Mirror]) -> None:
     """The shared one first: who waits for this rank's blocks looks at the lock in its own."""
     for mirror in mirrors:
         mirror.close()
-
-
-def _box(item: ReadItem, chunk: StoredChunk, tensor: torch.Tensor) -> Box:
-    """The place of an item in the global tensor."""
-    key, inside = item.storage_index.fqn, Box(tuple(item.storage_offsets), tuple(item.lengths))
-    if not inside.within(chunk.box.size):
-        raise MismatchError(f"{key}: the planner asks for {inside} of a chunk of shape {chunk.box.size}")
-    if tuple(tensor.shape) != inside.size:
-        raise MismatchError(
-            f"{key}: the planner gives a tensor of shape {tuple(tensor.shape)} for a part of {inside.size}"
-        )
-    return inside.shifted(chunk.box.offset)
-
-
-def _is_writable(key: str, tensor: torch.Tensor) -> bool:
-    """Whether bytes can be put where a tensor lies; False for a subclass, which is filled by torch's copy.
-
-    Raises:
-        ShardingError: a meta tensor; two elements in one place.
-    """
-    try:
-        check_writable(key, tensor)
-    except ShardingError:
-        if type(tensor) is torch.Tensor:
-            raise
-        return False
-    return True
-
-
-def _part(value: Any, item: ReadItem) -> torch.Tensor:
-    """What an item wants of a whole chunk."""
-    if not isinstance(value, torch.Tensor):
-        raise CorruptError(f"{item.storage_index.fqn} is stored as a {type(value).__name__} and not as a tensor")
-    tensor: torch.Tensor = value
-    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if length != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, start, length)
-    return tensor
-
-
-def _check_whole(planner: LoadPlanner, items: Iterable[ReadItem], manifest: Manifest) -> None:
-    """CorruptError if chunks do not cover each element that torch's planner asks for once; a hole would stay as it was.
-
-    Planners of users may have reasons to read less.
-    """
-    if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
-        return
-    planned: defaultdict[tuple[str, Ints], list[Box]] = defaultdict(list)
-    for item in items:
-        if item.type != LoadItemType.BYTE_IO:
-            shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
-            planned[shard].append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
-    for key, value in vars(planner)["state_dict"].items():
-        asked = key in manifest.tensors and isinstance(value, torch.Tensor)
-        for start, shape in _local(value) if asked else ():
-            parts, wanted = planned[key, start], Box((0,) * len(shape), shape)
-            if (missing := wanted.volume - sum(part.volume for part in parts)) > 0:
-                raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
-            if wanted.volume and len(parts) > 1 and sum(map(cover_weight, parts)) != cover_weight(wanted):
-                where = describe(key, Box(start, shape), manifest.tensors[key].shape)
-                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
-
-
-def _local(tensor: torch.Tensor) -> list[tuple[Ints, Ints]]:
-    """Start and shape of what this rank holds of a tensor, of a DTensor, of torch's ShardedTensor."""
-    if isinstance(tensor, TorchShardedTensor):
-        return [(tuple(own.metadata.shard_offsets), tuple(own.tensor.shape)) for own in tensor.local_shards()]
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.dim(), tuple(tensor.shape))]
-    if tensor.device_mesh.get_coordinate() is None:
-        return []
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    shape = tuple(tensor.to_local().shape)
-    return [(tuple(chunk.offsets), shape if len(chunks) == 1 else tuple(chunk.sizes)) for chunk in chunks]
-
-
-def _outside(touched: Iterable[Span], wished: Iterable[Span]) -> list[Span]:
-    """The blocks of ``touched`` that are not in ``wished``."""
-    known = {block for span in wished for block in span.blocks()}
-    return [
-        Span(block.file, block.number, block.number + 1)
-        for span in touched
-        for block in span.blocks()
-        if block not in known
-    ]

@@ -61,27 +61,33 @@ class SaveRequest:
         cls,
         state: Mapping[Any, Any],
         place: Any,
-        strategies: tuple[Any, Any],
+        sharded_strategy: Any = None,
+        common_strategy: Any = None,
+        validate_access_integrity: bool = True,
+        preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
+        content_metadata: dict[str, Any] | None = None,
         *,
         group: Group,
         timeout_s: float,
         **rest: Any,
     ) -> SaveRequest:
-        """The request of a call: its store opened, its strategies (None, tuples, objects) looked up.
+        """The request of a call with these arguments: its store opened, its strategies looked up.
 
         Raises:
             CheckpointError: what is wrong with any of it, on every rank.
         """
         with told_to_all(group, timeout_s):
             store = store_at(place, timeout_s)
-            sharded = find(StrategyAction.SAVE_SHARDED, strategies[0], ("torch_dist", 1))
-            common = find(StrategyAction.SAVE_COMMON, strategies[1], ("torch", 1))
+            sharded = find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
+            common = find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
             return cls(
                 state=state,
                 store=store,
                 sharded=sharded,
                 common=common,
                 engine=sharded.engine() if common.is_built_in else None,
+                preprocess=preprocess_common_before_consistancy_check,
+                content_metadata=content_metadata,
                 group=group,
                 timeout_s=timeout_s,
                 **rest,

@@ -349,7 +349,7 @@ def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange,
         check_together([report.table for report in reports if report.table is not None], reports, None)
         return Ticket(save)
 
-    request = SaveRequest.made(state, folder, (None, None), group=exchange.group, timeout_s=exchange.timeout_s)
+    request = SaveRequest.made(state, folder, group=exchange.group, timeout_s=exchange.timeout_s)
 
     def described() -> tuple[RankContent, _Report]:
         return describe(request, exchange, SaveEngine(), None)[:2]

@@ -150,7 +150,7 @@ def docs(session: nox.Session) -> None:
     # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
     session.run(python, "tools/explorer/build.py", "site", external=True)
     session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")
-    tests = [ROOT / "tests-integration" / name for name in ("test_site.py", "test_docs.py")]
+    tests = [ROOT / "tests-integration" / name for name in ("test_site.py", "test_docs.py", "test_moves.py")]
     environment.run(session, *pytest_on(*tests), "--whole-site", *environment.arguments)
     page = ROOT / "tests-integration" / "test_explorer_page.py"  # in a browser, where there is one
     session.run(python, *pytest_on(page), "-rs", "--whole-site", env=environment.variables, external=True)

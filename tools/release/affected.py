@@ -2,7 +2,7 @@
 
     git diff --name-only --> paths --> packages touched, and who depends on them (this file) --> sessions
 
-    python tools/release/affected.py --base origin/main        lines for the forge: packages=[...] and sessions=[...]
+    python tools/release/affected.py --base origin/main      packages=[...], sessions=[...], lowest=[...], for the forge
 
 Who depends on whom is read from the pyproject.toml files, extras included. A path that no rule names
 concerns everything.
@@ -107,7 +107,9 @@ def main() -> None:
             paths = done.stdout.split("\n")[:-1]
     found = concern(paths, arrows(), ranked())
     print(f"packages={json.dumps(found.packages)}")
-    print(f"sessions={json.dumps(found.sessions)}")
+    oldest = [session for session in found.sessions if session.startswith("lowest(")]  # on the oldest Python alone
+    print(f"sessions={json.dumps([session for session in found.sessions if session not in oldest])}")
+    print(f"lowest={json.dumps(oldest)}")
 
 
 if __name__ == "__main__":

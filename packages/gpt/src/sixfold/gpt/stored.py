@@ -28,6 +28,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SCHEDULES = {entry.name for entry in registered()}  # "plan" is another one's base
 _POOL_ALIGN = 128  # of what one reduction needs, in sixfold.fsdp's ways.py
 _MOST_PIECES = 16  # likewise
+_MIXED_NUMEL, _NORM_BYTES = 2**13, 2**16  # likewise, in reduce.py
 
 
 def ranks_of(parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
@@ -196,7 +197,7 @@ class Stored:
         gradients: main gradients where they stay, and whole local sums of strategies that do not shard them.
         optimizer: main weights (where they are no compute weights) and moments.
         gathered: memory in which whole weights come and go, the root unit's included.
-        reducing: buffers of reductions in flight, and whole local sums beside sharded gradients.
+        reducing: buffers of reductions in flight, scratch, and whole local sums beside sharded gradients.
     """
 
     parameters: int
@@ -255,8 +256,16 @@ def stored(
         gradients=gradients,
         optimizer=main + (0 if formats.offload else moments),
         gathered=_arena_bytes(kinds, cuts, formats) if strategy.shards_params else 0,
-        reducing=local + pool,
+        reducing=local + pool + _scratch_bytes(formats, pool),
     )
+
+
+def _scratch_bytes(formats: Formats, pool: int) -> int:
+    """Of mixed additions, and of a norm where no slot of the pool is; on CPUs alone."""
+    if not formats.gloo:
+        return 0
+    mixed = len({formats.compute, formats.main, formats.reduce, formats.grad}) > 1
+    return (_MIXED_NUMEL * formats.main if mixed else 0) + (0 if pool else _NORM_BYTES)
 
 
 def wire_bytes(stream: Stream, formats: Formats) -> int:

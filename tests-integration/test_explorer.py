@@ -186,9 +186,14 @@ def test_what_cannot_be_is_refused_in_the_packages_form(values, words_of_error):
 
 
 def test_the_page_offers_every_schedule_and_the_bounds_that_are_checked():
-    offered = PAGE.split('<select id="sx-schedule"')[1].split("</select>")[0]
-    assert sorted(re.findall(r'<option value="(\w+)"[^>]*>\1</option>', offered)) == sorted(schedules.__all__)
-    assert {entry["name"] for entry in menu()["schedules"]} == {*schedules.__all__, PLAN, OWN}
+    groups = {}
+    for entry in menu()["schedules"]:
+        groups.setdefault(entry["group"], []).append(entry["name"])
+    assert groups.pop("Other") == [PLAN, OWN]
+    assert sorted(name for names in groups.values() for name in names) == sorted(schedules.__all__)
+    assert groups["No flush between batches"] == ["pipedream", "pipedream_2bw"]
+    assert "zb_h1" in groups["Backward split in I and W"]
+    assert "gpipe" in groups["Backward whole"]
     start = menu()["start"]
     sliders = re.findall(
         r'name="(\w+)" type="range" min="([\d.]+)" max="([\d.]+)" step="[\d.]+" value="([\d.]+)"', PAGE

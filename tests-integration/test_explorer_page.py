@@ -17,7 +17,7 @@ from repository_helpers import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 sys.path.insert(0, str(ROOT / "packages" / "pipeline" / "src"))  # of which nothing here needs torch
 
-from explorer.answer import answer, export
+from explorer.answer import answer, export, menu
 from explorer.examples import EXAMPLES
 from explorer.request import OWN, Request
 
@@ -111,6 +111,11 @@ def test_the_page_begins_with_the_figures_and_the_picture_of_the_package(explore
     assert explorer.page.text_content("#sx-text") == found["text"]
     assert explorer.page.text_content("#sx-command") == found["command"]
     assert "Proved" in explorer.text("#sx-verdict")
+
+
+def test_every_schedule_is_offered(explorer):
+    names = explorer.page.eval_on_selector_all("#sx-schedule option", "found => found.map(option => option.value)")
+    assert names == [entry["name"] for entry in menu()["schedules"]]
 
 
 def test_nothing_comes_from_elsewhere(explorer):

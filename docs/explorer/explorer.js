@@ -423,6 +423,12 @@
 
   function begin(found) {
     menu = found;
+    const groups = new Map(menu.schedules.map(({ group }) => [
+      group, Object.assign(document.createElement("optgroup"), { label: group }),
+    ]));
+    for (const { name, label: words, group } of menu.schedules) groups.get(group).append(new Option(words, name));
+    at("schedule").replaceChildren(...groups.values());
+    at("schedule").value = menu.start.schedule;
     at("example").append(...Object.keys(menu.examples).map((name) => new Option(name, name)));
     write(location.hash.includes("=") ? fromAddress() : read());
     refresh();

@@ -38,6 +38,7 @@ __all__ = ["answer", "export", "menu", "reply", "table"]
 _SEARCH_S = 2.0
 _FIGURES = ("makespan", "ideal", "bubble_over_ideal", "bubble_over_total", "span_over_ideal")
 _EXTRA = ("chunks", "waves", "steps")
+_GROUPS = ("Backward whole", "Backward split in I and W", "No flush between batches")
 
 
 def reply(question: str) -> str:
@@ -54,21 +55,27 @@ def menu() -> dict[str, Any]:
     entries = [
         {
             "name": schedule.name,
+            "label": schedule.name,
+            "group": _group(schedule),
             "takes": [name for name in _EXTRA if name in schedule.arguments],
             "summary": (getdoc(getmodule(schedule.make)) or "").split("\n\n")[0].replace("\n", " "),
         }
         for schedule in schedules.registered()
     ]
-    entries.append(
-        {
-            "name": PLAN,
-            "takes": ["chunks"],
-            "summary": f"The best order that {_SEARCH_S:g} s of search find for these costs under the cap.",
-        }
-    )
-    entries.append({"name": OWN, "takes": [], "summary": "A program of yours: PyTorch's CSV, or this package's text."})
+    entries.sort(key=lambda entry: _GROUPS.index(entry["group"]))
+    search = f"The best order that {_SEARCH_S:g} s of search find for these costs under the cap."
+    own = "A program of yours: PyTorch's CSV, or this package's text."
+    more = [(PLAN, "search one for these costs", ["chunks"], search), (OWN, "a program of my own", [], own)]
+    entries += [
+        {"name": name, "label": label, "group": "Other", "takes": takes, "summary": summary}
+        for name, label, takes, summary in more
+    ]
     limits = {**LIMITS, "actions": ACTIONS, "csv": CSV}
     return {"schedules": entries, "limits": limits, "start": asdict(Request()), "examples": EXAMPLES}
+
+
+def _group(schedule: schedules.Schedule) -> str:
+    return _GROUPS[2 if not schedule.flushed else int(schedule.split)]
 
 
 def answer(request: Request) -> dict[str, Any]:

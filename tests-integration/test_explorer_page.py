@@ -212,6 +212,14 @@ def test_what_a_schedule_refuses_is_said_in_its_own_words(explorer):
     assert f"ScheduleError: {refused.value}" in explorer.page.text_content("#sx-verdict")
 
 
+@pytest.mark.parametrize("state", ["ranks=99", "microbatches=x", "colour=1", "schedule=none"])
+def test_a_link_to_what_cannot_be_is_refused_and_not_bent(explorer, state):
+    explorer.go(state)
+    assert "ScheduleError" in explorer.text("#sx-verdict")
+    assert state.split("=")[0] in explorer.text("#sx-verdict")
+    assert not explorer.page.is_visible("#sx-picture")
+
+
 def test_a_saved_file_is_the_packages(explorer):
     explorer.page.select_option("#sx-form", "lowered")
     with explorer.page.expect_download() as begun:

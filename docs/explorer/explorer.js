@@ -110,10 +110,10 @@
   function fromAddress() {
     const state = { ...menu.start };
     for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
-      if (!(name in state)) continue;
-      state[name] = name === "schedule" || name === "program" ? value : Number(value);
+      // What is no setting, or beyond its bounds, is Python's to refuse.
+      state[name] = typeof state[name] === "string" || !(name in state) ? value : Number(value);
     }
-    return state;
+    return { ...state, memory_cap: state.memory_cap || null };
   }
 
   // ---- questions
@@ -123,12 +123,11 @@
   function changed() {
     label();
     clearTimeout(timer);
-    timer = setTimeout(refresh, QUIET_MS);
+    timer = setTimeout(() => refresh(), QUIET_MS);
   }
 
-  function refresh() {
+  function refresh(state = read()) {
     if (!menu) return;
-    const state = read();
     history.replaceState(null, "", address(state));
     at("compared").hidden = true;
     say(state.schedule === "plan" ? "Searching for 2 s…" : "Computing…");
@@ -359,8 +358,9 @@
     document.querySelector(".sx-form").addEventListener("submit", (event) => event.preventDefault());
     addEventListener("hashchange", () => {
       if (!location.hash.includes("=")) return;
-      write(fromAddress());
-      refresh();
+      const state = fromAddress();
+      write(state);
+      refresh(state);
     });
     at("zoom").addEventListener("input", () => {
       point(null);
@@ -430,8 +430,9 @@
     at("schedule").replaceChildren(...groups.values());
     at("schedule").value = menu.start.schedule;
     at("example").append(...Object.keys(menu.examples).map((name) => new Option(name, name)));
-    write(location.hash.includes("=") ? fromAddress() : read());
-    refresh();
+    const state = location.hash.includes("=") ? fromAddress() : menu.start;
+    write(state);
+    refresh(state);
   }
 
   listen();

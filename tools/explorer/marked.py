@@ -16,7 +16,7 @@ from sixfold.pipeline import ScheduleError
 __all__ = ["draw_marked", "rows_of_csv"]
 
 _CELLS, _RANKS = 11, 24  # cells of a row, and rows
-_LETTER, _HEIGHT, _GAP, _LABEL, _TOP = 7.4, 26, 30, 96, 6  # pixels
+_LETTER, _HEIGHT, _LABEL, _TOP = 7.4, 26, 96, 6  # pixels
 
 
 def rows_of_csv(text: str) -> list[list[str]]:
@@ -63,8 +63,9 @@ def _svg(cells: list[list[str]], places: list[tuple[int, int]], absent: tuple[in
     shown = {rank: cells[rank][starts[rank] : starts[rank] + _CELLS] for rank in ranks}
     widest = max((len(cell) for row in shown.values() for cell in row), default=3)
     wide = widest * _LETTER + 14
-    y_of = {rank: _TOP + at * (_HEIGHT + _GAP) for at, rank in enumerate(ranks)}
-    width, height = _LABEL + _CELLS * (wide + 4) + 30, _TOP + len(y_of) * (_HEIGHT + _GAP) - _GAP + _TOP
+    gap = 30 if loop else 6  # room for the arrows
+    y_of = {rank: _TOP + at * (_HEIGHT + gap) for at, rank in enumerate(ranks)}
+    width, height = _LABEL + _CELLS * (wide + 4) + 30, _TOP + len(y_of) * (_HEIGHT + gap) - gap + _TOP
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="monospace" font-size="12" role="img" '

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, typed
-from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import loading, looking, saving
-from sixfold.dist_ckpt.road.loading import LoadRequest
-from sixfold.dist_ckpt.road.request import SaveRequest, read_config
+from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.stores.folder import is_complete
@@ -176,18 +175,18 @@ def load(
         # Who waits for this rank does so for timeout_s: a store that fails is told of before.
         store = store_at(checkpoint_dir, timeout_s / 2)
         strategies, engine = _strategies_for(store, sharded_strategy, common_strategy)
-    request = LoadRequest(
-        state=sharded_state_dict,
-        store=store,
-        validate_access_integrity=validate_access_integrity,
-        strict=strict,
-        group=group,
-        dtype_policy=dtype_policy,
-        verify=verify,
-        safe_globals=safe_globals,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
+        request = LoadRequest(
+            state=sharded_state_dict,
+            store=store,
+            validate_access_integrity=validate_access_integrity,
+            strict=parse_strict(strict),
+            group=group,
+            dtype_policy=dtype_policy,
+            verify=verify,
+            safe_globals=safe_globals,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
     if strategies is not None:
         sharded, common = strategies
         from sixfold.dist_ckpt.road import foreign

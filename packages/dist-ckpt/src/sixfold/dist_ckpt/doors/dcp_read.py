@@ -122,7 +122,7 @@ class Reader(StorageReader):
         safe_globals: Sequence[Any] = (),
     ) -> None:
         super().__init__()
-        engine.check_policy(dtype_policy)
+        plans.check_policy(dtype_policy)
         if verify not in VERIFY_MODES:
             raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
         self.path = path

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, first_element, intersect, is_contiguous, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
+DTYPE_POLICIES = ("exact", "cast", "strict")
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 1 << 25, 1 << 30
 
 
@@ -188,6 +189,12 @@ def plan_load(
     return LoadPlan(
         reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
     )
+
+
+def check_policy(dtype_policy: str) -> None:
+    """Refuse a policy that does not exist."""
+    if dtype_policy not in DTYPE_POLICIES:
+        raise CheckpointError(f"dtype_policy is {dtype_policy!r}; it is one of {DTYPE_POLICIES}")
 
 
 def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:

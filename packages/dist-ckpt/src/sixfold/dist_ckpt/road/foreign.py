@@ -26,9 +26,9 @@ from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import told_to_all
 from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.hosts import Seen
-from sixfold.dist_ckpt.road.loading import LoadRequest, Looked, Values, Ways
+from sixfold.dist_ckpt.road.loading import Looked, Values, Ways
 from sixfold.dist_ckpt.road.reader import copy_values
-from sixfold.dist_ckpt.road.request import SaveRequest, read_config
+from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore

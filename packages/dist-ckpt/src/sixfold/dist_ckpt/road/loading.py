@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,17 +25,17 @@ from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.plans.validation import StrictHandling
-from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
+from sixfold.dist_ckpt.progress import Meter
+from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
 from sixfold.dist_ckpt.road.looking import common_data
-from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, check_policy
+from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
+from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.road.saving import object_report
 from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
-from sixfold.dist_ckpt.stores.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
 if TYPE_CHECKING:
@@ -99,22 +99,6 @@ class Looked:
         return [self.tensors[index] for index in kept], last
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadRequest:
-    """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
-
-    state: Mapping[Any, Any]
-    store: Store
-    validate_access_integrity: bool = True
-    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED
-    group: Group
-    dtype_policy: str = "exact"
-    verify: str = "touched"
-    safe_globals: Sequence[Any] = ()
-    timeout_s: float = 600.0
-    progress: Progress | None = None
-
-
 class Ways(NamedTuple):
     """How a load opens a checkpoint and reads what it wants: what a strategy of a user does for itself.
 
@@ -134,7 +118,7 @@ def load(asked: LoadRequest, engine: LoadEngine, ways: Ways | None = None) -> An
     ways = ways or Ways(_opened if engine.with_common else _opened_without_common, _read_one_save)
     with seen_at(asked.store, exchange) as seen:
         request, decision, values, casts = _loaded(asked, engine, ways, exchange, seen)
-    mode = validation.parse_strict(asked.strict)
+    mode = asked.strict
     if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     if exchange.rank == 0 and not mode.logs:
@@ -155,13 +139,11 @@ def _loaded(
     """What was asked for and decided, the values by place, and the keys whose dtype was converted."""
 
     def requested() -> tuple[Looked, _Report]:
-        check_policy(asked.dtype_policy)
-        validation.parse_strict(asked.strict)
         with seen.told():
             return typed(lambda: _requested(asked, engine, ways, exchange, seen))
 
     def agreed(reports: list[_Report]) -> tuple[_Decision, list[Shares]]:
-        return _agree(reports, validation.parse_strict(asked.strict), asked.validate_access_integrity, seen)
+        return _agree(reports, asked.strict, asked.validate_access_integrity, seen)
 
     def read() -> tuple[Values, set[str]]:
         with seen.told():

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block, Hasher
@@ -42,7 +42,6 @@ from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
 
-DTYPE_POLICIES = ("exact", "cast", "strict")
 WINDOW_BYTES = 1 << 28
 PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the copies between take a few of these
 _MOST_KEYS = 8  # in the text of an error
@@ -80,7 +79,7 @@ class Reader:
 
     Args:
         checkpoint: opened; its ``verify`` decides what is checked.
-        dtype_policy: one of ``DTYPE_POLICIES``; "strict" differences were refused by the plan.
+        dtype_policy: one of ``plan.DTYPE_POLICIES``; "strict" differences were refused by the plan.
         threads: how many read, hash and copy at once.
         window_bytes: see [Note: windows]; smaller ones tell ``on_complete`` sooner.
         moved: told of bytes that are in their tensors, from any thread.
@@ -400,9 +399,3 @@ def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
             f"{key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
             "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
         )
-
-
-def check_policy(dtype_policy: str) -> None:
-    """Refuse a policy that does not exist."""
-    if dtype_policy not in DTYPE_POLICIES:
-        raise CheckpointError(f"dtype_policy is {dtype_policy!r}; it is one of {DTYPE_POLICIES}")

@@ -1,19 +1,22 @@
-"""Requests: what a call of ``save`` or ``async_save`` asks for, as one value.
+"""Requests: what a call of ``save``, ``async_save`` or ``load`` asks for, as one value.
 
     arguments of the public functions --> SaveRequest.made (this file) --> saving.py, foreign.py, background/
+                                      --> LoadRequest (this file) --> loading.py, foreign.py
 
-Everything that a save must know and has not found out itself is here, checked and looked up on every rank.
+Everything that a save or load must know and has not found out itself is here, checked and looked up on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.files import metadata
+from sixfold.dist_ckpt.plans.plan import check_policy
+from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.stores import store_at
@@ -92,6 +95,25 @@ class SaveRequest:
                 timeout_s=timeout_s,
                 **rest,
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
+
+    state: Mapping[Any, Any]
+    store: Store
+    validate_access_integrity: bool = True
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    group: Group
+    dtype_policy: str = "exact"
+    verify: str = "touched"
+    safe_globals: Sequence[Any] = ()
+    timeout_s: float = 600.0
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        check_policy(self.dtype_policy)
 
 
 def read_config(checkpoint_dir: str | Path) -> tuple[tuple[str, int], tuple[str, int]] | None:

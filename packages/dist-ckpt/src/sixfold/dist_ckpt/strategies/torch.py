@@ -18,6 +18,7 @@ from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 from sixfold.dist_ckpt.road import loading, looking, saving
+from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import paths, store_at
@@ -114,7 +115,7 @@ class TorchDistLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
         return LoadEngine()
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
-        request = loading.LoadRequest(
+        request = LoadRequest(
             state=sharded_state_dict,
             store=store_at(checkpoint_dir),
             validate_access_integrity=False,

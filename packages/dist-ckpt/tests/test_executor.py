@@ -17,6 +17,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.plans.plan import assign, plan_load, report
 from sixfold.dist_ckpt.plans.table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import table_problems, tensor_problems
+from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import reader
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -45,6 +46,25 @@ def test_problems_found_by_hashes_are_those_found_box_by_box(seed):
     table = merge([tabulate(records)[0].encode() for records in ranks])
     by_boxes = tensor_problems([[report(record) for record in records] for records in ranks], "saved")
     assert sorted(table_problems(table, "saved")) == sorted(by_boxes)
+
+
+def test_the_table_of_a_rank_travels_once(tmp_path, monkeypatch):
+    seen = []
+
+    def apart(self, work, decide, plain=Exchange.apart):
+        def told():
+            mine, message = work()
+            seen.append(getattr(message, "table", None) is not None)
+            return mine, message
+
+        return plain(self, told, decide)
+
+    monkeypatch.setattr(Exchange, "apart", apart)
+    strategy = TorchDistSaveShardedStrategy()
+    for value in (1.0, 2.0):
+        dist_ckpt.save({"w": one("w", torch.full((5,), value))}, tmp_path / "c", strategy, group=None)
+    assert seen == [True, False, False, False], "with the first report; no more while it is the same"
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 5
 
 
 def test_a_table_gives_back_its_rows():

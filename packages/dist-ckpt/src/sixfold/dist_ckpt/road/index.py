@@ -15,7 +15,7 @@ from sixfold.dist_ckpt.files import compact, metadata
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
-from sixfold.dist_ckpt.plans.table import merge
+from sixfold.dist_ckpt.plans.table import Encoded, merge
 from sixfold.dist_ckpt.road.transfer import Written
 from sixfold.dist_ckpt.stores.store import Content, pieces_of
 
@@ -28,8 +28,9 @@ _Named = tuple[list[tuple[str, ByteRange]], list[str]]
 class Kept:
     """What a strategy keeps of its last save in a group; ``token`` is the same on all ranks.
 
-    ``digest`` is of this rank's table. The rest is of the last save that was committed: this rank's ``places``, and on
-    the first rank what all ranks wrote, the keys, and the last ``.metadata``.
+    ``digest`` is of this rank's table; on the first rank there are the keys and ``tables`` of all. The rest is of the
+    last save that was committed: this rank's ``places``, and on the first rank what all ranks wrote, and the last
+    ``.metadata``.
 
     [Note: plan cache] A rank whose table has not changed sends the token instead. If all do, and mean the same save,
     nothing is gathered or checked again: each knows that the sum of the tables is what it was. If only some do,
@@ -39,6 +40,7 @@ class Kept:
     token: str
     digest: str
     keys: frozenset[str] = frozenset()
+    tables: list[Encoded] = field(default_factory=list)
     places: bytes | None = None
     written: list[Written] = field(default_factory=list)
     index: tuple[str, list[_Named], dict[str, bytes]] | None = None  # save id, objects and file names, index files
@@ -47,10 +49,8 @@ class Kept:
 def spared(written: Written, known: bool, kept: Kept | None) -> tuple[bytes | None, Written]:
     """The places of what was written, and the message to the first rank without what it has already."""
     places = written.places
-    if kept is not None and known and kept.places is not None:
-        written.table = None
-        if places == kept.places:
-            written.places = None
+    if kept is not None and known and places == kept.places:
+        written.places = None
     return places, written
 
 
@@ -62,14 +62,13 @@ def index_of(written: list[Written], save_id: str, kept: Kept | None, form: str 
     if kept is None:
         return _streams(index_of_written(written, save_id), form)
     objects, last_index = [(part.objects, list(part.files)) for part in written], kept.index
-    unmoved = all(part.table is None and part.places is None for part in written)
+    unmoved = all(part.places is None for part in written)
     if unmoved and last_index is not None and objects == last_index[1]:
         before, _, last = last_index
         is_known = (".metadata" in last) == (form == "torch")
         if is_known and all(data.count(before.encode()) == 1 for data in last.values()):
             return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
     for part, one in zip(written, kept.written or written, strict=True):
-        part.table = one.table if part.table is None else part.table
         part.places = one.places if part.places is None else part.places
     index = index_of_written(written, save_id)
     kept.written, kept.index = written, None

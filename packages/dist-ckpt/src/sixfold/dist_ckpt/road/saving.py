@@ -93,10 +93,16 @@ def save(request: SaveRequest) -> None:
 
     def written() -> tuple[bytes | None, transfer.Written]:
         own = _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress)
+        own.table = None  # the first rank has it
         return spared(own, ticket.known, kept)
 
+    def committed(by_rank: list[transfer.Written]) -> None:
+        for part, table in zip(by_rank, agreed.tables, strict=True):
+            part.table = table
+        commit(by_rank, content, ticket, kept)
+
     with agreed.abandoned_on_error():
-        places, _ = exchange.together(written, lambda by_rank: commit(by_rank, content, ticket, kept))
+        places, _ = exchange.together(written, committed)
     if kept is not None:
         kept.places = places
 
@@ -110,6 +116,7 @@ class Agreed:
     ticket: Ticket
     kept: Kept | None = None
     records: Sequence[tuple[tree.KeyPath, ShardedBase]] = ()  # by place in the state dict
+    tables: Sequence[Encoded] = ()  # of all ranks, on the first one
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -157,8 +164,8 @@ def agree_on(request: SaveRequest) -> Agreed:
         first_rank.abandon()
         raise
     if engine.memory is not None and not ticket.known:
-        kept = engine.memory[place] = Kept(ticket.token, content.table.digest, first_rank.keys)
-    return Agreed(exchange, content, ticket, kept, parts.records)
+        kept = engine.memory[place] = Kept(ticket.token, content.table.digest, first_rank.keys, first_rank.tables)
+    return Agreed(exchange, content, ticket, kept, parts.records, first_rank.tables)
 
 
 class _FirstRank:
@@ -168,6 +175,7 @@ class _FirstRank:
         self._store, self._if_exists, self._kept = request.store, request.if_exists, kept
         self._save: Save | None = None
         self.keys: frozenset[str] = frozenset()
+        self.tables: list[Encoded] = []
 
     def agree(self, reports: list[_Report]) -> Ticket:
         """Check that the records of all ranks fit together, and begin the save. See [Note: plan cache]."""
@@ -182,6 +190,7 @@ class _FirstRank:
         if not known and len(tables) < len(reports):
             return Ticket(Save(save_id="", target=self._store.name), again=True)
         self.keys = check_together(tables, reports, self._kept if known else None)
+        self.tables = self._kept.tables if known and self._kept is not None else tables
         save_id, nbytes = secrets.token_hex(8), sum(report.nbytes for report in reports)
         self._save = self._store.begin(save_id, nbytes, self._if_exists, owns_file)
         differs = len({report.common_digest for report in reports}) > 1

@@ -19,6 +19,7 @@ from sixfold.dist_ckpt.plans.table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import table_problems, tensor_problems
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import reader
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -65,6 +66,16 @@ def test_the_table_of_a_rank_travels_once(tmp_path, monkeypatch):
         dist_ckpt.save({"w": one("w", torch.full((5,), value))}, tmp_path / "c", strategy, group=None)
     assert seen == [True, False, False, False], "with the first report; no more while it is the same"
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 5
+
+
+def test_a_save_after_one_that_failed_has_all_tables(tmp_path, monkeypatch):
+    strategy, state = TorchDistSaveShardedStrategy(), {"w": one("w", torch.full((5,), 3.0))}
+    for fails in ("prepare", "commit"):
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="on fire"):
+            patch.setattr(LocalStore, fails, lambda *_: (_ for _ in ()).throw(OSError(5, "the disk is on fire")))
+            dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
+    dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [3.0] * 5
 
 
 def test_a_table_gives_back_its_rows():

@@ -2,10 +2,11 @@
 
 tools/docsite: site_pages, site_raises, ... --> this file; nox -s docs --> site/ --> the last tests here
 
-A page is looked at as text, as `nox -s docs` hands it to the site's generator. Blocks that need torch, and the built
-site itself, are that session's: `--whole-site`.
+A page is looked at as text, as `nox -s docs` hands it to the site's generator. Blocks that need torch or a shell,
+and the built site itself, are that session's: `--whole-site`.
 """
 
+import functools
 import html
 import posixpath
 import re
@@ -27,8 +28,10 @@ LOADED = r'<(?:script|link|img|iframe|source)[^>]*\b(?:src|href)="(?:https?:)?//
 each_package = pytest.mark.parametrize("package", site_raises.BASES)
 
 
-def ids_of(text: str) -> set[str]:
+@functools.cache
+def ids_of(address: str) -> set[str]:
     """Addresses inside a page: of headings, as the site makes them, and those given in HTML."""
+    text = site_pages.pages()[address].text
     found = set(re.findall(r'\bid="([^"]+)"', text))
     for line, is_code in site_pages.lines_of(text):
         heading = re.match(r"#{1,6} +(.*)", line)
@@ -51,7 +54,7 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_heading():
                 there = posixpath.normpath(posixpath.join(posixpath.dirname(address), target)) if target else address
                 if there not in pages and there not in pictures and not (ROOT / "docs" / there).is_file():
                     wrong.append(f"{address}: {match[0]}: no such page")
-                elif anchor and there in pages and anchor.lower() not in ids_of(pages[there].text):
+                elif anchor and there in pages and anchor.lower() not in ids_of(there):
                     wrong.append(f"{address}: {match[0]}: no such heading")
     assert not wrong, "\n".join(wrong)
 
@@ -83,7 +86,7 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(path, request, tmp_path
     if not any(map(site_blocks.runs, site_blocks.blocks(text))):
         pytest.skip("no block of this page runs")
     if not site_blocks.is_quick(text) and not request.config.getoption("--whole-site"):
-        pytest.skip("its blocks load torch: `nox -s docs` runs them")
+        pytest.skip("its blocks load torch or start commands: `nox -s docs` runs them")
     wrong = site_blocks.run(text, tmp_path)
     assert not wrong, "\n".join(wrong)
 

@@ -55,8 +55,9 @@ def blocks(text: str) -> list[Block]:
 
 
 def is_quick(text: str) -> bool:
-    """Whether no block of a page loads torch."""
-    return not any(NEEDS_TORCH.search(block.body) for block in blocks(text) if runs(block))
+    """Whether a page's blocks are one process without torch."""
+    running = [block for block in blocks(text) if runs(block)]
+    return all(block.language == "python" and not NEEDS_TORCH.search(block.body) for block in running)
 
 
 def runs(block: Block) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 import site_errors
 import site_figures
 import site_notes
+import site_raises
 import site_reference
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,7 @@ def pages() -> dict[str, Page]:
     found = dict(_on_disk())
     for address, text in _made():
         found[address] = Page(text=text, place=f"docs/{address}", made=True)
+    site_raises.source.cache_clear()  # the syntax trees of all packages
     addresses = {page.place: address for address, page in found.items()} | HOME
     sources = dict(_sources(found, addresses))
     addresses |= {page.place: address for address, page in sources.items()}

@@ -9,9 +9,10 @@ the longer texts of the function that makes it stand for it. Syntax trees alone:
 
 import ast
 import functools
+import gc
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 BASES = {
@@ -26,6 +27,7 @@ DEEPEST = 4  # names and calls that a text is followed through
 MOST_FORMS = 60  # of one call's text
 LONG_ENOUGH = 16  # characters of a text that stands for a message which could not be followed
 PLACE = "{...}"
+LEAVES = frozenset((ast.JoinedStr, ast.Constant, ast.Name, ast.Load, ast.Store, ast.Del))  # no error is made inside
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -57,10 +59,13 @@ class Source:
     constants: dict[str, list[ast.expr]]  # of modules and classes
     meanings: dict[str, str]  # of modules: the first lines of their docstrings
 
-    @functools.cache  # noqa: B019 - there is one of these for each package
+    locals: dict[Function, dict[str, list[ast.expr]]] = field(default_factory=dict)
+
     def local(self, function: Function) -> dict[str, list[ast.expr]]:
         """What names of a function are assigned."""
-        found: dict[str, list[ast.expr]] = {}
+        if function in self.locals:
+            return self.locals[function]
+        found = self.locals[function] = {}
         for node in ast.walk(function):
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value:
@@ -84,20 +89,30 @@ class Source:
                     self.of_classes.setdefault(last(node.func.value), []).append((module, inside, node))
             elif isinstance(node, ast.Assign) and inside is None and isinstance(node.targets[0], ast.Name):
                 self.constants.setdefault(node.targets[0].id, []).append(node.value)
-            elif isinstance(node, ast.JoinedStr | ast.Constant | ast.Name):
-                continue  # no error is made inside
-            todo += [(within, child) for child in ast.iter_child_nodes(node)]
+            for name in node._fields:  # as ast.iter_child_nodes does, in half of its time
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    todo += [(within, child) for child in value if isinstance(child, ast.AST)]
+                elif isinstance(value, ast.AST) and type(value) not in LEAVES:
+                    todo.append((within, value))
 
 
 @functools.cache
 def source(folder: Path) -> Source:
     root, code = folder / "src", Source(functions={}, classes={}, calls={}, of_classes={}, constants={}, meanings={})
-    for path in sorted(root.rglob("*.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        code.add(module, ast.parse(path.read_text(), str(path)))
+    collects = gc.isenabled()
+    gc.disable()  # trees have no circles to find; looking for them takes more time than all else
+    try:
+        for path in sorted(root.rglob("*.py")):
+            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            code.add(module, ast.parse(path.read_text(), str(path)))
+    finally:
+        if collects:
+            gc.enable()
     return code
 
 
+@functools.cache
 def kinds(package: str, root: Path) -> dict[str, Kind]:
     """The typed errors of a package: its bases and what is derived from them, bases first."""
     code = source(root / "packages" / package)

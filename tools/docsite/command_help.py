@@ -26,7 +26,8 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     try:
         importlib.import_module(module).main()
     except Caught as caught:
-        return caught.args[0]
+        parser: argparse.ArgumentParser = caught.args[0]
+        return parser
     finally:
         argparse.ArgumentParser.parse_known_args = usual  # type: ignore[method-assign]
     raise RuntimeError(f"{module}.main() parsed no arguments")

@@ -13,11 +13,11 @@
 """
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,13 @@ FENCE = re.compile(
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json", "diff", "c"}
 NEEDS_TORCH = re.compile(r"torch|fsdp|dist_ckpt|sixfold-ckpt|sixfold[. ](?!blending|indexed_data|pipeline)")
 MARK = "==== end of block"
+DRIVER = """
+import json, sys
+names, mark = {"__name__": "__main__"}, sys.argv.pop()
+for line in sys.stdin:
+    exec(compile(json.loads(line), "page", "exec"), names)
+    print(mark, flush=True)
+"""
 TIMEOUT_S = 900  # of a block; a minute on a quiet machine
 
 
@@ -84,35 +91,74 @@ def faults(text: str) -> list[str]:
 
 def run(text: str, folder: Path) -> list[str]:
     """Run a page's blocks in ``folder``; what came out otherwise than the page says."""
-    wrong, output, waiting = [], "", []
-    for block in [*blocks(text), None]:
-        if waiting and not _joins(block):
-            said = list(_run_python(waiting, folder))
-            wrong += [line for body, found in zip(waiting, said, strict=True) for line in _against(body, found)]
-            waiting, output = [], said[-1]
-        if block is None or block.not_run:
-            continue
-        if block.title:
-            (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.title).write_text(block.body)
-        elif block.language == "python":
-            waiting.append([block.body, None])
-        elif block.language == "text" and waiting:
-            waiting[-1][1] = block.body
-        elif block.language == "text":
-            wrong += _differences(block.body, output)
-        elif block.language == "sh":
-            output = _run(["bash", "-euo", "pipefail", "-c", block.body], folder)
+    wrong: list[str] = []
+    output = ""
+    with Python(folder) as python:
+        for block in blocks(text):
+            if block.not_run:
+                continue
+            if block.title:
+                (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
+                (folder / block.title).write_text(block.body)
+            elif block.language == "python":
+                output = python.run(block.body)
+            elif block.language == "sh":
+                output = _shell(block.body, folder)
+            elif block.language == "text":
+                wrong += _differences(block.body, output)
     return wrong
 
 
-def _joins(block: Block | None) -> bool:
-    """Whether a block belongs to the run of Python above it: more of it, or what it prints."""
-    return block is not None and not block.not_run and block.language in ("python", "text") and not block.title
+class Python:
+    """One interpreter, started by the first block, that runs blocks as a session does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Python":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def run(self, body: str) -> str:
+        """What the block prints."""
+        if self._process is None:
+            command = [sys.executable, "-u", "-c", DRIVER, MARK]
+            self._process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=_environment(),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        assert self._process.stdin and self._process.stdout, "both are pipes"
+        self._process.stdin.write(json.dumps(body) + "\n")
+        self._process.stdin.flush()
+        printed: list[str] = []
+        for line in self._process.stdout:
+            if line.rstrip() == MARK:
+                return "".join(printed)
+            printed.append(line)
+        raise AssertionError(f"Python ended in\n{body}\n{''.join(printed)}")
 
 
-def _against(waiting: list[str | None], found: str) -> list[str]:
-    return _differences(waiting[1], found) if waiting[1] is not None else []
+def _environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "110"}
+
+
+def _shell(body: str, folder: Path) -> str:
+    command = ["bash", "-euo", "pipefail", "-c", body]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        raise AssertionError(f"status {done.returncode} of\n{body}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
 def _differences(said: str, found: str) -> list[str]:
@@ -126,19 +172,3 @@ def _differences(said: str, found: str) -> list[str]:
             continue
         left = left[left.index(line) + 1 :]
     return wrong
-
-
-def _run_python(waiting: list[list[str | None]], folder: Path) -> Iterator[str]:
-    """What each of the blocks printed, run in one process."""
-    script = f"\nprint({MARK!r}, flush=True)\n".join(str(body) for body, _ in waiting)
-    (folder / "page.py").write_text(script)
-    yield from _run([sys.executable, "page.py"], folder).split(f"{MARK}\n")
-
-
-def _run(command: list[str], folder: Path) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "110"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise AssertionError(f"status {done.returncode} of\n{command[-1]}\n{done.stdout}\n{done.stderr}")
-    return done.stdout

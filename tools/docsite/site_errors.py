@@ -10,6 +10,7 @@ import hashlib
 import html
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def page(package: str, root: Path) -> str:
     return "\n".join(parts)
 
 
-def public(kinds: list[Kind]) -> list[Kind]:
+def public(kinds: Iterable[Kind]) -> list[Kind]:
     return [kind for kind in kinds if not kind.name.startswith("_")]
 
 
@@ -130,7 +131,8 @@ def _three(said: Said) -> str:
 
 
 def _all(package: str, root: Path) -> list[str]:
-    anchor, modules, code = anchors(package, root), {}, site_raises.source(root / "packages" / package)
+    anchor, code = anchors(package, root), site_raises.source(root / "packages" / package)
+    modules: dict[str, list[Message]] = {}
     for message in messages(package, root):
         modules.setdefault(message.module, []).append(message)
     lines = []

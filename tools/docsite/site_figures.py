@@ -10,6 +10,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WRAPPED = re.compile(r"\s+")
 
@@ -75,7 +76,7 @@ def pages(root: Path) -> dict[str, str]:
     return {"figures.md": "\n".join(lines) + "\n"}
 
 
-def _said(root: Path) -> dict[str, dict[str, object]]:
+def _said(root: Path) -> dict[str, dict[str, Any]]:
     path = root / "docs/figures.toml"
     return tomllib.loads(path.read_text())
 

@@ -228,8 +228,8 @@ def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int)
     if inside and name in (parameters := [a.arg for a in [*inside.args.args, *inside.args.kwonlyargs]]):
         skipped = parameters[0] in ("self", "cls")
         for _, where, call in code.calls.get(inside.name, []):
-            value = _given(call, name, parameters.index(name) - skipped)
-            found += _texts(code, where, value, depth) if value is not None else []
+            given = _given(call, name, parameters.index(name) - skipped)
+            found += _texts(code, where, given, depth) if given is not None else []
     if not found:
         found = [text for value in code.constants.get(name, []) for text in _texts(code, None, value, depth)]
     return list(dict.fromkeys(found))
@@ -260,7 +260,7 @@ def _given(call: ast.Call, name: str, position: int) -> ast.expr | None:
 def _long_texts(code: Source, inside: Function | None) -> list[str]:
     found = []
     for node in _outermost_texts(inside) if inside else ():
-        texts = [node.value] if isinstance(node, ast.Constant) else _forms(code, inside, node, DEEPEST)
+        texts = [str(node.value)] if isinstance(node, ast.Constant) else _forms(code, inside, node, DEEPEST)
         found += [text for text in texts if len(text.replace(PLACE, "")) >= LONG_ENOUGH]
     return found
 

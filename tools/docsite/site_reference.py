@@ -83,8 +83,8 @@ def public_names(package: str, root: Path) -> list[str]:
     """``__all__``, in which pipeline's splices that of its schedules."""
     folder = root / f"packages/{package}/src" / module_of(package).replace(".", "/")
     for node in ast.parse((folder / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and last(node.targets[0]) == "__all__":
-            names = [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
+        if isinstance(node, ast.Assign) and last(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
+            names = [str(item.value) for item in node.value.elts if isinstance(item, ast.Constant)]
             return names + (_schedules(folder) if len(names) < len(node.value.elts) else [])
     raise ValueError(f"{folder}/__init__.py has no __all__")
 
@@ -152,9 +152,10 @@ def _keys(node: ast.ClassDef, comments: dict[int, str]) -> Iterator[Key]:
 
 
 def _table_name(node: ast.ClassDef) -> str:
-    return next(
-        line.value.value for line in node.body if isinstance(line, ast.AnnAssign) and last(line.target) == "TABLE"
-    )
+    for line in node.body:
+        if isinstance(line, ast.AnnAssign) and last(line.target) == "TABLE" and isinstance(line.value, ast.Constant):
+            return str(line.value.value)
+    raise ValueError(f"{node.name} has no TABLE")
 
 
 def _comments(text: str) -> dict[int, str]:

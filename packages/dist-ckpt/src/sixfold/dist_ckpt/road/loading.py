@@ -1,6 +1,6 @@
 """Loading: the story of ``load``.
 
-state dicts + folder --> request --> agree --> verify and read --> assemble (this file) --> result
+state dicts + folder --> look --> agree --> verify and read --> assemble (this file) --> result
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def load(asked: LoadRequest, engine: LoadEngine, ways: Ways | None = None) -> An
     exchange = Exchange(asked.group, asked.timeout_s)
     ways = ways or Ways(_opened if engine.with_common else _opened_without_common, _read_one_save)
     with seen_at(asked.store, exchange) as seen:
-        request, decision, values, casts = _loaded(asked, engine, ways, exchange, seen)
+        looked, decision, values, casts = _loaded(asked, engine, ways, exchange, seen)
     mode = asked.strict
     if casts and asked.dtype_policy == "cast":
         warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
     if exchange.rank == 0 and not mode.logs:
-        _warn_of_stateful(request, decision)
+        _warn_of_stateful(looked, decision)
     result = _finished(
-        lambda: _assembled(request.expanded, request.merges, request.parts, request.common, values),
+        lambda: _assembled(looked.expanded, looked.merges, looked.parts, looked.common, values),
         exchange if decision.has_stateful else None,
     )
     missing = decision.missing if mode.minds_missing else set()
@@ -147,7 +147,7 @@ def _loaded(
 
     def read() -> tuple[Values, set[str]]:
         with seen.told():
-            return typed(lambda: ways.read(request, asked, decision.threads, shares, exchange.rank))
+            return typed(lambda: ways.read(looked, asked, decision.threads, shares, exchange.rank))
 
     def of_one_save(casts: list[set[str]]) -> list[str]:
         seen.check_unchanged()
@@ -155,34 +155,34 @@ def _loaded(
 
     with ExitStack() as pause:
         pause.enter_context(collection_paused())
-        request, decision, shares = exchange.apart(requested, agreed)
-        if request.reads.nbytes > _SHORT_BYTES:
+        looked, decision, shares = exchange.apart(requested, agreed)
+        if looked.reads.nbytes > _SHORT_BYTES:
             pause.close()
         values, casts = exchange.together(read, of_one_save)
-    return request, decision, values, casts
+    return looked, decision, values, casts
 
 
 def _requested(
     asked: LoadRequest, engine: LoadEngine, ways: Ways, exchange: Exchange, seen: Seen
 ) -> tuple[Looked, _Report]:
-    looked: list[Looked] = []
+    found: list[Looked] = []
 
     def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        looked.append(_look(asked, ways, exchange.rank, seen))
-        return looked[0].shareable()
+        found.append(_look(asked, ways, exchange.rank, seen))
+        return found[0].shareable()
 
     if engine.parallel:
         from sixfold.dist_ckpt.ranks.relay import relay_through
 
         within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
         relay = relay_through(look, within, engine.memory)
-        wanted = looked[0]
+        wanted = found[0]
         reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=asked.dtype_policy)
-        request = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
+        looked = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
     else:
         look()
-        wanted = request = looked[0]
-    return request, _report(request, wanted, exchange)
+        wanted = looked = found[0]
+    return looked, _report(looked, wanted, exchange)
 
 
 def _look(asked: LoadRequest, ways: Ways, rank: int, seen: Seen) -> Looked:
@@ -234,9 +234,9 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
-def _report(request: Looked, wanted: Looked, exchange: Exchange) -> _Report:
+def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
-    checkpoint, tensors, manifest = request.checkpoint, wanted.tensors, request.checkpoint.manifest
+    checkpoint, tensors, manifest = looked.checkpoint, wanted.tensors, looked.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     mismatches, unknown = _object_mismatches(objects, manifest)
     unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
@@ -246,12 +246,12 @@ def _report(request: Looked, wanted: Looked, exchange: Exchange) -> _Report:
         [object_report(record) for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
-        request.seen.touched(checkpoint, _frames(request, objects), exchange.ranks),
+        looked.seen.touched(checkpoint, _frames(looked, objects), exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
         manifest if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
-        request.seen.room(),
+        looked.seen.room(),
         block_bytes(checkpoint),
     )
 
@@ -280,11 +280,11 @@ def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> 
     return lines, unknown
 
 
-def _frames(request: Looked, objects: Sequence[ShardedObject]) -> set[ByteRange]:
+def _frames(looked: Looked, objects: Sequence[ShardedObject]) -> set[ByteRange]:
     """What this rank reads itself."""
-    stored = request.checkpoint.manifest.objects
+    stored = looked.checkpoint.manifest.objects
     own = {stored[record.unique_key] for record in objects if record.unique_key in stored}
-    return request.reads.frames() | own | set(request.checkpoint.unread)
+    return looked.reads.frames() | own | set(looked.checkpoint.unread)
 
 
 def _agree(
@@ -324,38 +324,38 @@ def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
 
 
 def _read_one_save(
-    request: Looked, asked: LoadRequest, threads: int, shares: Shares, rank: int
+    looked: Looked, asked: LoadRequest, threads: int, shares: Shares, rank: int
 ) -> tuple[Values, set[str]]:
     """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
     try:
-        window_bytes = WINDOW_BYTES if request.relay is None else _RELAY_WINDOW_BYTES
-        meter = Meter(asked.progress, lambda: request.reads.nbytes)
-        reader = Reader(request.checkpoint, asked.dtype_policy, threads, window_bytes, meter.add)
-        request.seen.start(shares, block_bytes(request.checkpoint))
-        values = _read(request, reader, shares[rank], asked.safe_globals)
+        window_bytes = WINDOW_BYTES if looked.relay is None else _RELAY_WINDOW_BYTES
+        meter = Meter(asked.progress, lambda: looked.reads.nbytes)
+        reader = Reader(looked.checkpoint, asked.dtype_policy, threads, window_bytes, meter.add)
+        looked.seen.start(shares, block_bytes(looked.checkpoint))
+        values = _read(looked, reader, shares[rank], asked.safe_globals)
         meter.finish()
         return values, reader.cast_keys
     except CorruptError:
-        request.seen.check_unchanged()
+        looked.seen.check_unchanged()
         raise
     finally:
-        request.checkpoint.check_unchanged()
+        looked.checkpoint.check_unchanged()
 
 
-def _read(request: Looked, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]) -> Values:
-    checkpoint, relay = request.checkpoint, request.relay
+def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]) -> Values:
+    checkpoint, relay = looked.checkpoint, looked.relay
     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
     blocks = [block for span in share for block in span.blocks()] if has_digests else []
     if relay is None:
-        reader.run(request.tensors, request.reads, blocks)
+        reader.run(looked.tensors, looked.reads, blocks)
     else:
         relay.start()
         try:
-            reader.run(request.tensors, request.reads, blocks, relay.on_complete)
+            reader.run(looked.tensors, looked.reads, blocks, relay.on_complete)
         finally:
             relay.finish()
-    values: Values = {path: leaf.unwrap() for path, leaf in request.parts.local}
-    for path, record in request.parts.records:
+    values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
+    for path, record in looked.parts.records:
         if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
             assert record.data is not None, f"{record} has no data after init_data"
             values[path] = record.data.detach()
@@ -393,9 +393,9 @@ def _assembled(
     return ({} if result is tree.GONE else result), found
 
 
-def _warn_of_stateful(request: Looked, decision: _Decision) -> None:
+def _warn_of_stateful(looked: Looked, decision: _Decision) -> None:
     """What is stored of a Stateful object and not in its own state dict, such as that of a fresh optimizer."""
-    owners = tuple(f"{tree.key_text(step.path)}." for step in request.merges if step.owner is not None)
+    owners = tuple(f"{tree.key_text(step.path)}." for step in looked.merges if step.owner is not None)
     if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
         _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
 

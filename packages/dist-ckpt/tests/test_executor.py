@@ -82,11 +82,11 @@ def test_a_table_gives_back_its_rows():
     records = [one("a", torch.zeros(2, 3)), one("b", torch.zeros(4), replica_id=2), one("s", torch.zeros(()))]
     table = merge([tabulate(records[:1])[0].encode(), tabulate([])[0].encode(), tabulate(records[1:])[0].encode()])
     assert [(kind.key, kind.shape) for kind in table.kinds] == [("a", (2, 3)), ("b", (4,)), ("s", ())]
-    rows = [table.row(i) for i in range(3)]
-    assert [(row.rank, row.main, tuple(row.box)) for row in rows] == [
-        (0, True, ((0, 0), (2, 3))),
-        (2, False, ((0,), (4,))),
-        (2, True, ((), ())),
+    rows = [table.report(i) for i in range(3)]
+    assert [(rank, shard.key, shard.main, shard.boxes) for rank, shard in rows] == [
+        (0, "a", True, (Box((0, 0), (2, 3)),)),
+        (2, "b", False, (Box((0,), (4,)),)),
+        (2, "s", True, (Box((), ()),)),
     ]
     rows, numbers = table.main_rows()
     assert (rows.tolist(), numbers.tolist()) == ([0, 2], [0, 1])

@@ -22,6 +22,7 @@ import torch
 from sixfold.dist_ckpt.files.dcp_pickle import sort_key
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Box, Ints
+from sixfold.dist_ckpt.plans.plan import ShardReport
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
 _AT_ONCE = 1 << 18  # rows that stay in the cache
@@ -33,15 +34,6 @@ class Kind(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: Ints
-
-
-class Row(NamedTuple):
-    """One row read back: a box of ``kinds[kind]``; an empty shard has a box without elements."""
-
-    rank: int
-    kind: int
-    main: bool
-    box: Box
 
 
 class Encoded(NamedTuple):
@@ -102,12 +94,13 @@ class Table:
         shapes = [(*kind.shape, *(1,) * (self.dims - len(kind.shape))) for kind in self.kinds]
         return torch.tensor(shapes, dtype=torch.int64, device="cpu").view(len(shapes), self.dims)
 
-    def row(self, index: int) -> Row:
-        """One row as values."""
-        kind, main, *numbers = self.rows_NW[index].tolist()
-        axes = len(self.kinds[kind].shape)
-        box = Box(tuple(numbers[:axes]), tuple(numbers[self.dims : self.dims + axes]))
-        return Row(int(self.ranks_N[index]), kind, bool(main), box)
+    def report(self, index: int) -> tuple[int, ShardReport]:
+        """One row read back: its rank, and the shard with that box alone, or with none if it has no elements."""
+        number, main, *numbers = self.rows_NW[index].tolist()
+        key, dtype, shape = self.kinds[number]
+        box = Box(tuple(numbers[: len(shape)]), tuple(numbers[self.dims : self.dims + len(shape)]))
+        boxes = (box,) if box.volume or not shape else ()
+        return int(self.ranks_N[index]), ShardReport(key, dtype, shape, boxes, bool(main))
 
     def main_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of main replicas that have elements, by kind and then by place in the tensor, and their order.

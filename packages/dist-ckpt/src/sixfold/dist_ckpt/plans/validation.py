@@ -105,9 +105,8 @@ def table_problems(table: Table, verb: str) -> list[str]:
     numbers = [number for number, kind in enumerate(table.kinds) if kind.key in bad]
     found: dict[str, list[tuple[int, ShardReport]]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
     for index in torch.isin(table.rows_NW[:, 0], torch.tensor(numbers, device="cpu")).nonzero().flatten().tolist():
-        rank, number, main, box = table.row(index)
-        key, dtype, shape = table.kinds[number]
-        found[key].append((rank, ShardReport(key, dtype, shape, (box,) if box.volume or not shape else (), main)))
+        rank, shard = table.report(index)
+        found[shard.key].append((rank, shard))
     return [problem for key, shards in found.items() for problem in _key_problems(key, shards, verb)]
 
 

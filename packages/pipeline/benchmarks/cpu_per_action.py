@@ -1,6 +1,6 @@
 """CPU per action of the executor, beside torch.distributed.pipelining, over five schedules.
 
-    python cpu_per_action.py [steps [rounds]]
+    python cpu_per_action.py [steps [rounds [schedules, as in gpipe,1f1b]]]
 
 Two ranks on one host, one thread each, m = 32, a stage of one 64x64 linear layer and a tanh, four rows per
 microbatch, so that nearly all time is overhead. In each round every contender runs ``steps`` steps in one pair of
@@ -116,12 +116,13 @@ def contenders(name: str, rank: int) -> dict[str, Call]:
     }
 
 
-def work(rank: int, folder: str, steps: int, rounds: int) -> None:
+def work(rank: int, folder: str, steps: int, rounds: int, names: list[str]) -> None:
     """One rank: all contenders in turn, schedule by schedule."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     found: dict[str, dict[str, list[list[float]]]] = {}
-    for name, (program, _) in SCHEDULES.items():
+    for name in names:
+        program, _ = SCHEDULES[name]
         calls = contenders(name, rank)
         found[name] = {contender: [] for contender in calls}
         units = steps * 2 * M * len(program.stages_of(rank))
@@ -144,15 +145,16 @@ def work(rank: int, folder: str, steps: int, rounds: int) -> None:
 def main() -> None:
     """Print microseconds per action, and torch's over ours."""
     steps, rounds = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, 10), (2, 9)))
+    names = sys.argv[3].split(",") if len(sys.argv) > 3 else list(SCHEDULES)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(folder, steps, rounds), nprocs=RANKS)
+        mp.spawn(work, args=(folder, steps, rounds, names), nprocs=RANKS)
         ranks = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(RANKS)]
     for word, of in (("median", statistics.median), ("least", min)):
         print(
             f"\nµs per action, {word:6s}      process  main thread    wall   over bare: process   main   torch's / this"
         )
         ratios: dict[str, list[float]] = {}
-        for name in SCHEDULES:
+        for name in names:
             figures: dict[str, list[float]] = {}
             for contender in CONTENDERS:
                 of_ranks = [[of(column) for column in zip(*rank[name][contender], strict=True)] for rank in ranks]

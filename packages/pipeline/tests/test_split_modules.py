@@ -136,7 +136,7 @@ def test_what_w_needs_may_not_change_before_it():
     store.close()
     with torch.no_grad():
         x.zero_()
-    with pytest.raises(ScheduleError, match="was changed in place between I and W"):
+    with pytest.raises(ScheduleError, match="was changed in place before W"):
         store.weigh(0)
 
 

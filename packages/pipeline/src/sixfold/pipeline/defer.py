@@ -22,20 +22,12 @@ from sixfold.pipeline.errors import ScheduleError
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
 
-__all__ = ["AGAIN", "defer_weight_grad", "made_again", "shown_to"]
+__all__ = ["AGAIN", "OPEN", "defer_weight_grad", "made_again"]
 
 AGAIN = "_sixfold_pipeline_again"  # in the __dict__ of a tensor that is made again: the promise, and of which version
 
-_OPEN = "sixfold.pipeline.store"  # [Note: torch's thread locals]
+OPEN = "sixfold.pipeline.store"  # under which a thread sees the open store. [Note: torch's thread locals]
 _graph_is_made = torch.is_grad_enabled
-
-
-def shown_to(store: GradientStore | None) -> None:
-    """``defer_weight_grad`` in this thread puts its gradients into ``store``."""
-    if store is not None:
-        torch._C._stash_obj_in_tls(_OPEN, store)
-    else:
-        torch._C._remove_obj_from_tls(_OPEN)
 
 
 def defer_weight_grad(
@@ -66,10 +58,12 @@ def defer_weight_grad(
         raise ScheduleError("defer_weight_grad: output is no floating-point tensor")
     if not callable(weight_grad):
         raise ScheduleError(f"defer_weight_grad: weight_grad is {weight_grad!r}; it is called with output's gradient")
+    store: GradientStore | None = torch._C._get_obj_in_tls(OPEN) if torch._C._is_key_in_tls(OPEN) else None
+    if store is not None and store.slot is not None:
+        store.slot.again = True  # it may run once more in I, and finds the store as it is found here
     if not _graph_is_made() or not any(parameter.requires_grad for parameter in params):
         return output
     make = partial(_checked, weight_grad, params)
-    store: GradientStore | None = torch._C._get_obj_in_tls(_OPEN) if torch._C._is_key_in_tls(_OPEN) else None
     targets = tuple(parameter if parameter.requires_grad else None for parameter in params)
     if store is None or store.slot is None or not store.takes(targets):
         return _Now.apply(output, make, *params)  # type: ignore[no-any-return, no-untyped-call]

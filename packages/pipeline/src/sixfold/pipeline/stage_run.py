@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,8 @@ Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
 _uses: Callable[[int], int] = torch._C._storage_Use_Count
 _PYTHON_NODE = torch._C._FunctionBase
+_gradient_edge: Callable[[tuple[object, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+_NO_MORE = (None,) * (len(GradientEdge._fields) - 2)  # what holds a graph that its node does not hold
 _ALONE = 2  # the tensor, and the object that is asked
 _engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -39,6 +42,9 @@ class Store(Protocol):
 
     def open(self, k: int) -> object:
         """From here on layers of the stage put their weight gradients under slot ``k``."""
+
+    def open_backward(self, k: int) -> object:
+        """The same for a backward, in which forwards may run again."""
 
     def close(self) -> object:
         """No longer."""
@@ -57,6 +63,9 @@ class WholeBackward:
         self.stage = stage
 
     def open(self, k: int) -> None:
+        """Nothing is deferred."""
+
+    def open_backward(self, k: int) -> None:
         """Nothing is deferred."""
 
     def close(self) -> None:
@@ -147,7 +156,7 @@ class StageRun:
 
     # ---- forwards
 
-    def noting(self, forward: Callable[[int], None]) -> Callable[[int], None]:
+    def noting(self, forward: Callable[[int], object]) -> Callable[[int], None]:
         """``forward``, with the random numbers noted that it begins with, so that ``run_again`` can repeat it."""
 
         def run(k: int) -> None:
@@ -196,7 +205,12 @@ class StageRun:
         """F whose backward is I and W."""
         self._inputs[k] = inputs = self.inbox[k]
         self.inbox[k] = None
-        self.end.full(k, self._deferring(k, inputs))
+        self.store.open(k)
+        try:
+            outputs = self.calls[k](*inputs, **self.kwargs[k])
+        finally:
+            self.store.close()
+        self.end.full(k, outputs)
 
     def forward_again_later(self, k: int) -> None:
         """F that RECOMPUTE repeats: only its inputs and the state of the random numbers are held.
@@ -235,7 +249,7 @@ class StageRun:
         self.gradients[k] = None
         self._roots[k] = ()
         if roots:
-            run_backward(roots, gradients)
+            _engine(roots, gradients, False, False, (), True, True)  # as run_backward
         inputs = self._inputs[k]
         self._inputs[k] = None
         self.hand_back(k, inputs)
@@ -246,18 +260,14 @@ class StageRun:
         self.gradients[k] = None
         self._roots[k] = ()
         if roots:
-            self.store.open(k)
+            self.store.open_backward(k)
             try:
-                run_backward(roots, gradients)
+                _engine(roots, gradients, False, False, (), True, True)  # as run_backward
             finally:
                 self.store.close()
         inputs = self._inputs[k]
         self._inputs[k] = None
         self.hand_back(k, inputs)
-
-    def backward_weight(self, k: int) -> None:
-        """W: what I left in the store."""
-        self.store.weigh(k)
 
     def step(self) -> None:
         """STEP: the stage's optimizer steps, and its gradients are dropped."""
@@ -315,12 +325,17 @@ class Onward:
     """The end of a stage that is not the last: its outputs go to the next one."""
 
     def __init__(self, run: StageRun, hand_on: Callable[[int, Values], None]) -> None:
-        self._hand_on = hand_on
+        self._hand_on, self._run = hand_on, run
         self._keep_roots = run.keep_roots
         self._what = f"the output of stage {run.index}"
 
     def full(self, k: int, outputs: Any) -> None:
         """Hand on, and keep the roots."""
+        if type(outputs) is Tensor and (node := outputs.grad_fn) is not None and not isinstance(node, _PYTHON_NODE):
+            roots = self._run._roots  # what nearly every stage returns: keep_roots and _edge_of without their loops
+            roots[k] = (_gradient_edge((node, outputs.output_nr, *_NO_MORE)),)
+            self._hand_on(k, (outputs,))
+            return
         values = as_tuple(outputs, self._what)
         self._keep_roots(k, values)
         self._hand_on(k, values)
@@ -396,7 +411,7 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None or isinstance(node, _PYTHON_NODE):
         return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
+    return _gradient_edge((node, tensor.output_nr, *_NO_MORE))
 
 
 def leaves(values: Values) -> Values:
@@ -411,6 +426,9 @@ def versions_of(values: Values) -> list[int]:
 
 def gradients_of(inputs: Values) -> Tensors:
     """Of those inputs that want one, taken from them: an input may live on, for its weight gradient."""
+    if len(inputs) == 1 and type(leaf := inputs[0]) is Tensor and (gradient := leaf.grad) is not None:
+        leaf.grad = None
+        return (_alone(gradient),)
     found = []
     for leaf in inputs:
         if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -24,14 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from sixfold.pipeline.defer import shown_to
+from sixfold.pipeline.defer import OPEN
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.layers import MAKES_ITS_OWN, Cast, Entry, Layer, Operator, Slot, deferrable
+from sixfold.pipeline.layers import MAKES_ITS_OWN, Layer, deferrable
 from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.waiting import Cast, Entry, Operator, Slot
 
 __all__ = ["GradientStore"]
 
 _FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
+_show, _hide = torch._C._stash_obj_in_tls, torch._C._remove_obj_from_tls
 _graph_is_made, _make_graph = torch.is_grad_enabled, torch._C._set_grad_enabled
 _backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -44,6 +46,7 @@ class GradientStore:
             it has one, else the gradients reach ``.grad`` through autograd, hooks and all.
     Attributes:
         slot: what is open now, None while closed.
+        alone: nobody else looks after the stage's gradients.
         leaf: stands for the parameters of deferred layers where nothing else wants a gradient.
     """
 
@@ -51,7 +54,7 @@ class GradientStore:
         self.slot: Slot | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
-        self._alone = stage.data_parallel is None  # nobody else looks after its gradients
+        self.alone = stage.data_parallel is None
         self._large = stage.module is not None and sum(p.nbytes for p in stage.module.parameters()) > _FLUSH_BYTES
         self._own = set() if stage.module is None else {id(p) for p in stage.module.parameters()}  # not older weights
         self._layers = [] if stage.module is None else deferrable(stage.module, self)
@@ -63,6 +66,7 @@ class GradientStore:
         self._operators: dict[tuple[int, ...], tuple[Operator, Any]] = {}  # by ids of parameters, which are held
         self._others = [] if self._accumulate or stage.module is None else _others(stage.module, self._layers)
         self._seen: dict[int, int] = {}  # where the gradients of the others lie
+        self._placed = False  # the layers' forwards are
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
 
@@ -78,15 +82,30 @@ class GradientStore:
         for attributes, forward in self._forwards:
             if "forward" not in attributes:  # of the instance, which comes before its class's
                 attributes["forward"] = forward
-        shown_to(self)
+        self._placed = True
+        _show(OPEN, self)
+
+    def open_backward(self, k: int) -> None:
+        """``open`` for I: no layer is put in its place where no part of the forward runs again.
+
+        What is shown to a thread is handed to each node of its backward, at 1 us a node.
+        """
+        slot = self._slots.get(k)
+        if slot is None or slot.again:
+            self.open(k)
+            return
+        self.slot = slot
+        self._before = len(slot.entries)
 
     def close(self) -> None:
         """The layers are as they were."""
         slot, self.slot = self.slot, None
-        for attributes, forward in self._forwards or ():
-            if attributes.get("forward") is forward:
-                del attributes["forward"]
-        shown_to(None)
+        if self._placed:
+            self._placed = False
+            for attributes, forward in self._forwards or ():
+                if attributes.get("forward") is forward:
+                    del attributes["forward"]
+            _hide(OPEN)
         if slot is not None and len(slot.entries) > self._before and self._others:
             self._part(slot.entries)
 
@@ -110,25 +129,59 @@ class GradientStore:
             _make_graph(grads)
 
     def _weigh_at_once(self, entries: list[Entry]) -> None:
-        sums: dict[int, Tensor] = {}
+        """Into ``.grad``, as autograd's own node does; through autograd where anybody would see the difference.
+
+        [Note: no engine] A root of the engine takes 5 to 8 us, an addition 1. Who looks on has a hook, of the parameter
+        or of its node, which holds their dicts. A first gradient is nobody else's, and lies as the parameter does.
+        """
         targets: list[Any] = []
-        fresh = True
+        gradients: list[Any] = []
+        fresh = self.alone
         for make, wanted, saved, arrived in entries:
-            fresh = fresh and make in MAKES_ITS_OWN
-            for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
-                if target is None or gradient is None:
-                    continue
-                key = id(target)
-                if key in sums:
-                    sums[key] = sums[key] + gradient
-                else:
-                    sums[key] = gradient
-                    targets.append(target)
+            if make not in MAKES_ITS_OWN:
+                fresh = False
+            targets += wanted
+            gradients += make(saved, arrived, wanted)
         entries.clear()
-        if fresh and self._alone:
-            self._add(targets, list(sums.values()))
+        if not fresh or len(set(map(id, targets))) < len(targets):
+            targets, gradients = _summed(targets, gradients)
+        if not fresh:
+            self._deliver(targets, gradients)
+            return
+        others: list[tuple[Any, Tensor]] = []
+        there: list[Tensor] = []
+        arriving: list[Tensor] = []
+        simple = self._simple
+        for target, gradient in zip(targets, gradients, strict=True):
+            if target is None:
+                continue
+            node = simple.get(id(target))
+            if node is None:
+                node = self._node_if_simple(target)
+            if (
+                node is False
+                or target._backward_hooks
+                or target._post_accumulate_grad_hooks
+                or any(_held_by(node))
+                or gradient.dtype is not target.dtype
+            ):
+                others.append((target, gradient))
+                continue
+            before = target.grad
+            if before is None:
+                target.grad = gradient
+            elif type(before) is Tensor and before.layout is torch.strided and not before.requires_grad:
+                there.append(before)
+                arriving.append(gradient)
+            else:
+                others.append((target, gradient))
+        if len(there) > 2:
+            _add_up(there, arriving)
         else:
-            self._deliver(targets, list(sums.values()))
+            for before, gradient in zip(there, arriving, strict=True):
+                before.add_(gradient)
+        if others:
+            self._deliver(*map(list, zip(*others, strict=True)))
 
     def _weigh_in_parts(self, entries: list[Entry]) -> None:
         """Each input is free once its gradient was made, and each gradient soon after its last part was."""
@@ -270,41 +323,6 @@ class GradientStore:
             self._edges[id(parameter)] = (parameter, edge)
         return edge
 
-    def _add(self, targets: list[Any], gradients: list[Tensor]) -> None:
-        """Into ``.grad``, as autograd's own node does; through autograd where anybody would see the difference.
-
-        [Note: no engine] A root of the engine takes 5 to 8 us, an addition 1. Who looks on has a hook, of the parameter
-        or of its node, which holds their dicts. A first gradient is nobody else's, and lies as the parameter does.
-        """
-        others: list[int] = []
-        there: list[Tensor] = []
-        arriving: list[Tensor] = []
-        for at, (target, gradient) in enumerate(zip(targets, gradients, strict=True)):
-            node = self._simple.get(id(target))
-            if node is None:
-                node = self._node_if_simple(target)
-            if (
-                node is False
-                or target._backward_hooks
-                or target._post_accumulate_grad_hooks
-                or any(_held_by(node))
-                or gradient.dtype is not target.dtype
-            ):
-                others.append(at)
-                continue
-            before = target.grad
-            if before is None:
-                target.grad = gradient
-            elif type(before) is Tensor and before.layout is torch.strided and not before.requires_grad:
-                there.append(before)
-                arriving.append(gradient)
-            else:
-                others.append(at)
-        if there:
-            _add_up(there, arriving)
-        if others:
-            self._deliver([targets[at] for at in others], [gradients[at] for at in others])
-
     def _node_if_simple(self, target: Any) -> Any:
         """Autograd's node of a parameter of the stage's module, strided and dense, whose gradient has its type; False:
         it is no such parameter.
@@ -351,12 +369,25 @@ class GradientStore:
         )
 
 
+def _summed(targets: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Each target once, with the sum of what came for it, in that order; without those that want or get none."""
+    sums: dict[int, Tensor] = {}
+    found: dict[int, Any] = {}
+    for target, gradient in zip(targets, gradients, strict=True):
+        if target is None or gradient is None:
+            continue
+        key = id(target)
+        sums[key] = sums[key] + gradient if key in sums else gradient
+        found[key] = target
+    return list(found.values()), list(sums.values())
+
+
 def _add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
-    """``add_`` of each: many in one call, which is one kernel on a GPU and half of the host's time; two are no gain."""
-    if len(there) > 2 and len({before.data_ptr() for before in there}) == len(there):
+    """``add_`` of each, in one call: one kernel on a GPU and half of the host's time; of two it would be no gain."""
+    if len({before.data_ptr() for before in there}) == len(there):
         torch._foreach_add_(there, arriving)
         return
-    for before, gradient in zip(there, arriving, strict=True):  # few, or of parameters that share a gradient's memory
+    for before, gradient in zip(there, arriving, strict=True):  # of parameters that share a gradient's memory
         before.add_(gradient)
 
 

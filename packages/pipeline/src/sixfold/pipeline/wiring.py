@@ -220,9 +220,9 @@ class Wiring:
         if action.microbatch is None:
             calls = self._slot(run, action, tokens)
             return [Call(call, position, action, action, main=call is calls[-1]) for call in calls]
-        call = partial(self._work(run, action), action.microbatch % self.slots)
+        call: Run = partial(self._work(run, action), action.microbatch % self.slots)
         if action.kind is Kind.STEP:
-            call = self._versions[run.index].step if self._versions else run.step  # type: ignore[assignment]
+            call = self._versions[run.index].step if self._versions else run.step
             self._seen[run.index] = self._seen.get(run.index, 0) + 1
         if self.goal.autocast and action.kind in _BACKWARDS:
             call = partial(_without_autocast, call, self.goal.autocast)
@@ -237,7 +237,7 @@ class Wiring:
             bound.insert(0, Call(wait[0], position, action, wait[1], main=True, awaits=wait[2]))
         return bound
 
-    def _work(self, run: StageRun, action: Action) -> Callable[[int], None]:
+    def _work(self, run: StageRun, action: Action) -> Callable[[int], object]:
         """What runs a compute action of one slot, with the weights that it reads."""
         work = self._plain_work(run, action)
         if not self._versions:
@@ -247,7 +247,7 @@ class Wiring:
             return versions.forward(run.noting(work))
         return versions.last(work) if action.kind in BACKWARD_ENDS else versions.under(work)
 
-    def _plain_work(self, run: StageRun, action: Action) -> Callable[[int], None]:
+    def _plain_work(self, run: StageRun, action: Action) -> Callable[[int], object]:
         key = action.stage, action.microbatch
         kind, split = action.kind, key in self.facts.split
         if kind is Kind.F:
@@ -258,7 +258,9 @@ class Wiring:
             return run.forward_deferring if split else run.forward
         if kind is Kind.RECOMPUTE:
             return run.recompute_deferring if split else run.recompute
-        return {Kind.B: run.backward, Kind.I: run.backward_input}.get(kind, run.backward_weight)
+        if kind is Kind.W:
+            return run.store.weigh
+        return run.backward if kind is Kind.B else run.backward_input
 
     def _wait(self, run: StageRun, action: Action) -> tuple[Run, Action, Action] | None:
         """The call that waits for what ``action`` takes from another rank, the RECV and the SEND of that message."""

@@ -123,4 +123,7 @@ def leaves(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _take_leaves(take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    return leaves(take())
+    values = take()
+    if len(values) == 1 and isinstance(value := values[0], Tensor) and value.requires_grad:
+        return (value.detach().requires_grad_(),)
+    return leaves(values)

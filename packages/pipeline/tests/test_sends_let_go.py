@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from schedule_helpers import FLUSH
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sixfold.pipeline import Action
+from sixfold.pipeline import Action, Kind, one_f_one_b
 from sixfold.pipeline.messages import GroupLane
+from sixfold.pipeline.passes import lower
 from sixfold.pipeline.transport.groups import Incoming, Outgoing
+from sixfold.pipeline.transport.proofs import proofs
 from sixfold.pipeline.transport.specs import pack_specs, specs_of
 from sixfold.pipeline.watchdog import HostWait, PeerLost
 
@@ -168,3 +171,44 @@ def test_a_send_that_fails_behind_its_answer_is_a_lost_peer_and_has_the_deadline
     assert str(caught.value.action) == "0SEND_F0"
     assert caught.value.peer == 1
     assert end.out.waited() == [0]
+
+
+def test_what_a_peer_sends_behind_its_backward_lets_go_of_the_gradients_that_this_took():
+    end = End(1)
+    for k in range(M):
+        end.receive(f"1RECV_F{k}")
+    end.lane.proves(Action.parse("1RECV_F2"), Action.parse("1SEND_B0"))
+    sent = [end.send(f"1SEND_B{k}", torch.ones(2)) for k in range(M)]
+    end.out.last = None  # type: ignore[assignment]
+    end.receive("1RECV_F2")
+    assert alive(sent) == [False, True, False]  # the slot's own, as ever, and the one that was proved
+    end.receive("1RECV_F0")
+    assert sorted(end.out.waited()) == [0, 2], "each once"
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_proofs_stand_behind_the_backward_that_took_the_gradients(name):
+    program = lower(FLUSH[name](3, 6))
+    rank_of = program.placement.__getitem__
+    shown = 0
+    for rank in range(3):
+        for received, sent in proofs(program, rank):
+            peer = program.ranks[rank_of(sent.stage - 1)]
+            assert received in program.ranks[rank] and sent in program.ranks[rank]
+            forward = received.kind is Kind.RECV_F
+            step, kind = (-1, Kind.SEND_F) if forward else (1, Kind.SEND_B)
+            answer = Action(received.stage + step, kind, received.microbatch)
+            taker = next(
+                place
+                for place, entry in enumerate(peer)
+                for part in entry.each()
+                if part.kind in (Kind.B, Kind.I) and (part.stage, part.microbatch) == (sent.stage - 1, sent.microbatch)
+            )
+            assert peer.index(answer) > taker
+            shown += 1
+    assert shown or name.partition(" ")[0] in ("naive", "gpipe", "looped_bfs"), "from there nothing comes behind it"
+
+
+def test_of_1f1b_all_gradients_but_the_last_of_a_batch_are_proved_within_it():
+    program = lower(one_f_one_b(2, 6))
+    assert sorted(str(sent) for _, sent in proofs(program, 1)) == [f"1SEND_B{k}" for k in range(4)]

@@ -20,10 +20,11 @@ from sixfold.pipeline.lowering import posted_order
 from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.periods import Endless, Rows, moved
 from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.randomness import RandomState
 from sixfold.pipeline.recorder import Recorder
 from sixfold.pipeline.split import Values, as_tuple
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import RandomState, StageRun, WholeBackward
+from sixfold.pipeline.stage_run import StageRun, WholeBackward
 from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.versions import Versions
 from sixfold.pipeline.wiring import Call, Facts, Goal, Wiring

@@ -30,6 +30,7 @@ from sixfold.pipeline.stage_run import StageRun, Store, WholeBackward
 from sixfold.pipeline.streams import SideStream, make_side, on_the_side, side_by_side
 from sixfold.pipeline.tokens import TokenCount
 from sixfold.pipeline.transport import Lane, Links
+from sixfold.pipeline.transport.proofs import proofs
 from sixfold.pipeline.wiring import Call, Goal, Wiring
 
 __all__ = ["Compiled", "StepResult", "signature", "step_device"]
@@ -118,6 +119,10 @@ class Compiled:
         self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
         self.tokens = self._token_count()
         rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
+        for rank, lane in self._lanes.items():
+            if goal.train and (prove := getattr(lane, "proves", None)) is not None:
+                for received, sent in proofs(program, rank):
+                    prove(received, sent)
         self.entries: list[tuple[int, Call]]
         if len(rows) == 1:
             self.entries = [(rank, call) for rank, entries in rows.items() for calls in entries for call in calls]

@@ -169,9 +169,19 @@ class GroupLane:
             receipt = Receipt(self._inlets[peer], route, self.tag_of(route), action)
             if (outlet := self._outlets.get(peer)) is not None:
                 # Gradients are made of the output that was sent; an input is made in a slot whose gradients are used.
-                receipt.proves = partial(outlet.edge.received, self.tag_of(route._replace(forward=not route.forward)))
+                receipt.proves = (
+                    partial(outlet.edge.received, self.tag_of(route._replace(forward=not route.forward))),
+                )
             self._receipts[route] = receipt
         return self._receipts[route]
+
+    def proves(self, received: Action, sent: Action) -> None:
+        """Where the message of ``received`` is there, its sender has that of ``sent``."""
+        outlet, peer = self._outlets.get(self._placement[sent.peer_stage]), self._placement[received.peer_stage]
+        if outlet is not None and peer in self._inlets:
+            receipt = self.receiver(received)
+            tag = self.tag_of(route_of(sent, self._microbatches))
+            receipt.proves = (*receipt.proves, partial(outlet.edge.received, tag))
 
     def resume(self, action: Action, values: Values) -> None:
         """See Lane."""
@@ -258,8 +268,9 @@ class Inlet:
             self._ask(self._queue.popleft()[0])
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
-        if receipt.works and receipt.proves is not None:
-            receipt.proves()
+        if receipt.works:
+            for prove in receipt.proves:
+                prove()
         return receipt.buffers
 
     def _ask_for_next(self, wanted: Receipt) -> None:
@@ -315,7 +326,7 @@ class Receipt:
         self.specs: Specs = ()
         self.wanted: list[TensorSpec] = []  # the last time
         self.works: list[Any] | None = None
-        self.proves: Callable[[], None] | None = None  # that the peer has what this message is made of
+        self.proves: tuple[Callable[[], None], ...] = ()  # that the peer has what this message is made of, and more
 
     def post(self) -> None:
         """See transport.Receipt."""

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.randomness import RandomState
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.stage_run import RandomState, StageRun
+from sixfold.pipeline.stage_run import StageRun
 
 __all__ = ["restored", "taken"]
 

@@ -10,7 +10,7 @@ soon as it was used, so that what is alive is what ``simulate`` counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.randomness import RandomState
 from sixfold.pipeline.split import Values, as_tuple
 from sixfold.pipeline.stage import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 __all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "WholeBackward", "leaves"]
 
@@ -356,49 +357,6 @@ class Held(NamedTuple):
     gradients: Tensors | None
     began: RandomState | None
     graph: bool
-
-
-class RandomState:
-    """The generators of the CPU and of one device, as they are when this is made."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._states = self._read()
-
-    @classmethod
-    def of(cls, tensors: list[Tensor], device: torch.device | None) -> RandomState:
-        """That of ``tensors()``."""
-        made = cls(device)
-        if tensors:
-            states = [tensor.cpu() for tensor in tensors]
-            made._states = states[0], states[1] if len(states) > 1 else None
-        return made
-
-    def tensors(self) -> list[Tensor]:
-        """For a checkpoint."""
-        return [state for state in self._states if state is not None]
-
-    def go_on(self) -> None:
-        """The generators are as they were from here on."""
-        self._write(self._states)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run under that state; behind it the generators go on as if nothing had run."""
-        now = self._read()
-        self._write(self._states)
-        try:
-            yield
-        finally:
-            self._write(now)
-
-    def _read(self) -> tuple[Tensor, Tensor | None]:
-        return torch.get_rng_state(), None if self._device is None else torch.cuda.get_rng_state(self._device)
-
-    def _write(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None and self._device is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
 
 
 def run_backward(roots: Roots, gradients: Tensors) -> None:

@@ -18,10 +18,11 @@ share one device, that is one thread that moves bytes.
 [Note: sends in flight] A SEND is not waited for, not even at the end of a step: a peer may ask
 for it only in its next one. A tensor is kept until it was sent. NCCL tells, and is asked at each
 SEND. gloo does not (``is_completed`` stays False until ``wait``), but a message that the peer
-makes of it does: gradients say that their output is there, the next input of a slot that the
-gradients of the one before are. That message alone is then waited for, at once: older ones may be
-under way (gloo has an order per tag). Where nothing comes back (no gradients, an evaluation)
-the oldest of more than a batch in flight is waited for.
+makes of it does: gradients say that their output is there, and what it sends behind a backward that the
+gradients are which that backward took (``proofs.py``), at the latest the next input of their slot.
+That message alone is then waited for, at once: older ones may be under way (gloo has an order per
+tag). Where nothing comes back (no gradients, an evaluation) the oldest of more than a batch in
+flight is waited for.
 """
 
 from __future__ import annotations
@@ -414,7 +415,7 @@ class _Lane:
         self._groups, self._outgoing, self._incoming = groups, outgoing, incoming
         self._placement, self._microbatches = placement, microbatches
         self.begin, self.clear, self.resume = groups.begin, groups.clear, groups.resume
-        self.renew = groups.renew
+        self.renew, self.proves = groups.renew, groups.proves
 
     def sender(self, action: Action) -> Callable[[Values], None]:
         """See Lane."""

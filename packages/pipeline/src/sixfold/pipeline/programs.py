@@ -16,6 +16,7 @@ from sixfold.pipeline.arguments import check_program, complete
 from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.graphs import check_graphed
 from sixfold.pipeline.periods import Endless, endless
 from sixfold.pipeline.program import Program, Weights
 from sixfold.pipeline.stage import Stage
@@ -71,6 +72,7 @@ class Programs:
         """
         if program not in self._checked:
             check_program(program, self._stages, self._here, self._ranks, one=self._one)
+            check_graphed(program, self._stages, self._options)
             self._checked.add(program)
 
     def prepare(self, program: Program) -> None:

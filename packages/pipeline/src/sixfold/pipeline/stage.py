@@ -56,6 +56,9 @@ class Stage:
         checkpoint: hold the stage's inputs alone, and run its forward again in the backward
             (``torch.utils.checkpoint``, non-reentrant).
         data_parallel: see ``DataParallel``.
+        cuda_graphs: from a slot's fourth step on its F, I and W (or B) are replays of CUDA graphs, of one set of
+            shapes. For a module of tensors alone, without hooks, whose work does not depend on what its Python sees;
+            each microbatch holds its activations for good.
     Raises:
         ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a
             way of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an
@@ -71,6 +74,7 @@ class Stage:
         tied: Mapping[str, Tensor] | None = None,
         checkpoint: bool = False,
         data_parallel: DataParallel | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         index = whole("index", index, least=0)
         if module is not None and not isinstance(module, nn.Module):
@@ -92,7 +96,13 @@ class Stage:
             raise ScheduleError(f"stage {index}: optimizer is a {type(optimizer).__name__}; it is a torch.optim one")
         if checkpoint not in (True, False):
             raise ScheduleError(f"stage {index}: checkpoint is {checkpoint!r}; it is True or False")
+        if cuda_graphs and (module is None or checkpoint or data_parallel is not None or tied):
+            raise ScheduleError(
+                f"stage {index} has cuda_graphs, which hold a module's whole work; give them without checkpoint, "
+                "data_parallel and tied"
+            )
         self.module = module
+        self.cuda_graphs = bool(cuda_graphs)
         self.index = index
         self.optimizer = optimizer
         self.tied = _tied(index, tied, [] if module is None else list(module.parameters()))

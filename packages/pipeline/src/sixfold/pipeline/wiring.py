@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from sixfold.pipeline.action import BACKWARD_ENDS, MESSAGES, Action, Kind
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.graphs import Graphed
 from sixfold.pipeline.loss import LossTail
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
@@ -146,6 +148,11 @@ class Wiring:
             index: StageRun(stage, slots, stores(stage) if index in split and goal.train else WholeBackward(stage))
             for index, stage in stages.items()
         }
+        for run in self.runs.values():
+            if run.stage.cuda_graphs and goal.train:
+                run.calls[:] = [Graphed(run.stage, partial(getattr, run.store, "slot", None)) for _ in range(slots)]
+        if goal.train and goal.autocast and any(stage.cuda_graphs for stage in stages.values()):
+            raise ScheduleError("cuda_graphs hold no casts of autocast; step outside of it, with stages in its type")
         self.tail: LossTail | None = None
         self._versions = {} if versions is None else versions
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound

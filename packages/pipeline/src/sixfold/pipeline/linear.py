@@ -101,9 +101,8 @@ def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor]
             and known.alias is not None
             and type(input) is Tensor
             and (input.requires_grad or known.both)
-            and input.dim() == 2
             and input.dtype is known.dtype
-            and input.stride()[1] == 1 != input.stride()[0]
+            and (input.stride()[1] == 1 != input.stride()[0] if input.dim() == 2 else _as_matrix(input))
             and _saved_by(False) is None
             and graph_is_made()
             and not (layer.watched or slot.refused or layer.never or _any_autocast() or _transformed() or _compiling())
@@ -304,6 +303,8 @@ def _cast(slot: Slot, input: Tensor, weight: Tensor, bias: Tensor | None, target
     found: list[Any] = []
     for target, feeds in zip(targets, feeding, strict=True):
         if target is not None and target.dtype is not dtype:
+            if slot.casts is None:
+                slot.casts = {}
             cast = slot.casts.get(id(feeds))
             if cast is None:
                 cast = slot.casts[id(feeds)] = Cast(feeds, target)

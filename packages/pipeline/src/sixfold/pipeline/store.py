@@ -142,8 +142,9 @@ class GradientStore:
                 fresh = False
             targets += wanted
             gradients += make(saved, arrived, wanted)
+        again = len(entries) > 1 and len(set(map(id, targets))) < len(targets)
         entries.clear()
-        if not fresh or len(set(map(id, targets))) < len(targets):
+        if again or not fresh:
             targets, gradients = _summed(targets, gradients)
         if not fresh:
             self._deliver(targets, gradients)
@@ -252,7 +253,7 @@ class GradientStore:
     def watch(self, slot: Slot, layer: Operator, targets: tuple[Any, ...]) -> None:
         """Until ``layer`` went through one I: catch what reaches ``targets`` by another way than through it."""
         layer.watched = True
-        slot.watched.append((layer, targets))
+        slot.watched += ((layer, targets),)
         for target in targets:
             if type(target) is Cast:  # it may be used without its cast too
                 self._watch_node(target.node, target)
@@ -267,7 +268,7 @@ class GradientStore:
             return False
         if gradient is not None:
             slot.entries.append((_as_it_is, (target,), None, gradient))
-            slot.caught.add(id(target.parameter if type(target) is Cast else target))
+            slot.caught |= {id(target.parameter if type(target) is Cast else target)}
         return True
 
     def _watch_node(self, node: Any, target: Any) -> None:

@@ -58,9 +58,9 @@ class Slot:
         self.again = False
         self.entries: list[Entry] = []
         self.refused = refused
-        self.watched: list[tuple[Operator, tuple[Any, ...]]] = []
-        self.caught: set[int] = set()
-        self.casts: dict[int, Cast] = {}
+        self.watched: tuple[tuple[Operator, tuple[Any, ...]], ...] = ()  # nothing is made that most do not need
+        self.caught: frozenset[int] = frozenset()
+        self.casts: dict[int, Cast] | None = None
 
 
 class Cast:

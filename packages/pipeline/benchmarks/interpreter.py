@@ -74,8 +74,8 @@ def bare_split(stages: int) -> Callable[[], object]:
     x, y = torch.randn(M, ROWS, WIDTH), torch.randn(M, ROWS, WIDTH)
     share = torch.tensor(1 / M)
 
-    def within(store: GradientStore, k: int, call: Callable[[], Tensor | None]) -> Tensor | None:
-        store.open(k)
+    def within(store: GradientStore, k: int, call: Callable[[], Tensor | None], *, i: bool = False) -> Tensor | None:
+        (store.open_backward if i else store.open)(k)
         try:
             return call()
         finally:
@@ -94,7 +94,7 @@ def bare_split(stages: int) -> Callable[[], object]:
             for number in range(stages - 1, -1, -1):
                 leaf, output = pairs[number]
                 root = loss(output, y[k]) if number == stages - 1 else output
-                within(stores[number], k, lambda root=root, gradient=gradient: engine(root, gradient))
+                within(stores[number], k, lambda root=root, gradient=gradient: engine(root, gradient), i=True)
                 gradient = leaf.grad
             for store in stores:
                 store.weigh(k)

@@ -74,13 +74,13 @@ class Ours:
     def __call__(self, x: Tensor, g: Tensor, times: Times) -> None:
         """One microbatch."""
         y = timed(times, "F deferring", lambda: self._open(lambda: self._model(x)))
-        i = timed(times, "I", lambda: self._open(lambda: torch.autograd.backward(y, g)))
+        i = timed(times, "I", lambda: self._open(lambda: torch.autograd.backward(y, g), i=True))
         assert i is None
         timed(times, "W", lambda: self._store.weigh(0))
         times.setdefault("I + W", []).append(times["I"][-1] + times["W"][-1])
 
-    def _open(self, call: Callable[[], Any]) -> Any:
-        self._store.open(0)
+    def _open(self, call: Callable[[], Any], *, i: bool = False) -> Any:
+        (self._store.open_backward if i else self._store.open)(0)
         try:
             return call()
         finally:

@@ -1,0 +1,134 @@
+"""A deferring nn.Linear is torch's own operator with a hook, or an autograd Function where that would see too little.
+
+The oracle is the module in a plain backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from pipeline_helpers import equal_bits, gradients
+from torch import Tensor, nn
+
+from sixfold.pipeline import Stage
+from sixfold.pipeline.store import GradientStore
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+def seeded(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 5), nn.Linear(5, 3, bias=False))
+
+
+def split(store: GradientStore, module: nn.Module, x: Tensor, call: Call, k: int = 0) -> None:
+    """F and I of a microbatch."""
+    store.open(k)
+    try:
+        y = call(module, x)
+    finally:
+        store.close()
+    store.open_backward(k)
+    try:
+        y.backward(seeded(*y.shape))
+    finally:
+        store.close()
+
+
+def both(call: Call, x: Tensor, microbatches: int = 3) -> None:
+    """The bits of inputs' and parameters' gradients over some microbatches; the first goes through watched layers."""
+    ours, plain = model(), model()
+    store = GradientStore(Stage(ours, 0))
+    for k in range(microbatches):
+        mine, theirs = (x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2))
+        split(store, ours, mine, call, k)
+        store.weigh(k)
+        y = call(plain, theirs)
+        y.backward(seeded(*y.shape))
+        assert equal_bits([mine.grad], [theirs.grad])
+    assert equal_bits(gradients(ours), gradients(plain))
+
+
+def as_it_is(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def with_hooked_outputs(module: nn.Module, x: Tensor) -> Tensor:
+    """Hooks of outputs that change the gradient come before the layer, whenever they were registered."""
+    for part in module:  # type: ignore[attr-defined]
+        x = part(x)
+        x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+@pytest.mark.parametrize("call", [as_it_is, with_hooked_outputs])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6), (1, 6), (0, 6)], ids=str)
+@pytest.mark.parametrize("wants", [True, False])
+def test_both_forms_have_the_bits_of_a_plain_backward(call, shape, wants):
+    both(call, seeded(*shape).requires_grad_(wants))
+
+
+def test_torchs_own_operator_runs_where_the_input_or_the_bias_wants_a_gradient():
+    layer = nn.Linear(4, 4)
+    store = GradientStore(Stage(layer, 0))
+    names = []
+    for wants in (True, False):
+        store.open(0)
+        names.append(layer(seeded(2, 4).requires_grad_(wants)).grad_fn.name())
+        store.close()
+    assert names == ["AddmmBackward0", "AddmmBackward0"]
+
+
+def test_who_looks_after_saved_tensors_sees_the_input():
+    layer, x = nn.Linear(4, 4), seeded(2, 4).requires_grad_()
+    store = GradientStore(Stage(layer, 0))
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        store.open(0)
+        layer(x)
+        store.close()
+    assert any(tensor.data_ptr() == x.data_ptr() for tensor in seen)
+
+
+def test_a_parameter_that_lies_elsewhere_in_the_same_step_is_read_there():
+    ours = model()
+    store = GradientStore(Stage(ours, 0))
+    for k in range(2):
+        split(store, ours, seeded(4, 6).requires_grad_(), as_it_is, k)
+        store.weigh(k)
+    ours[0].weight.data = ours[0].weight.data * 2
+    plain = copy.deepcopy(ours)
+    for module in (ours, plain):
+        module.zero_grad()
+    split(store, ours, seeded(4, 6).requires_grad_(), as_it_is)
+    store.weigh(0)
+    y = plain(seeded(4, 6).requires_grad_())
+    y.backward(seeded(*y.shape))
+    assert equal_bits(gradients(ours), gradients(plain))
+
+
+def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
+    found = {}
+    for again in (False, True):
+        ours = model()
+        store = GradientStore(Stage(ours, 0))
+
+        def call(module: nn.Module, x: Tensor, again: bool = again, ours: nn.Module = ours) -> Tensor:
+            hidden = module(x)
+            hidden.register_hook(lambda _: found.__setitem__(again, "forward" in ours[0].__dict__))
+            return torch.utils.checkpoint.checkpoint(nn.Identity(), hidden, use_reentrant=True) if again else hidden
+
+        def checkpointed(module: nn.Module, x: Tensor, inner: Call = call) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(inner, module, x, use_reentrant=False)
+
+        for k in range(2):
+            split(store, ours, seeded(4, 6).requires_grad_(), checkpointed if again else call, k)
+            store.weigh(k)
+    assert found == {False: False, True: True}

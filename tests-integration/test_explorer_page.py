@@ -286,6 +286,15 @@ def test_without_its_runtime_the_page_says_so(browser, site):
     explorer.context.close()
 
 
+def test_opened_as_a_file_the_page_says_what_to_do(browser, site, request):
+    explorer = Explorer(browser, site, "desktop")
+    folder = Path(request.config.getoption("--site") or ROOT / "site")
+    explorer.page.goto((folder / "explorer.html").resolve().as_uri())
+    assert "python -m http.server -d site" in explorer.text("#sx-status")
+    assert explorer.errors == []
+    explorer.context.close()
+
+
 def test_a_question_that_takes_too_long_is_given_up_and_the_next_is_answered(browser, site):
     explorer = Explorer(browser, site, "desktop")
     explorer.page.clock.install()

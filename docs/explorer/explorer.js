@@ -146,10 +146,8 @@
   }
 
   function fail(words) {
-    say(`Python did not answer: ${words}. ${location.protocol === "file:" ? FILE : MISSING}`, true);
+    say(`Python did not answer: ${words}. The site is built with it by \`nox -s docs\` where npm is.`, true);
   }
-  const FILE = "A page opened as a file may not start it: serve the site's folder, `python -m http.server -d site`.";
-  const MISSING = "The site is built with it by `nox -s docs` where npm is.";
 
   function refuse(refused) {
     dim(false);
@@ -437,10 +435,11 @@
 
   listen();
   label();
-  try {
+  if (location.protocol === "file:") {
+    // Browsers start no worker there; what the site's search has in its place runs no modules.
+    say("Opened as a file this page cannot run Python: serve the site's folder, `python -m http.server -d site`.", true);
+  } else {
     start();
     ask({ ask: "menu" }, begin);
-  } catch (error) {
-    fail(String(error.message ?? error));
   }
 })();

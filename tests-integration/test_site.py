@@ -23,7 +23,6 @@ import site_reference
 from repository_helpers import PACKAGES, ROOT
 
 BUILT = ROOT / "site"
-SECTIONS = ("start/", "move/", "do/", "understand/", "errors/", "reference/")
 LOADED = r'<(?:script|link|img|iframe|source)[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
 each_package = pytest.mark.parametrize("package", site_raises.BASES)
 
@@ -62,7 +61,7 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_heading():
 def test_every_page_of_a_section_is_in_the_list_of_its_section():
     wrong = [
         address
-        for folder in SECTIONS
+        for folder in site_pages.SECTIONS
         for address in site_pages.pages()
         if address.startswith(folder) and address not in site_pages.section(folder)
     ]
@@ -174,6 +173,13 @@ def test_every_figure_is_in_its_results_file():
 def test_every_results_file_has_a_figure_or_a_reason():
     files = {path.name for path in (ROOT / "benchmarks/results").glob("*.md")}
     assert {figure.file for figure in site_figures.figures(ROOT)} | set(site_figures.left_out(ROOT)) == files
+
+
+def test_the_rows_of_the_figures_stand_below_their_heads():
+    lines = site_pages.pages()["figures.md"].text.splitlines()
+    head = lines.index(next(line for line in lines if line.startswith("|---")))
+    rows = lines[head + 1 : head + 1 + len(site_figures.figures(ROOT))]
+    assert all(row.count(" | ") == lines[head - 1].count(" | ") and row.startswith("| ") for row in rows)
 
 
 # ---- the built site

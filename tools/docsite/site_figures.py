@@ -59,18 +59,13 @@ def says(text: str, words: str) -> bool:
 
 
 def pages(root: Path) -> dict[str, str]:
-    lines = [PAGE]
+    lines = [PAGE.rstrip()]
     for row in figures(root):
-        cells = (
-            row.date,
-            row.package,
-            row.what,
-            row.peer or "none",
-            row.result.replace(" ... ", "; "),
-            f"`{row.command}`",
-            row.machine,
-        )
-        lines.append("| " + " | ".join(map(_cell, cells)) + f" | [file](../benchmarks/results/{row.file}) |")
+        taken = f"`{row.command}`, {row.machine}"
+        result = row.result.replace(" ... ", "; ")
+        file = f"[{row.date} {row.package}](../benchmarks/results/{row.file})"
+        cells = (row.what, f"**{result}**", row.peer or "none", taken, file)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += ["", "## Files without a row", ""]
     lines += [f"- [{file}](../benchmarks/results/{file}): {why}" for file, why in left_out(root).items()]
     return {"figures.md": "\n".join(lines) + "\n"}
@@ -92,6 +87,6 @@ Every figure has a file in `benchmarks/results/` with the command, machine, scal
 them. A ratio is ours to the peer's of one run, in turns, unless the file says otherwise. Most were taken on two CPU
 cores: they say nothing of a network or a GPU.
 
-| date | package | what | peer | result | command | machine | |
-|---|---|---|---|---|---|---|---|
+| what | result | peer | taken | file |
+|---|---|---|---|---|
 """

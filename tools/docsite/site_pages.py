@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import site_errors
 import site_figures
@@ -23,6 +23,7 @@ import site_reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SECTIONS = ("start/", "move/", "do/", "understand/", "errors/", "reference/")  # of mkdocs.yml's navigation
 OUTSIDE = ("packages/*/README.md", "packages/*/CHANGELOG.md", "benchmarks/**/*.md", "CONTRIBUTING.md")
 HOME = {"README.md": "README.md"}  # on disk -> in the site: the repository's README says what the home page says
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".c": "c", ".h": "c"}
@@ -69,12 +70,13 @@ def pictures() -> dict[str, Path]:
 
 
 def section(folder: str) -> list[str]:
-    """The pages of a section: its README first, then those that it links, in its order."""
+    """The pages of a section: its README first, then those that it links, in its order, but for other sections'."""
     readme = f"{folder}README.md"
     if readme not in pages():
         return []
-    linked = [PurePosixPath(os.path.normpath(f"{folder}{target}")) for target in links(pages()[readme].text)]
-    return list(dict.fromkeys([readme, *(str(path) for path in linked if str(path) in pages())]))
+    linked = [os.path.normpath(f"{folder}{target}") for target in links(pages()[readme].text)]
+    own = [page for page in linked if page in pages() and not page.startswith(tuple({*SECTIONS} - {folder}))]
+    return list(dict.fromkeys([readme, *own]))
 
 
 def links(text: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Stores: whatever keeps bytes is a place for a checkpoint, with the same promises as a folder."""
 
-import errno
 import pickle
 import sqlite3
 import threading
@@ -9,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import flat_shards, names, one, random_cut, state
 
 from sixfold import dist_ckpt
@@ -22,7 +22,7 @@ from sixfold.dist_ckpt import (
     dcp,
 )
 from sixfold.dist_ckpt.plans import plan
-from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, store_at
+from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, by_pointer, memory, store_at
 from sixfold.dist_ckpt.stores import url as urls
 
 
@@ -99,7 +99,7 @@ def test_every_store_keeps_a_checkpoint_and_every_function_reads_it(store):
     check(store, 1.0)
     dist_ckpt.save(full(2.0), store)
     check(store, 2.0)
-    assert len(store.list_files()) == 6, "nothing is left over"
+    assert len(store.list_files()) == (6 if store.folder else 7), "nothing is left over; one is for torch"
     assert dist_ckpt.load_tensors_metadata(store)["w"].global_shape == (200_000,)
     assert sorted(dist_ckpt.load_sharded_metadata(store)) == ["o/shard_0_1", "v", "w"]
     assert dist_ckpt.load_common_state_dict(store)["step"] == 2.0
@@ -114,8 +114,8 @@ def test_a_store_that_is_empty_or_holds_other_things(store, tmp_path):
         dist_ckpt.load(full(0.0), store)
     assert not dist_ckpt.check_is_distributed_checkpoint(store)
     if isinstance(store, LocalStore):
-        store.path.mkdir()
-        (store.path / "thesis.txt").write_text("years of work")
+        store.folder.mkdir()
+        (store.folder / "thesis.txt").write_text("years of work")
     else:
         with closing(store.create("thesis.txt", 0)) as file:
             file.write(b"years of work")
@@ -143,134 +143,229 @@ def test_damage_in_a_store_is_named_by_the_stores_name():
     data = bytearray(store.files[name])
     data[5000] ^= 1
     store.files[name] = bytes(data)
-    with pytest.raises(CorruptError, match=r"my memory/__0_0\..*distcp"):
+    with pytest.raises(CorruptError, match=r"my memory/save-00000001-\w{16}/__0_0\.distcp"):
         dist_ckpt.load(full(0.0), store)
 
 
-@pytest.mark.parametrize("dies_at", ["create", ".metadata", "integrity.json", "metadata.json", "delete"])
-def test_a_save_that_ends_anywhere_leaves_the_old_or_the_new_or_one_that_is_refused(monkeypatch, dies_at):
-    store = MemoryStore()
-    dist_ckpt.save(full(1.0), store)
-    create, delete = MemoryStore.create, MemoryStore.delete
-
-    def create_until(self, name, nbytes):
-        if dies_at in ("create", name):
-            raise OSError(errno.EIO, "gone")
-        return create(self, name, nbytes)
-
-    def delete_until(self, name):
-        if dies_at == "delete" and name.endswith(".distcp"):
-            raise StorageError("gone")
-        delete(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MemoryStore, "create", create_until)
-        patch.setattr(MemoryStore, "delete", delete_until)
-        if dies_at == "delete":
-            dist_ckpt.save(full(2.0), store)  # committed: what is left over goes the next time
-        else:
-            told = "gone" if dies_at == "create" else r"gone.*could not be put back.*gone"
-            with pytest.raises(StorageError, match=told):
-                dist_ckpt.save(full(2.0), store)
-    if dies_at in ("create", "delete"):
-        check(store, 1.0 if dies_at == "create" else 2.0)
-    else:
-        with pytest.raises(CorruptError):
-            dist_ckpt.load(full(0.0), store)
-    dist_ckpt.save(full(3.0), store)
-    check(store, 3.0)
-    assert sum(name.endswith(".distcp") for name in store.files) == 1
+def base_name(name):
+    """The name of a file in its save's folder; torch's .metadata lies beside them."""
+    return name.rpartition("/")[2] if "/" in name else f"torch's {name}"
 
 
 STEPS = [
+    "__0_0.distcp",
     ".metadata",
     "shard_manifest.pt",
     "common.pt",
     "integrity.json",
     "metadata.json",
+    "torch's .metadata",
     "delete",
-    "after integrity.json",
+    "after metadata.json",
 ]
 
 
-@pytest.mark.parametrize(
-    ("at", "most_kept"), [*((step, 64 << 20) for step in STEPS), ("integrity.json", 0), ("metadata.json", 0)]
-)
-def test_an_error_at_any_step_of_the_commit_leaves_the_older_checkpoint(monkeypatch, at, most_kept):
-    """Files above ``most_kept`` bytes are kept as copies in the store."""
-    monkeypatch.setattr("sixfold.dist_ckpt.stores.store._MOST_KEPT_BYTES", most_kept)
-    store, errors = MemoryStore(), iter([1])
-    dist_ckpt.save(full(1.0), store)
-    before = dict(store.files)
-    create, delete, write = MemoryStore.create, MemoryStore.delete, MemoryStore.write
+def meddle(monkeypatch, act):
+    """``act`` is told of each file of a store in memory before it is made, after it, and before one is deleted."""
+    create, delete, close = MemoryStore.create, MemoryStore.delete, memory._File.close
 
-    def fail_once(step):
-        if step == at and next(errors, None):
-            raise StorageError("quota")
-
-    def create_or_fail(self, name, nbytes):
-        fail_once(name)
+    def noted_create(self, name, nbytes):
+        act(base_name(name))
         return create(self, name, nbytes)
 
-    def delete_or_fail(self, name):
-        fail_once("delete")
+    def noted_close(self):
+        close(self)
+        act(f"after {base_name(self._name)}")
+
+    def noted_delete(self, name):
+        act("delete")
         delete(self, name)
 
-    def write_and_fail(self, save, name, data):
-        digest = write(self, save, name, data)
-        fail_once(f"after {name}")
-        return digest
+    monkeypatch.setattr(MemoryStore, "create", noted_create)
+    monkeypatch.setattr(memory._File, "close", noted_close)
+    monkeypatch.setattr(MemoryStore, "delete", noted_delete)
 
-    monkeypatch.setattr(MemoryStore, "create", create_or_fail)
-    monkeypatch.setattr(MemoryStore, "delete", delete_or_fail)
-    monkeypatch.setattr(MemoryStore, "write", write_and_fail)
-    with pytest.raises(StorageError, match=r"^quota$"):
-        dist_ckpt.save(full(2.0), store)
-    assert next(errors, None) is None
-    check(store, 1.0)
-    assert store.files == before
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("at", STEPS)
+def test_whatever_step_of_a_save_fails_the_older_checkpoint_or_the_newer_is_there(monkeypatch, at, forever):
+    store, failing = MemoryStore(), []
+    dist_ckpt.save(full(1.0), store)
+    before = dict(store.files)
+
+    def fail(step):
+        if (failing and forever) or (step == at and not failing):
+            failing.append(step)
+            raise StorageError("quota")
+
+    with monkeypatch.context() as patch:
+        meddle(patch, fail)
+        if at == "delete":
+            dist_ckpt.save(full(2.0), store)  # committed: what is left over goes the next time
+        else:
+            with pytest.raises(StorageError, match=r"^quota"):
+                dist_ckpt.save(full(2.0), store)
+    assert failing
+    is_new = at in ("torch's .metadata", "delete", "after metadata.json")
+    check(store, 2.0 if is_new else 1.0)
+    assert forever or is_new or store.files == before
     dist_ckpt.save(full(3.0), store)
     check(store, 3.0)
-    assert len(store.list_files()) == 6
+    assert len(store.files) == 7
 
 
-def test_torch_dcps_writer_puts_the_older_checkpoint_back_too(monkeypatch):
-    store, create, errors = MemoryStore(), MemoryStore.create, iter([1])
+def test_a_kill_of_torch_dcps_writer_leaves_the_older_checkpoint_too(monkeypatch):
+    store = MemoryStore()
     dcp.save({"w": torch.ones(4)}, storage_writer=dcp.Writer(store), no_dist=True)
 
-    def fail_once(self, name, nbytes):
-        if name == "common.pt" and next(errors, None):
+    def fail(step):
+        if step != "__0_0.distcp":
             raise StorageError("quota")
-        return create(self, name, nbytes)
 
-    monkeypatch.setattr(MemoryStore, "create", fail_once)
-    with pytest.raises(BaseException, match="quota"):  # torch's CheckpointException is one
-        dcp.save({"w": torch.zeros(4)}, storage_writer=dcp.Writer(store), no_dist=True)
+    with monkeypatch.context() as patch:
+        meddle(patch, fail)
+        with pytest.raises(BaseException, match="quota"):  # torch's CheckpointException is one
+            dcp.save({"w": torch.zeros(4)}, storage_writer=dcp.Writer(store), no_dist=True)
     loaded = {"w": torch.zeros(4)}
     dcp.load(loaded, storage_reader=dcp.Reader(store), no_dist=True)
     assert loaded["w"].tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("at", [".metadata", "integrity.json", "metadata.json"])
-def test_two_saves_that_commit_at_once_are_told_and_never_loaded_as_one(monkeypatch, at):
+@pytest.mark.parametrize("at", STEPS[:6])
+def test_another_save_that_commits_meanwhile_loses_nothing_of_what_has_returned(monkeypatch, at):
+    """The other began later: its number is higher, or its files are gone."""
     store, others = MemoryStore(), iter([2.0])
     dist_ckpt.save(full(1.0), store)
-    create = MemoryStore.create
 
-    def meanwhile(self, name, nbytes):
-        if name == at and (value := next(others, None)) is not None:
+    def meanwhile(step):
+        if step == f"after {at}" and (value := next(others, None)) is not None:
             dist_ckpt.save(full(value), store)
-        return create(self, name, nbytes)
+            check(store, 2.0)
 
-    monkeypatch.setattr(MemoryStore, "create", meanwhile)
-    with pytest.raises(StorageError, match="another save to"):
-        dist_ckpt.save(full(3.0), store)
-    try:
-        check(store, 2.0)
-    except CorruptError:
-        pass
+    with monkeypatch.context() as patch:
+        meddle(patch, meanwhile)
+        with pytest.raises(StorageError, match="another save to"):
+            dist_ckpt.save(full(3.0), store)
+    check(store, 2.0)
     dist_ckpt.save(full(4.0), store)
     check(store, 4.0)
+    assert len(store.files) == 7
+
+
+@pytest.mark.parametrize("first_id", ["0" * 16, "f" * 16])
+def test_of_two_saves_that_began_at_once_one_that_has_returned_is_never_lost(monkeypatch, first_id):
+    store, ids = MemoryStore(), iter([first_id, "7" * 16])
+    monkeypatch.setattr("sixfold.dist_ckpt.road.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
+    plain, at_once = MemoryStore.begin, iter([1.0])
+
+    def begin(self, save_id, *arguments, **options):
+        save = plain(self, save_id, *arguments, **options)
+        if (value := next(at_once, None)) is not None:
+            dist_ckpt.save(full(value), self)  # has the same number: nothing of the first is there yet
+        return save
+
+    monkeypatch.setattr(MemoryStore, "begin", begin)
+    if first_id[0] == "f":
+        dist_ckpt.save(full(2.0), store)
+    else:
+        with pytest.raises(StorageError, match="another save to"):
+            dist_ckpt.save(full(2.0), store)
+    check(store, 2.0 if first_id[0] == "f" else 1.0)
+
+
+def test_requests_of_a_dead_save_that_land_late_change_nothing(monkeypatch):
+    store, late = MemoryStore(), {}
+    dist_ckpt.save(full(1.0), store)
+    with monkeypatch.context() as patch:
+        meddle(patch, lambda step: late.update(store.files) if step.startswith("after") else None)
+        dist_ckpt.save(full(2.0), store)
+    for number in (3.0, 4.0):
+        dist_ckpt.save(full(number), store)
+        store.files.update(late)  # all that the first two ever wrote
+        store.files.pop(".metadata")
+        check(store, number)
+
+
+def test_a_save_removes_what_dead_saves_and_their_boards_left_and_nothing_of_a_later_one():
+    store = MemoryStore()
+    dist_ckpt.save(full(1.0), store)
+    dead, live = f"save-00000001-{'0' * 16}/__0_0.distcp", f"save-00000009-{'0' * 16}/__0_0.distcp"
+    boards = f"job-00000001-{'0' * 16}/board", f"job-00000009-{'0' * 16}/alive-0"
+    store.files.update(dict.fromkeys([dead, boards[0]], b"left"))
+    begun = store.begin("a" * 16, 0)
+    store.files.update(dict.fromkeys([live, boards[1]], b"lives"))
+    for name in ("metadata.json", "integrity.json"):
+        store.write(begun, name, b"{}")
+    store.commit(begun, b"{}")
+    assert dead not in store.files and boards[0] not in store.files
+    assert live in store.files and boards[1] in store.files
+
+
+def test_checkpoints_that_lie_in_the_place_itself_load_and_are_replaced():
+    """As older versions and torch write them."""
+    store = MemoryStore()
+    dist_ckpt.save(full(1.0), store)
+    store.files = {name.rpartition("/")[2]: data for name, data in store.files.items() if "/" in name}
+    check(store, 1.0)
+    dist_ckpt.save(full(2.0), store)
+    check(store, 2.0)
+    assert sum(name.endswith(".distcp") for name in store.files) == 1
+
+
+def test_a_copy_of_a_store_in_a_folder_is_the_checkpoint(tmp_path):
+    store = MemoryStore()
+    dist_ckpt.save(full(1.0), store)
+    for name, data in store.files.items():
+        (tmp_path / "c" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "c" / name).write_bytes(data)
+    check(tmp_path / "c", 1.0)
+    assert dist_ckpt.tools.verify(tmp_path / "c")["ok"]
+    loaded = {"w": torch.zeros(200_000)}
+    torch_dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(loaded["w"], torch.arange(200_000.0) + 1)
+    dist_ckpt.save(full(2.0), tmp_path / "c")
+    check(tmp_path / "c", 2.0)
+    assert len(list((tmp_path / "c").iterdir())) == 6
+
+
+def test_a_user_stores_own_errors_name_the_store_and_the_file(tmp_path):
+    store = Rows(tmp_path / "base")
+    dist_ckpt.save(full(1.0), store)
+    store.path = tmp_path / "none" / "base"
+    with pytest.raises(StorageError, match=r"^rows of .*base: OperationalError: unable to open"):
+        dist_ckpt.load(full(0.0), store)
+    store.path = tmp_path / "base"
+
+    class Broken(Row):
+        def write(self, data):
+            raise sqlite3.OperationalError("disk full")
+
+    store.create = lambda name, nbytes: by_pointer._Told(Broken(store, name), store, name)
+    with pytest.raises(StorageError, match=r"^rows of .*base/save-.*: OperationalError: disk full"):
+        dist_ckpt.save(full(2.0), store)
+    del store.create
+    check(store, 1.0)
+
+
+@pytest.mark.parametrize("stalled", ["list_files", "integrity.json", "distcp"])
+def test_a_store_that_never_answers_ends_a_load_within_its_deadline(stalled):
+    class Stalls(MemoryStore):
+        stalled = ""
+
+        def list_files(self):
+            time.sleep(5 if self.stalled == "list_files" else 0)
+            return super().list_files()
+
+        def read(self, name, start=0, stop=None):
+            time.sleep(5 if self.stalled and self.stalled in name else 0)
+            return super().read(name, start, stop)
+
+    store = Stalls()
+    dist_ckpt.save(full(1.0), store)
+    store.stalled, begun = stalled, time.monotonic()
+    with pytest.raises(StorageError, match="this store in memory gave nothing for"):
+        dist_ckpt.load(full(0.0), store, timeout_s=0.5)
+    assert time.monotonic() - begun < 4
 
 
 def test_two_jobs_into_one_folder_are_told(tmp_path, monkeypatch):
@@ -295,8 +390,13 @@ def test_memory_of_one_process_is_refused_where_others_must_see_it():
         pickle.dumps(MemoryStore())
     with pytest.raises(CheckpointError, match="is the class MemoryStore"):
         dist_ckpt.save(state(1), MemoryStore)
-    with pytest.raises(CheckpointError, match="a str or a Path"):
+    with pytest.raises(CheckpointError, match=r"a str or a Path, or a store \(stores.ByPointer\)"):
         store_at(5)
+    poor = type("Poor", (), {"name": "p", "list_files": dict, "delete": print})()
+    with pytest.raises(CheckpointError, match=r"derives from stores.ByPointer; Poor has no read, create$"):
+        dist_ckpt.save(state(1), poor)
+    with pytest.raises(CheckpointError, match="writes into a local folder"):
+        dist_ckpt.tools.metadata(MemoryStore())
 
 
 def test_strategies_that_write_by_themselves_go_to_folders_only(tmp_path):
@@ -335,8 +435,8 @@ def small_files(monkeypatch):
 
 def test_files_of_a_rank_are_uploaded_side_by_side(monkeypatch):
     fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
     small_files(monkeypatch)
     together, running, most = threading.Lock(), 0, 0
     plain = UrlStore.create
@@ -363,17 +463,17 @@ def test_files_of_a_rank_are_uploaded_side_by_side(monkeypatch):
     tensors = [torch.randn(1 << 17) for _ in range(8)] + [torch.randn(100, 100).t(), torch.randn(700, 700).t()]
     saved = {f"t{i}": one(f"t{i}", tensor) for i, tensor in enumerate(tensors)}
     dist_ckpt.save(saved | {"o": ShardedObject("o", 5, (1,), (0,))}, "memory://run/many")
-    parts = [name for name in memory.find("/run/many") if name.endswith(".distcp")]
+    parts = [name for name in fs.find("/run/many") if name.endswith(".distcp")]
     assert 2 < len(parts) <= UrlStore.streams and most > 2
     loaded = dist_ckpt.load_plain_tensors("memory://run/many")
     assert all(torch.equal(loaded[f"t{i}"], tensor) for i, tensor in enumerate(tensors))
-    memory.store.clear()
+    fs.store.clear()
 
 
 def test_a_broken_upload_is_begun_anew_and_a_store_that_stays_away_is_one_error(monkeypatch):
     fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
     monkeypatch.setattr(urls, "_FIRST_PAUSE_S", 0.01)
     plain, left = urls._Upload.write, [2]
 
@@ -394,4 +494,4 @@ def test_a_broken_upload_is_begun_anew_and_a_store_that_stays_away_is_one_error(
         dist_ckpt.save(full(2.0), "memory://run/c", timeout_s=0.2)
     monkeypatch.undo()
     check("memory://run/c", 1.0)
-    memory.store.clear()
+    fs.store.clear()

@@ -3,6 +3,7 @@
 import errno
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 
 import pytest
 import torch
@@ -75,6 +76,39 @@ def test_a_flipped_bit_is_named(memory):
         dcp_load(blank(), dcp.Reader(URL, verify="full"))
     assert isinstance(caught.value.failures[0][0], CorruptError)
     assert name.rpartition("/")[2] in str(caught.value)
+
+
+def test_a_save_over_torchs_checkpoint_that_dies_leaves_the_old_or_the_new(memory, monkeypatch):
+    memory.makedirs("/doors", exist_ok=True)
+    writes = [0]
+    for at in range(40):
+        with quiet():
+            if memory.exists("/doors/c"):
+                memory.rm("/doors/c", recursive=True)
+            memory.makedirs("/doors/c", exist_ok=True)
+            dcp_save(contents(1), FsspecWriter(URL))
+        left = iter(range(at))
+
+        def until(self, path, *arguments, plain=None, left=left, **options):
+            if next(left, None) is None:
+                raise StorageError("gone")
+            return plain(self, path, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            for name in ("pipe_file", "_open", "rm_file"):
+                patch.setattr(type(memory), name, partialmethod(until, plain=getattr(type(memory), name)))
+            try:
+                dcp_save(contents(2), dcp.Writer(URL))
+            except CheckpointException:
+                pass
+            writes = [*writes, next(left, None)]
+        found = dcp_load(blank(), dcp.Reader(URL))
+        assert same(found, contents(1)) or same(found, contents(2)), at
+        torchs = everything(FsspecReader(URL))
+        assert same(torchs, contents(1)) or same(torchs, contents(2)), at
+        if writes[-1] is not None:
+            break
+    assert same(found, contents(2)) and same(torchs, contents(2)) and at > 8
 
 
 def mirrors_alive():

@@ -12,7 +12,17 @@ from dist_ckpt_helpers import Cut, expected_values, flat_shards, flip_byte, one
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedTensor, StrictHandling, UnsafeError, dcp, tools
+from sixfold.dist_ckpt import (
+    CorruptError,
+    MismatchError,
+    ShardedTensor,
+    StorageError,
+    StrictHandling,
+    UnsafeError,
+    dcp,
+    tools,
+)
+from sixfold.dist_ckpt.stores import MemoryStore
 
 safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
 
@@ -352,3 +362,32 @@ def test_a_flipped_bit_cannot_be_found_but_its_place_can(folder):
     flip_byte(path, path.stat().st_size - 2)
     assert tools.inspect(folder)["integrity"] is False
     load_all(folder)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "zarr"])
+def test_a_folder_without_digests_in_a_store_that_is_written_over_meanwhile_is_told(kind, tmp_path):
+    """Files of equal size: only what the store says of them tells them apart."""
+
+    def files(value):
+        if kind == "safetensors":
+            parts = {f"model-{i}.safetensors": safe.save({f"w{i}": torch.full((4096,), value)}) for i in range(2)}
+            places = {f"w{i}": f"model-{i}.safetensors" for i in range(2)}
+            index = json.dumps({"metadata": {}, "weight_map": places})
+            return parts | {"model.safetensors.index.json": index.encode()}
+        folder = tmp_path / str(value)
+        with pytest.warns(UserWarning, match="zarr"):
+            dist_ckpt.save({f"w{i}": one(f"w{i}", torch.full((4096,), value)) for i in range(2)}, folder, ("zarr", 1))
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    class Replaced(MemoryStore):
+        def read(self, name, start=0, stop=None):
+            data = super().read(name, start, stop)
+            if len(data) > 10_000 or start:
+                self.files.update(second)
+            return data
+
+    store, first, second = Replaced(), files(1.0), files(2.0)
+    assert [*map(len, first.values())] == [*map(len, second.values())]
+    store.files = dict(first)
+    with pytest.raises(StorageError, match="this store in memory was replaced or removed while it was read"):
+        dist_ckpt.load({f"w{i}": one(f"w{i}", torch.zeros(4096)) for i in range(2)}, store)

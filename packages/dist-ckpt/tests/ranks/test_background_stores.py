@@ -36,13 +36,13 @@ def value_of(url, ranks=1):
 
 
 def objects_beside(url):
-    """What lies beside the checkpoint: names below its parent that are not of it."""
+    """Boards, and what lies beside the checkpoint: names below its parent that are not of it."""
     import fsspec
 
     parent, _, name = url.rpartition("/")
     fs, root = fsspec.core.url_to_fs(parent)
     fs.invalidate_cache()
-    return [path for path in fs.find(root) if not path.startswith(f"{root}/{name}/")]
+    return [path for path in fs.find(root) if "/job-" in path or not path.startswith(f"{root}/{name}/")]
 
 
 @pytest.fixture

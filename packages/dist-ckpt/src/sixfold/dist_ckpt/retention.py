@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.stores import ByPointer, UrlStore, paths, view
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.child import ChildStore
+from sixfold.dist_ckpt.stores.by_pointer import visible
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -56,7 +56,7 @@ def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer
     if not _is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
     name = _name(operator.index(step))
-    return ChildStore(place, name) if isinstance(place, ByPointer) else paths.child(place, name)
+    return place.child(name) if isinstance(place, ByPointer) else paths.child(place, name)
 
 
 def _is_integer(value: Any, least: int) -> bool:
@@ -110,7 +110,7 @@ def prune(
 ) -> Sequence[Path | str | ByPointer]:
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
-    Oldest first, each renamed aside before it is deleted (of a URL ``metadata.json`` goes first), so that a kill leaves
+    Oldest first, each renamed aside before it is deleted (of a URL what commits it goes first), so that a kill leaves
     nothing under a step's name that opens. What dead saves of steps before the last ``keep_last`` left behind
     goes too, in a folder when it has been still for an hour; other incomplete folders are left alone. Of a step that
     is a symlink the link goes.
@@ -162,9 +162,7 @@ def _run_at(root: str | Path | ByPointer) -> _Run:
     place = root if isinstance(root, ByPointer) else paths.located(root, "root")
     if isinstance(place, Path):
         return _LocalRun(place)
-    if isinstance(place, str):
-        return _StoredRun(UrlStore(place), lambda name: UrlStore(str(paths.child(place, name))))
-    return _StoredRun(place, partial(ChildStore, place))
+    return _StoredRun(UrlStore(place) if isinstance(place, str) else place)
 
 
 def _name(step: int) -> str:
@@ -237,19 +235,17 @@ class _StoredRun:
     """[Note: unfinished in a store] A save that died, and a deletion that was cut short, have the step's own name
     there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it."""
 
-    def __init__(self, store: ByPointer, child: Callable[[str], ByPointer]) -> None:
-        self._store, self._child = store, child
+    def __init__(self, store: ByPointer) -> None:
+        self._store = store
 
     def steps(self) -> list[int]:
         return _numbers({name.partition("/")[0] for name in self._store.list_files() if "/" in name})
 
     def is_complete(self, step: int) -> bool:
-        return view.is_complete(self._child(_name(step)))
+        return view.is_complete(self._store.child(_name(step)))
 
     def delete(self, step: int) -> None:
-        names = [name for name in self._store.list_files() if name.startswith(f"{_name(step)}/")]
-        for name in sorted(names, key=lambda name: not name.endswith("/metadata.json")):
-            self._store.delete(name)
+        self._store.child(_name(step)).clear()
 
     def sweep(self) -> None:
         """Nothing has a name of its own."""
@@ -261,6 +257,6 @@ class _StoredRun:
             by_step.setdefault(folder, set()).add(rest)
         for step in self.steps():
             names = by_step.get(_name(step), set())
-            is_left = "metadata.json" not in names and all(map(is_checkpoint_file, names))
-            if step < before and is_left:
+            is_left = not visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
+            if step < before and is_left and not self.is_complete(step):
                 self.delete(step)

@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import loading, looking, saving
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
+from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import is_complete
 from sixfold.dist_ckpt.stores.view import viewed
 from sixfold.dist_ckpt.strategies import base
@@ -200,8 +200,8 @@ def _strategies_for(
     store: Store, sharded_strategy: Any, common_strategy: Any
 ) -> tuple[tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None, base.LoadEngine | None]:
     """The strategies if they read by themselves, else what the built-in engine shall do."""
-    if isinstance(store, LocalStore):
-        strategies = _foreign_strategies(store.path, sharded_strategy, common_strategy)
+    if store.folder is not None:
+        strategies = _foreign_strategies(store.folder, sharded_strategy, common_strategy)
         if strategies is not None:
             return strategies, None
     engine = base.load_engine(sharded_strategy, common_strategy)

@@ -35,16 +35,16 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
-from sixfold.dist_ckpt.background.store_board import HasBeside, StoreBoard
+from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.stores import LocalStore
+from sixfold.dist_ckpt.stores import ByPointer
 from sixfold.dist_ckpt.stores.store import overtaken
 
 COMMIT, GIVE_UP = "commit", "give-up"  # verdicts; behind the second stands which rank made it
@@ -249,11 +249,11 @@ class Waiting:
 def board_of(job: Job) -> Board:
     """The board of a job of several ranks."""
     save, store = job.ticket.save, job.content.store
-    if isinstance(store, LocalStore):
+    if store.folder is not None:
         target = Path(save.target)
         return FolderBoard(target, save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
-    assert isinstance(store, HasBeside), f"{store.name} was refused by the call"
-    return StoreBoard(store, save.save_id, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
+    # Another kind of store was refused by the call.
+    return StoreBoard(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
 def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:

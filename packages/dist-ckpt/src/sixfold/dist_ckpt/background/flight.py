@@ -20,7 +20,6 @@ from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.stores import LocalStore
 
 _GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
 _TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit
@@ -47,8 +46,8 @@ class Flight:
         self._saver: object | None = saver
         self._worker, self._job, self._sign = worker, job, sign
         target = job.ticket.save.target
-        self._is_local = isinstance(job.content.store, LocalStore)
-        self.target: Path | str = Path(target) if self._is_local else target
+        self._is_local = job.content.store.folder is not None
+        self.target: Path | str = job.content.store.folder or target
         self.worker_pid = worker.process.pid
         self._gauge, self._still = worker.gauge, Stillness()
         self._gauge.reset()

@@ -38,14 +38,14 @@ from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.background.flight import Flight
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.process import Worker
-from sixfold.dist_ckpt.background.store_board import HasBeside, StoreBoard
+from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore, UrlStore
+from sixfold.dist_ckpt.stores import ByPointer, Save
 from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
@@ -59,10 +59,10 @@ class _Mine:
     sign: Sign | None = None
     made: Future[None] | None = None  # a board in a store, once it is there
 
-    def make(self, store: Store, save_id: str, timeout_s: float) -> None:
+    def make(self, store: Store, save: Save, timeout_s: float) -> None:
         """The first rank's board in a store, made by a thread while tensors are copied."""
-        assert isinstance(store, HasBeside), f"{store.name} was refused before"
-        board = self.board = StoreBoard(store, save_id, b"", timeout_s=timeout_s)
+        assert isinstance(store, ByPointer), f"{store.name} was refused before"
+        board = self.board = StoreBoard(store, save, b"", timeout_s=timeout_s)
         pool = ThreadPoolExecutor(1)
         self.made = pool.submit(board.make)
         pool.shutdown(wait=False)
@@ -218,7 +218,7 @@ class AsyncSaver:
             key = secrets.token_bytes(32)
             if mine.made is not None:
                 mine.made.result()
-            if ranks > 1 and isinstance(store, LocalStore):
+            if ranks > 1 and store.folder is not None:
                 board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
                 board.make()
                 mine.sign = board.sign(0)
@@ -233,15 +233,15 @@ class AsyncSaver:
             return None, board.life(0).state is State.LIVES
 
         def copy() -> tuple[tuple[saving.RankContent, dict[int, Place]], None]:
-            if rank == 0 and ranks > 1 and not isinstance(store, LocalStore):
-                mine.make(store, ticket.save_id, timeout_s)
+            if rank == 0 and ranks > 1 and store.folder is None:
+                mine.make(store, ticket.save, timeout_s)
             return self._copy(agreed.content), None
 
         (content, places), key = exchange.together(copy, make_board)
-        is_local = ranks > 1 and isinstance(store, LocalStore)
+        is_local = ranks > 1 and store.folder is not None
         locks_work = exchange.together(meet, all)[1] if is_local else True
-        if isinstance(store, UrlStore):  # its own error comes before anybody takes its worker for stopped
-            content = replace(content, store=store.patient(timeout_s / 2))
+        # A store's own error comes before anybody takes its worker for stopped.
+        content = replace(content, store=store.patient(timeout_s / 2))
         return Job(
             rank=rank,
             ranks=ranks,
@@ -339,9 +339,13 @@ def _check_is_possible(request: SaveRequest) -> None:
             f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "
             "import it from a module, or use save"
         )
-    if not isinstance(store, LocalStore | HasBeside) and Exchange(request.group, request.timeout_s).ranks > 1:
+    if (
+        store.folder is None
+        and not isinstance(store, ByPointer)
+        and Exchange(request.group, request.timeout_s).ranks > 1
+    ):
         raise CheckpointError(
-            f"{store.name} has no method beside(mark, timeout_s), by which workers of several ranks leave word for "
+            f"{store.name} does not derive from stores.ByPointer, by which workers of several ranks leave word for "
             "each other; use save, or group=None"
         )
     if request.engine is None:

@@ -1,7 +1,8 @@
-"""The board of a background save to a store: as board.py, of objects beside the checkpoint.
+"""The board of a background save to a store: as board.py, of objects in a folder at the checkpoint.
 
     worker's share --> record -->  StoreBoard (this file)  --> outcome --> every rank
 
+The folder has the number of the save; what a killed one leaves goes with the next save, or with the step.
 No lock, no rename, no listing: each name is known. A sign of life is an object that its trainer writes anew every few
 seconds; a rank is dead when it has stood still for a quarter of ``timeout_s``, since a store that asks to slow down
 may keep a living one from writing for a while. The verdict, and what is put first,
@@ -19,56 +20,30 @@ import errno
 import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, runtime_checkable
 
 from sixfold.dist_ckpt.background.bell import Bell
 from sixfold.dist_ckpt.background.board import BEATS_BYTES, Life, State, Stillness
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.ranks.exchange import Outcome
+from sixfold.dist_ckpt.stores.by_pointer import ByPointer
+from sixfold.dist_ckpt.stores.store import Save
 
 _MARK = "board"  # there as long as the board is
 _LEFT = b"left"  # the last sign of a rank that has heard the outcome
-
-
-class Objects(Protocol):
-    """What a board needs of a store."""
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a small object whole, whatever was there."""
-        ...
-
-    def create_new(self, name: str, data: bytes) -> bool:
-        """Write a small object unless there is one; False if there was."""
-        ...
-
-    def delete(self, name: str) -> None: ...
-
-    def list_files(self) -> dict[str, int]: ...
-
-
-@runtime_checkable
-class HasBeside(Protocol):
-    """A store that has a place for a board."""
-
-    def beside(self, mark: str, timeout_s: float) -> Objects:
-        """A folder of its own near the checkpoint and not in it, whose name holds ``mark``."""
-        ...
 
 
 class StoreBoard:
     """A ``Board`` of objects.
 
     Args:
-        store: of the checkpoint. save_id: of the save. key: signs what is put.
+        store: of the checkpoint. key: signs what is put.
         timeout_s: of the save; for a quarter of it a store that does not answer is asked again, and a sign may stand
             still. beat_s: so long for one sign of life.
     """
 
-    def __init__(self, store: HasBeside, save_id: str, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> None:
-        mark, self._stale_s = f"job-{save_id}", timeout_s / 4
-        self._objects, self._signs = store.beside(mark, timeout_s / 4), store.beside(mark, beat_s)
+    def __init__(self, store: ByPointer, save: Save, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> None:
+        self._stale_s = timeout_s / 4
+        self._objects, self._signs = (store.patient(limit_s).board(save) for limit_s in (timeout_s / 4, beat_s))
         self._key, self._seen = key, set[str]()
         self._still: dict[int, Stillness] = {}
 
@@ -147,7 +122,7 @@ class StoreBoard:
 class StoreSign:
     """A ``Sign``: an object that is written anew."""
 
-    def __init__(self, objects: Objects, rank: int) -> None:
+    def __init__(self, objects: ByPointer, rank: int) -> None:
         self._objects, self._name, self._beats = objects, f"alive-{rank}", 0
 
     def beat(self, moves: int) -> None:

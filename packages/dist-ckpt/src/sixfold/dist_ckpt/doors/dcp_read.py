@@ -51,7 +51,7 @@ from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.road import hosts, loading
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
+from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.stores.leases import Host
 from sixfold.dist_ckpt.stores.mirror import Mirror, check_room
@@ -188,7 +188,7 @@ class Reader(StorageReader):
         store = store_at(self.path)
         self._checkpoint = None
         self._drop_mirror()
-        if not isinstance(store, LocalStore):
+        if store.folder is None:
             self._mirror = Mirror(store)
             self._mirrors = [self._mirror]
             self._at_end = weakref.finalize(self, _close_all, self._mirrors)  # also where nothing is read

@@ -5,8 +5,7 @@
 torch's ``save`` calls, on each rank: set_up_storage_writer, prepare_local_plan; on the first: prepare_global_plan; on
 each: write_data; on the first: finish. Between them torch gathers and scatters, and an error of one rank ends the save
 on all. So the first rank begins the save in the store, each writes its parts there, and finish writes the small files
-and commits: the older checkpoint stays until then, also after an error. (After a kill within ``finish`` at a URL or a
-store without rename it may be refused: see stores/store.py, [Note: visible by one act].)
+and commits: the older checkpoint stays until then, also after an error or a kill.
 
 [Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save, and with it the
 ticket of that save, which has ended: a ticket is used once. Such a rank begins a save of its own, and finish takes its
@@ -40,7 +39,7 @@ from sixfold.dist_ckpt.doors import dcp_metadata
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
 from sixfold.dist_ckpt.files import compact, weights_only
 from sixfold.dist_ckpt.files import metadata as schema
-from sixfold.dist_ckpt.files.integrity import FILE_NAME, FileDigest, Integrity, digest_of
+from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import Write
@@ -49,8 +48,7 @@ from sixfold.dist_ckpt.road.request import check_if_exists
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
-from sixfold.dist_ckpt.stores.local import discard
-from sixfold.dist_ckpt.stores.store import POINTER, PartFile, Save, put_back_on_error
+from sixfold.dist_ckpt.stores.store import Content, Part, PartFile, Save, complete, part_name
 
 _PART_BYTES = 1 << 26  # a rank's file is cut into as many of these as its store takes at once
 Place = str | os.PathLike[str] | Store
@@ -249,7 +247,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
     ) -> list[WriteResult]:
         """As many files at once as the store takes, each with the next items of the plan."""
         groups = _groups(items, store.streams)
-        work = [partial(self._write_part, store, save, save.part_name(number, n), planner) for n in range(len(groups))]
+        work = [partial(self._write_part, store, save, part_name(number, n), planner) for n in range(len(groups))]
         if len(groups) < 2:
             return [result for part, group in zip(work, groups, strict=True) for result in part(group)]
         with ThreadPoolExecutor(len(groups), thread_name_prefix="sixfold-part") as pool:
@@ -277,7 +275,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 places.append((item.index, ByteRange(name, start, file.position - start)))
                 del data
 
-        digest = store.write_part(save, name, fill, sum(map(_nbytes, items)), self.thread_count)
+        part = Part(name=name, fill=fill, nbytes=sum(map(_nbytes, items)), threads=self.thread_count)
+        digest = store.write_part(save, part)
         return [
             WriteResult(index, frame.length, _Placed(frame, save, None if n else digest))
             for n, (index, frame) in enumerate(places)
@@ -311,28 +310,28 @@ class Writer(StorageWriter, BlockingAsyncStager):
         places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
         infos: dict[MetadataIndex, _StorageInfo] = {}
         files: dict[str, FileDigest] = {}
+        others: dict[str, Save] = {}  # [Note: cached plans]
         for result in (result for by_rank in results for result in by_rank):
             frame, written_for, digest = result.storage_data
             if digest is not None:
-                _take_over(written_for, save, frame.file)
+                if written_for.save_id != save.save_id:
+                    store.take_over(written_for, save, frame.file)
+                    others[written_for.save_id] = written_for
                 files[frame.file] = digest
             offset = result.index.offset
             places[result.index.fqn, None if offset is None else tuple(offset)] = frame
             infos[result.index] = _StorageInfo(*frame)
-        with put_back_on_error(store, save):
-            store.prepare(save, files)
-            with collection_paused():
-                index = dcp_metadata.index_of(metadata, places, save.save_id)
-            for name, content in {
-                ".metadata": lambda: schema.encode_parts(index),
-                compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
-                "common.pt": lambda: (weights_only.dump({}, "common data"),),
-            }.items():
-                files[name] = store.write(save, name, content)
-            pointer = schema.encode_config()
-            files[POINTER] = digest_of(pointer)
-            store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
-            store.commit(save, [*files, FILE_NAME], pointer)
+        for other in others.values():
+            store.abandon(replace(other, staging=other.staging and str(Path(other.staging).parent)))
+        with collection_paused():
+            index = dcp_metadata.index_of(metadata, places, save.save_id)
+        small: dict[str, Content] = {
+            ".metadata": lambda: schema.encode_parts(index),
+            compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
+            "common.pt": weights_only.dump({}, "common data"),
+        }
+        for_torch = partial(schema.encode_parts, index.within(save.inside)) if save.inside else None
+        complete(store, save, files, small, schema.encode_config(), for_torch)
         metadata.storage_data, metadata.storage_meta = infos, self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
 
@@ -380,13 +379,6 @@ def _groups(items: Sequence[WriteItem], streams: int) -> list[list[WriteItem]]:
         groups[-1].append(item)
         filled += _nbytes(item)
     return groups
-
-
-def _take_over(written_for: Save, save: Save, name: str) -> None:
-    """Have a rank's file in the folder of the save. See [Note: cached plans]."""
-    if written_for.staging != save.staging:
-        (Path(written_for.staging) / name).rename(Path(save.staging) / name)
-        discard(Path(written_for.staging))
 
 
 def _readable(key: str, data: Any) -> bytes:

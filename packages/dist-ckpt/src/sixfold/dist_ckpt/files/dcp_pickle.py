@@ -19,7 +19,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,11 @@ class Index:
     save_id: str | None
     planner_data: object = None
     order: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def within(self, folder: str) -> Index:
+        """The same, whose files lie in a folder; ``folder`` ends with a slash."""
+        objects = {key: frame._replace(file=folder + frame.file) for key, frame in self.objects.items()}
+        return replace(self, files=[folder + name for name in self.files], objects=objects)
 
     @property
     def chunk_count(self) -> int:

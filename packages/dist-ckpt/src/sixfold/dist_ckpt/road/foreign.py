@@ -148,7 +148,7 @@ def _begin(request: SaveRequest) -> _Begun:
     with told_to_all(request.group, request.timeout_s):
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
-        if not isinstance(store, LocalStore):
+        if store.folder is None:
             raise CheckpointError(
                 f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
             )
@@ -192,7 +192,7 @@ def _sync(staging: Path) -> None:
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
     with told_to_all(request.group, request.timeout_s):
-        if not isinstance(request.store, LocalStore):
+        if request.store.folder is None:
             raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
 
     def opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:

@@ -18,7 +18,6 @@ from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Span, spans_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import assign
 from sixfold.dist_ckpt.ranks.exchange import Exchange
-from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.stores.store import Store
 
@@ -127,8 +126,8 @@ def block_bytes(checkpoint: Checkpoint) -> int:
 def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
     """The store as a local folder while the context lasts. Collective, unless it is one."""
     everyone = tuple(range(exchange.ranks))
-    if isinstance(store, LocalStore):
-        yield Seen(store, store.path, None, (everyone,), exchange.rank)
+    if store.folder is not None:
+        yield Seen(store, store.folder, None, (everyone,), exchange.rank)
         return
 
     from sixfold.dist_ckpt.stores.leases import Host

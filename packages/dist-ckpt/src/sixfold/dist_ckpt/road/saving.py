@@ -9,15 +9,16 @@ state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.files import metadata, weights_only
-from sixfold.dist_ckpt.files.integrity import FILE_NAME, Integrity, digest_of
+from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
@@ -25,12 +26,12 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks import agreement
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import transfer
-from sixfold.dist_ckpt.road.index import Kept, index_of, spared
+from sixfold.dist_ckpt.road.index import Kept, index_of, index_of_written, spared
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores.store import POINTER, Save, Store, put_back_on_error
+from sixfold.dist_ckpt.stores.store import Save, Store, complete, write_small
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
 
@@ -321,30 +322,23 @@ def commit(written: list[transfer.Written], content: RankContent, ticket: Ticket
         written: what each rank wrote, in rank order; content: the first rank's.
         kept: of the last save, if that is known to all ranks; it is brought up to date.
     """
-    config, small = metadata.encode_config(), {"common.pt": content.common_bytes}
-    with put_back_on_error(content.store, ticket.save):
-        names = _write_index(content.store, ticket.save, written, small, kept, ticket.metadata, config)
-        content.store.commit(ticket.save, names, config)
+    save = ticket.save
+    index = index_of(written, save.save_id, kept, ticket.metadata)
+    for_torch = partial(_for_torch, written if kept is None else kept.written, save) if ".metadata" in index else None
+    small = index | {"common.pt": content.common_bytes}
+    complete(
+        content.store, save, _digests(written), small, metadata.encode_config(), for_torch if save.inside else None
+    )
 
 
-def _write_index(
-    store: Store,
-    save: Save,
-    written: list[transfer.Written],
-    small: dict[str, bytes],
-    kept: Kept | None = None,
-    form: str = "torch",
-    config: bytes | None = None,
-) -> list[str]:
-    """Write the index and the ``small`` files, and ``integrity.json`` over all of them and ``config``; all names."""
-    files = {name: digest for part in written for name, digest in part.files.items()}
-    store.prepare(save, files)
-    for name, data in (index_of(written, save.save_id, kept, form) | small).items():
-        files[name] = store.write(save, name, data)
-    if config is not None:
-        files[POINTER] = digest_of(config)  # written last, by the commit
-    store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=files).encode())
-    return [*files, FILE_NAME]
+def _digests(written: list[transfer.Written]) -> dict[str, FileDigest]:
+    return {name: digest for part in written for name, digest in part.files.items()}
+
+
+def _for_torch(written: list[transfer.Written], save: Save) -> Iterable[bytes]:
+    """A ``.metadata`` that names the files by their folder."""
+    index = index_of_written(written, save.save_id)
+    return metadata.encode_parts(index.within(save.inside))
 
 
 def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange, save_id: str) -> Share:
@@ -386,5 +380,7 @@ class Share:
         """Write what says where they lie; collective, when all ranks have written."""
         self.exchange.together(
             lambda: (None, self.written or self.write()),
-            lambda written: _write_index(self.store, self.ticket.save, written, {}) and None,
+            lambda written: write_small(
+                self.store, self.ticket.save, _digests(written), index_of(written, self.ticket.save_id, None)
+            ),
         )

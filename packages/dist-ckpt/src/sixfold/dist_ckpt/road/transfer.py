@@ -33,7 +33,7 @@ from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores.store import PartFile, Save, Store
+from sixfold.dist_ckpt.stores.store import Part, PartFile, Save, Store, part_name
 
 COPY_BYTES = 1 << 22
 
@@ -68,7 +68,7 @@ def write(
 ) -> Written:
     """Write this rank's chunks and objects as frames of its files, the objects into the last; no file without any.
 
-    ``moved``: as of ``Store.write_part``.
+    ``moved``: as of ``Part``.
     """
     if not plan and not objects:
         return Written()
@@ -77,7 +77,7 @@ def write(
     for number, count in enumerate(counts):
         own_objects = objects if number + 1 == len(counts) else ()
         steps, at = plan[at : at + count], at + count
-        name = save.part_name(rank, number)
+        name = part_name(rank, number)
         parts.append(_Part(name, records, steps, own_objects, rank, check_finite, copies, failed))
     digests = _write_parts(store, save, parts, threads, moved)
     return Written(
@@ -94,7 +94,9 @@ def _write_parts(
     """Several files at once, as many as the store takes; after the first error no frame is begun any more."""
 
     def write_one(part: _Part) -> FileDigest:
-        return store.write_part(save, part.name, part.fill, part.nbytes, threads, moved)
+        return store.write_part(
+            save, Part(name=part.name, fill=part.fill, nbytes=part.nbytes, threads=threads, moved=moved)
+        )
 
     if len(parts) == 1:
         return [write_one(parts[0])]

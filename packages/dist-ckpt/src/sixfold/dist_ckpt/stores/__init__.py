@@ -7,12 +7,25 @@ from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.local import LocalStore
 from sixfold.dist_ckpt.stores.memory import MemoryStore
-from sixfold.dist_ckpt.stores.store import ByPointer, Save, Store
+from sixfold.dist_ckpt.stores.store import Part, PartFile, Save, Store
+from sixfold.dist_ckpt.stores.stream import Sink
 from sixfold.dist_ckpt.stores.url import UrlStore
 
-__all__ = ["ByPointer", "LocalStore", "MemoryStore", "Save", "Store", "UrlStore", "store_at"]
+__all__ = [
+    "ByPointer",
+    "LocalStore",
+    "MemoryStore",
+    "Part",
+    "PartFile",
+    "Save",
+    "Sink",
+    "Store",
+    "UrlStore",
+    "store_at",
+]
 
 
 def store_at(place: Any, timeout_s: float | None = None) -> Store:
@@ -25,9 +38,9 @@ def store_at(place: Any, timeout_s: float | None = None) -> Store:
         CheckpointError: none of these, or a form of [Note: what is no place] (paths.py).
         StorageError: a path whose links lead in a circle.
     """
+    if isinstance(place, type) and issubclass(place, ByPointer | LocalStore):
+        raise CheckpointError(f"checkpoint_dir is the class {place.__name__}; make a store of it")
     if isinstance(place, Store):
-        if isinstance(place, type):
-            raise CheckpointError(f"checkpoint_dir is the class {place.__name__}; make a store of it")
         return place
     found = paths.located(place)
     return UrlStore(found, timeout_s) if isinstance(found, str) else LocalStore.at(found)

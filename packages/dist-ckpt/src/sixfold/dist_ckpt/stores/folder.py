@@ -30,12 +30,13 @@ from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths, safetensors_folder, zarr_format
+from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, visible
 from sixfold.dist_ckpt.stores.maps import Arrives, Mapped, Maps
+from sixfold.dist_ckpt.stores.store import FOLDER
 
 LOOKS = 5  # at a folder that others write to meanwhile
 SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 _FORGET_LOOKS = 1 << 10  # of 64 KiB each
-_TAIL_BYTES = 1 << 12  # of .metadata; the save's id stands among the last 300
 VERIFY_MODES = ("touched", "full", "off")
 _Value = TypeVar("_Value")
 
@@ -144,9 +145,31 @@ def _open(folder: Path, verify: str) -> Checkpoint:
         folder = _fallback(folder)
     if not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
+    folder = inner(folder)
     identity = _identity(folder)
     with _or_replaced(folder, identity):
         return _look_into(folder, verify, identity)
+
+
+def inner(folder: Path) -> Path:
+    """Where the files lie: the folder, or in a copy of a store without rename that of the save which is visible.
+
+    Raises: CorruptError: as ``check_finished`` and ``check_for_torch``.
+    """
+    if not any(FOLDER.match(f"{path.name}/") for path in folder.iterdir()):
+        return folder
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    check_finished(folder, names)
+    if (found := visible(names)) and ".metadata" in names:
+        check_for_torch(folder, names, _tail(folder / ".metadata"))
+    return folder / found
+
+
+def _tail(path: Path) -> bytes:
+    storage.check_regular(path)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES)
 
 
 def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoint:
@@ -357,10 +380,7 @@ def _refuse_foreign_metadata(folder: Path, by: str, save_id: str | None) -> None
     """
     path = folder / ".metadata"
     try:
-        storage.check_regular(path)
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            tail = file.read(_TAIL_BYTES)
+        tail = _tail(path)
     except FileNotFoundError:
         return
     if save_id is None or not (b"sixfold_save_id" in tail and save_id.encode() in tail):

@@ -32,7 +32,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
-from sixfold.dist_ckpt.stores.store import POINTER, Content, PartFile, Save, is_checkpoint_file, overtaken, pieces_of
+from sixfold.dist_ckpt.stores.store import POINTER, Content, Part, Save, is_checkpoint_file, overtaken, pieces_of
 
 INNER = "checkpoint"  # see [Note: one level deeper]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -44,10 +44,10 @@ class LocalStore:
     """A folder of a file system that all ranks share. See [Note: old or new, never both].
 
     Args:
-        path: from the root and without links.
+        folder: from the root and without links.
     """
 
-    path: Path
+    folder: Path
 
     is_shared = True
     streams = 1
@@ -59,23 +59,17 @@ class LocalStore:
 
     @property
     def name(self) -> str:
-        return str(self.path)
+        return str(self.folder)
 
     def list_files(self) -> dict[str, int]:
-        if not self.path.is_dir():
+        if not self.folder.is_dir():
             return {}
-        names = [name for name in _files(self.path) if not name.endswith("/")]
-        return {name: (self.path / name).stat().st_size for name in names}
-
-    def size(self, name: str) -> int | None:
-        try:
-            return (self.path / name).stat().st_size
-        except FileNotFoundError:
-            return None
+        names = [name for name in _files(self.folder) if not name.endswith("/")]
+        return {name: (self.folder / name).stat().st_size for name in names}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        check_regular(self.path / name)
-        with (self.path / name).open("rb") as file:
+        check_regular(self.folder / name)
+        with (self.folder / name).open("rb") as file:
             file.seek(start)
             return file.read() if stop is None else file.read(max(0, stop - start))
 
@@ -83,31 +77,33 @@ class LocalStore:
         for part in ranges:
             yield part, self.read(part.file, part.offset, part.offset + part.length)
 
+    def marks(self) -> Mapping[str, object]:
+        return {name: (self.folder / name).stat().st_mtime_ns for name in self.list_files()}
+
+    def patient(self, timeout_s: float) -> LocalStore:
+        return self
+
     def begin(
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
         owns = owns_file or is_checkpoint_file
-        check_target(self.path, if_exists, owns)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        check_space(self.path.parent, nbytes)
-        staging = stage(self.path, save_id)
+        check_target(self.folder, if_exists, owns)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        check_space(self.folder.parent, nbytes)
+        staging = stage(self.folder, save_id)
         return Save(save_id=save_id, target=self.name, staging=str(staging), if_exists=if_exists, owns_file=owns)
 
     def join(self, save: Save) -> None:
         check_shared(Path(save.staging))
 
-    def write_part(
-        self,
-        save: Save,
-        name: str,
-        fill: Callable[[PartFile], None],
-        nbytes: int = 0,
-        threads: int = 1,
-        moved: Callable[[int], None] | None = None,
-    ) -> FileDigest:
-        with self.told(save, nbytes), FrameFile(Path(save.staging), name, nbytes, threads, moved) as file:
-            fill(file)
+    def write_part(self, save: Save, part: Part) -> FileDigest:
+        folder = Path(save.staging)
+        with self.told(save, part.nbytes), FrameFile(folder, part.name, part.nbytes, part.threads, part.moved) as file:
+            part.fill(file)
             return file.finish()
+
+    def take_over(self, other: Save, save: Save, name: str) -> None:
+        (Path(other.staging) / name).rename(Path(save.staging) / name)
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         with self.told(save, 0):
@@ -120,34 +116,34 @@ class LocalStore:
         with self.told(save, len(data) if isinstance(data, bytes) else 0):
             return write_file(Path(save.staging), name, data, False)
 
-    def commit(self, save: Save, names: Collection[str], pointer: bytes) -> None:
+    def commit(self, save: Save, pointer: bytes, for_torch: Content | None = None) -> None:
         self.write(save, POINTER, pointer)
-        self.publish(save, [name for name in {*names, POINTER} if not name.endswith(".distcp")])
+        self.publish(save, [name for name in os.listdir(save.staging) if not name.endswith(".distcp")])
 
     def publish(self, save: Save, unsynced: Collection[str] = ()) -> None:
         """Move the staging folder into place, ``metadata.json`` included, when the files ``unsynced`` are on disk."""
         with self.told(save, 0):
             # Again: data took a while to write, and nothing foreign may go.
-            check_target(self.path, save.if_exists, save.owns_file)
-            commit(Path(save.staging), self.path, save.save_id, unsynced)
+            check_target(self.folder, save.if_exists, save.owns_file)
+            commit(Path(save.staging), self.folder, save.save_id, unsynced)
 
     def abandon(self, save: Save) -> None:
         discard(Path(save.staging))
 
     def holds(self, save_id: str) -> bool:
         try:
-            return decode(self.path / FILE_NAME, read_small(self.path / FILE_NAME)).save_id == save_id
+            return decode(self.folder / FILE_NAME, read_small(self.folder / FILE_NAME)).save_id == save_id
         except (OSError, CheckpointError):
             return False
 
     def delete(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+        (self.folder / name).unlink(missing_ok=True)
 
     @contextmanager
     def told(self, save: Save, nbytes: int) -> Iterator[None]:
         """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
         staging = Path(save.staging)
-        with overtaken_told(staging, self.path), full_disk_told(self.path.parent, nbytes):
+        with overtaken_told(staging, self.folder), full_disk_told(self.folder.parent, nbytes):
             yield
 
 

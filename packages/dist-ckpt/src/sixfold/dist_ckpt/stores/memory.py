@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.stores.store import ByPointer
+from sixfold.dist_ckpt.files.crc import crc32
+from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.stream import Sink
 
 
@@ -31,6 +32,9 @@ class MemoryStore(ByPointer):
 
     def list_files(self) -> dict[str, int]:
         return {name: len(data) for name, data in self.files.items()}
+
+    def marks(self) -> dict[str, object]:
+        return {name: (len(data), crc32(data)) for name, data in self.files.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         try:

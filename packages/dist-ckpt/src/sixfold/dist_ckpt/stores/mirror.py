@@ -34,7 +34,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
+from typing import Any
 
 from sixfold.dist_ckpt.errors import (
     BY_NAME,
@@ -48,11 +50,12 @@ from sixfold.dist_ckpt.errors import (
 from sixfold.dist_ckpt.files import compact
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, FILE_NAME, Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, flat, visible
 from sixfold.dist_ckpt.stores.folder import SMALL_BYTES
 from sixfold.dist_ckpt.stores.leases import hold, is_held, lock_path, mirror_name, remove_dead
 from sixfold.dist_ckpt.stores.maps import Arrives
 from sixfold.dist_ckpt.stores.ranges import AT_ONCE
-from sixfold.dist_ckpt.stores.store import Store, is_checkpoint_file
+from sixfold.dist_ckpt.stores.store import POINTER, Store, is_checkpoint_file
 
 _READY = 1
 _COUNT = struct.Struct("<q")  # of each rank: grows with what it fetches
@@ -81,6 +84,8 @@ class Mirror:
         self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(self.token)
         self.folder = self._root / "checkpoint"
         self._store, self._rank, self._ranks, self._timeout_s = store, rank, tuple(ranks), timeout_s
+        self._base = ""  # the folder in the store of what is mirrored
+        self._marks: Mapping[str, object] = {}  # of files that have no digests
         self._sizes: dict[str, int] = {}
         self._whole: frozenset[str] = frozenset()
         self._first: dict[str, int] = {}  # number of each file's first block among all blocks
@@ -90,6 +95,7 @@ class Mirror:
         self._lock_handle: int | None = None
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
+        self._gets = 0  # of all threads, as far as they are seen
         self._is_closed, self._one_at_a_time = False, Lock()
         self._locks: dict[int, Path] | None = None  # see ``share``
         self._thread: Thread | None = None
@@ -106,13 +112,19 @@ class Mirror:
 
     def _create(self) -> None:
         remove_dead(self._root.parent)
-        sizes = self._store.list_files()
-        if not sizes:
+        (found,) = self._asked(self._store.list_files)
+        if not found:
             raise MismatchError(f"{self._store.name} does not exist")
-        for name in sizes:
+        for name in found:
             # Also an empty part: joined to a path, the name behind "//" would stand for itself, anywhere on this host.
             if "\0" in name or {"", ".", ".."} & set(name.split("/")):
                 raise UnsafeError(f"{self._store.name}: the name {name!r} leaves the folder; nothing was written")
+        check_finished(self._store.name, found)
+        self._base = visible(found)
+        names = [name for name in found if name.startswith(self._base)] if self._base else flat(found)
+        sizes = {name.removeprefix(self._base): found[name] for name in names}
+        if not {FILE_NAME, POINTER} <= sizes.keys():
+            (self._marks,) = self._asked(self._store.marks)
         begun = self._root.with_name(f"{self._root.name}.begun")
         begun.mkdir(mode=0o700)
         try:
@@ -126,15 +138,17 @@ class Mirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 file.truncate(size)
-        (self._root / "listing").write_text(json.dumps(sizes))
+        (self._root / "listing").write_text(json.dumps([self._base, sizes]))
         self._list(sizes)
-        self._fill([part for name in sorted(self._whole) for part in _cut(name, 0, sizes[name], _MOST_RANGE_BYTES)])
-        self._fill_heads()
+        small = [part for name in sorted(self._whole) for part in _cut(name, 0, sizes[name], _MOST_RANGE_BYTES)]
+        self._asked(partial(self._fill, small), partial(self._check_for_torch, found))
+        self._asked(self._fill_heads)
 
     def attach(self) -> None:
         """Other ranks of the host, when it is made."""
         self._hold(self._root)
-        self._list(json.loads((self._root / "listing").read_text()))
+        self._base, sizes = json.loads((self._root / "listing").read_text())
+        self._list(sizes)
 
     def share(self, rank: int, tokens: Mapping[int, str]) -> None:
         """Read and fetch for each other with ranks that made mirrors of their own before, each by its token.
@@ -217,12 +231,57 @@ class Mirror:
                 self._await(name, 0, size)
 
     def check_unchanged(self) -> None:
-        """StorageError if another save has taken the store's folder since it was listed."""
+        """StorageError if another save has taken the store's place since it was listed.
+
+        Where each save has a folder of its own no name is written again: what was read is of one save.
+        """
+        if self._base:
+            return
+        own = {name: (self.folder / name).read_bytes() for name in (FILE_NAME,) if name in self._sizes}
         with self._or_replaced():
-            name = next((name for name in (FILE_NAME, ".metadata") if name in self._sizes), None)
-            same = name is None or self._store.read(name) == (self.folder / name).read_bytes()
-            if not same or (name != FILE_NAME and self._store.list_files() != self._sizes):
-                raise FileNotFoundError(name)
+            same = all(self._asked(partial(self._store.read, name))[0] == data for name, data in own.items())
+            if not same or (self._marks and self._asked(self._store.marks)[0] != self._marks):
+                raise FileNotFoundError
+
+    def _check_for_torch(self, found: Mapping[str, int]) -> None:
+        size = found.get(".metadata") if self._base else None
+        if size is not None:
+            with self._or_replaced():
+                tail = self._store.read(".metadata", max(0, size - TAIL_BYTES), size)
+            check_for_torch(self._store.name, found, tail)
+
+    def _asked(self, *actions: Callable[[], Any]) -> list[Any]:
+        """What the store gives, asked for all at once.
+
+        Raises:
+            StorageError: it gives nothing for four fifths of ``timeout_s``, so that ranks which wait so long hear why.
+        """
+        ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+
+        def ask(number: int, action: Callable[[], Any]) -> None:
+            try:
+                ended.put((number, action(), None))
+            except BaseException as error:
+                ended.put((number, None, error))
+
+        for number, action in enumerate(actions):
+            Thread(target=ask, args=(number, action), daemon=True).start()
+        results, limit_s = dict[int, Any](), 0.8 * self._timeout_s
+        seen, since = self._gets, time.monotonic()
+        while len(results) < len(actions):
+            try:
+                number, value, error = ended.get(timeout=limit_s / 8)
+            except Empty:
+                if self._gets != seen:
+                    seen, since = self._gets, time.monotonic()
+                if time.monotonic() - since > limit_s:
+                    self._is_closed = True
+                    raise self._gave_nothing(limit_s) from None
+                continue
+            if error is not None:
+                raise error
+            results[number], since = value, time.monotonic()
+        return [results[number] for number in range(len(actions))]
 
     def give_up(self, error: BaseException) -> None:
         """Fetch no more, and let those who wait for this rank's blocks know why."""
@@ -251,7 +310,7 @@ class Mirror:
         try:
             yield
         except CheckpointError as error:
-            text = str(error).replace(str(self.folder), self._store.name)
+            text = str(error).replace(str(self.folder), f"{self._store.name}/{self._base}".rstrip("/"))
             raise _error(type(error).__name__, text, getattr(error, "errno", None)) from error
 
     @contextmanager
@@ -319,9 +378,11 @@ class Mirror:
     def _fill(self, ranges: Sequence[ByteRange], mark: Callable[[ByteRange], None] | None = None) -> None:
         """Fetch ranges and write them where they belong."""
         with self._or_replaced(ranges):
-            for part, data in self._store.read_ranges(ranges):
+            for stored, data in self._store.read_ranges([r._replace(file=self._base + r.file) for r in ranges]):
                 if self._is_closed:
                     return
+                part = stored._replace(file=stored.file.removeprefix(self._base))
+                self._gets += 1
                 if len(data) != part.length:
                     raise FileNotFoundError(part.file)
                 self._write(part, data)
@@ -405,14 +466,15 @@ class Mirror:
 
     def _late(self, owner: int) -> CheckpointError:
         if owner == self._rank:
-            return StorageError(
-                f"{self._store.name} gave nothing for timeout_s={self._timeout_s:g} (rank {owner} reads)",
-                errno.ETIMEDOUT,
-            )
+            return self._gave_nothing(self._timeout_s)
         return LostPeerError(
             f"rank {owner} has fetched nothing of {self._store.name} for timeout_s={self._timeout_s:g}, and rank "
             f"{self._rank} waits for it. Restart the job"
         )
+
+    def _gave_nothing(self, seconds: float) -> StorageError:
+        text = f"gave nothing for {seconds:g} s of timeout_s={self._timeout_s:g} (rank {self._rank} reads)"
+        return StorageError(f"{self._store.name} {text}", errno.ETIMEDOUT)
 
 
 def check_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> None:

@@ -32,7 +32,7 @@ def located(place: Any, name: str = "checkpoint_dir") -> Path | str:
     """
     text = os.fspath(place) if isinstance(place, str | os.PathLike) else place
     if not isinstance(text, str):
-        raise CheckpointError(f"{name} is {place!r}; it is a str or a Path")
+        raise CheckpointError(f"{name} is {place!r}; it is a str or a Path{_or_a_store(place)}")
     if "\0" in text:
         raise CheckpointError(f"{text!r} is no path: it holds a zero byte")
     if text.startswith(_LOCAL):
@@ -53,13 +53,26 @@ def located(place: Any, name: str = "checkpoint_dir") -> Path | str:
     return Path(text)
 
 
+def _or_a_store(place: Any) -> str:
+    """What an object lacks that seems to be meant as a store."""
+    methods = ("name", "list_files", "read", "create", "delete")
+    lacking = [method for method in methods if not hasattr(place, method)]
+    if len(lacking) == len(methods):
+        return ", or a store (stores.ByPointer)"
+    text = f"has no {', '.join(lacking)}" if lacking else "does not derive from it"
+    return f", or a store, which derives from stores.ByPointer; {type(place).__name__} {text}"
+
+
 def local(place: Any, what: str) -> Path:
     """A local path.
 
     Raises:
-        CheckpointError: as ``located``; or a URL, with ``what`` as the remedy.
+        CheckpointError: as ``located``; or a URL or a store, with ``what`` as the remedy.
     """
-    found = located(place)
+    if hasattr(place, "list_files") and hasattr(place, "commit"):
+        found = place.folder or place.name
+    else:
+        found = located(place)
     if isinstance(found, str):
         raise CheckpointError(f"{found}: {what}")
     return found

@@ -23,10 +23,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
-from sixfold.dist_ckpt.files.integrity import FileDigest, digest_of
+from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores import paths
+from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight, stall_s
-from sixfold.dist_ckpt.stores.store import ByPointer, Content, PartFile, Save
+from sixfold.dist_ckpt.stores.store import PartFile, Save
 from sixfold.dist_ckpt.stores.stream import Sink
 
 PATIENCE_S = 10.0
@@ -43,11 +45,15 @@ _PASSING_NAMES = frozenset([
     "ConnectionError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError", "IncompleteRead",
     "IncompleteReadError", "ProtocolError", "ResponseParserError", "TimeoutError",
 ])  # fmt: skip
+# What stores tell of a file, and change when it is written anew.
+_MARKS = (
+    "size", "ETag", "etag", "md5Hash", "generation", "VersionId", "LastModified", "last_modified", "mtime", "created",
+)  # fmt: skip
 _PASSING_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
 _Value = TypeVar("_Value")
 
 
-class UrlStore(ByPointer):
+class UrlStore(ByPointer, tells=True):
     """A checkpoint behind a URL. It is pickled as its URL: each process makes a connection of its own.
 
     A rank uploads up to ``streams`` files at once, each in parts of 8 MiB (more for a file of over 70 GiB), straight
@@ -77,6 +83,12 @@ class UrlStore(ByPointer):
         return self._url
 
     def list_files(self) -> dict[str, int]:
+        return {name: info["size"] for name, info in self._infos().items()}
+
+    def marks(self) -> Mapping[str, object]:
+        return {name: tuple(str(info.get(key)) for key in _MARKS) for name, info in self._infos().items()}
+
+    def _infos(self) -> dict[str, Any]:
         fs, root = self._connection()
         prefix = root.rstrip("/") + "/"
 
@@ -88,15 +100,7 @@ class UrlStore(ByPointer):
                 return {}
 
         files = self._asked(found, "listing it")
-        return {name.removeprefix(prefix): info["size"] for name, info in files.items() if name.startswith(prefix)}
-
-    def size(self, name: str) -> int | None:
-        fs, _ = self._connection()
-        limit = _within(fs, stall_s(self._timeout_s))
-        try:
-            return int(self._asked(lambda: fs.info(self._path(name), **limit)["size"], f"the size of {name}"))
-        except FileNotFoundError:
-            return None
+        return {name.removeprefix(prefix): info for name, info in files.items() if name.startswith(prefix)}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         fs, _ = self._connection()
@@ -125,14 +129,8 @@ class UrlStore(ByPointer):
         block_bytes = max(BLOCK_BYTES, -(-nbytes // _MOST_PARTS))
         return self._in_folder(name, lambda fs, path: _Upload(fs.open(path, "wb", block_size=block_bytes)))
 
-    def write_part(
-        self,
-        save: Save,
-        name: str,
-        fill: Callable[[PartFile], None],
-        nbytes: int = 0,
-        threads: int = 1,
-        moved: Callable[[int], None] | None = None,
+    def _streamed(
+        self, name: str, fill: Callable[[PartFile], None], nbytes: int, moved: Callable[[int], None] | None = None
     ) -> FileDigest:
         most = 0  # that was told of: an upload that is begun anew tells of the same bytes once
 
@@ -146,14 +144,17 @@ class UrlStore(ByPointer):
                 if moved is not None:
                     moved(most - before)
 
-            return super(UrlStore, self).write_part(save, name, fill, nbytes, threads, forward)
+            return super(UrlStore, self)._streamed(name, fill, nbytes, forward)
 
-        return self._put(once, f"uploading {name}")
+        return self._put(once, f"uploading {name.rpartition('/')[2]}")
 
-    def write(self, save: Save, name: str, data: Content) -> FileDigest:
-        if not isinstance(data, bytes):
-            return super().write(save, name, data)
-        return self._put(lambda: self._written_whole(name, data), f"writing {name}")
+    def take_over(self, other: Save, save: Save, name: str) -> None:
+        fs, _ = self._connection()
+        there, here = self._path(other.inside + name), self._path(save.inside + name)
+        self._put(lambda: fs.cp_file(there, here), f"copying {name}")
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._put(lambda: self._in_folder(name, lambda fs, path: fs.pipe_file(path, data)), f"writing {name}")
 
     def delete(self, name: str) -> None:
         fs, _ = self._connection()
@@ -167,18 +168,15 @@ class UrlStore(ByPointer):
             raise self._error(error, what, 1, 0.0) from error
 
     def patient(self, timeout_s: float) -> UrlStore:
-        """The same with another deadline."""
         return UrlStore(self._url, timeout_s, self._options)
 
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a small file whole, whatever was there."""
-        self._asked(lambda: self._written_whole(name, data), f"writing {name}")
+    def child(self, folder: str) -> ByPointer:
+        if "::" in self._url:
+            return super().child(folder)
+        return UrlStore(str(paths.child(self._url, folder)), self._timeout_s, self._options)
 
     def create_new(self, name: str, data: bytes) -> bool:
-        """Write a small file unless there is one; False if there was, which may be this one, asked for twice.
-
-        In one act where the client has it (S3, Google Cloud Storage); else by looking first.
-        """
+        """In one act where the client has it (S3, Google Cloud Storage); else by looking first."""
 
         def create(fs: Any, path: str) -> bool:
             try:
@@ -188,24 +186,6 @@ class UrlStore(ByPointer):
             return True
 
         return self._asked(lambda: self._in_folder(name, create), f"writing {name}")
-
-    def beside(self, mark: str, timeout_s: float) -> UrlStore:
-        """A folder of its own beside the checkpoint, hidden, whose name holds ``mark``.
-
-        Raises:
-            StorageError: the URL has no parent folder, or is a chain of several.
-        """
-        parent, _, name = self._url.rpartition("/")
-        if not name or parent.endswith("/") or "::" in self._url:
-            raise StorageError(
-                f"{self._url}: a background save of several ranks needs a place beside the checkpoint, which this URL "
-                "has not; save into a folder in it, or with save"
-            )
-        return UrlStore(f"{parent}/.{name}.{mark}", timeout_s, self._options)
-
-    def _written_whole(self, name: str, data: bytes) -> FileDigest:
-        self._in_folder(name, lambda fs, path: fs.pipe_file(path, data))
-        return digest_of(data)
 
     def _in_folder(self, name: str, action: Callable[[Any, str], _Value]) -> _Value:
         """``action`` with the connection and the path of a file, whose folder is made if the store has folders."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import MismatchError, StorageError
-from sixfold.dist_ckpt.stores import LocalStore, folder, paths, store_at
+from sixfold.dist_ckpt.stores import folder, paths, store_at
 from sixfold.dist_ckpt.stores.store import Store
 
 
@@ -24,9 +24,9 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     Raises:
         MismatchError: nothing is there; local folders are not looked at.
     """
-    located = place if isinstance(place, Store) else paths.located(place)
-    if isinstance(located, Path | LocalStore):
-        yield located if isinstance(located, Path) else located.path
+    located = place.folder or place if isinstance(place, Store) else paths.located(place)
+    if isinstance(located, Path):
+        yield folder.inner(located) if located.is_dir() else located
         return
     from sixfold.dist_ckpt.stores.mirror import Mirror
 

@@ -6,8 +6,8 @@ compact manifest --> .metadata --> integrity.json that covers it (this file)
 by one that says the same and of it too. Each appears whole, by a rename, ``.metadata`` first: until the second rename
 the manifest says that it is none of the save, and loads of this package look at neither its presence nor its content. A
 kill between the two leaves that, and the next call does both again. All of it goes through one descriptor of the
-folder: a save that replaces the checkpoint meanwhile replaces it whole. A store replaces an object in one act, in the
-same order; it has no such descriptor, so nobody saves to the place meanwhile.
+folder: a save that replaces the checkpoint meanwhile replaces it whole. In a store ``.metadata`` lies beside the save's
+folder, for torch alone; nobody saves to the place meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from sixfold.dist_ckpt.errors import MismatchError, StorageError, typed
 from sixfold.dist_ckpt.files import compact, integrity
 from sixfold.dist_ckpt.files import metadata as schema
 from sixfold.dist_ckpt.files.integrity import FileDigest, Integrity
-from sixfold.dist_ckpt.stores import LocalStore, Save, Store, store_at
+from sixfold.dist_ckpt.stores import Save, Store, store_at
 from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, visible
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.stores.store import Content
 from sixfold.dist_ckpt.stores.view import viewed
@@ -53,8 +53,11 @@ def metadata(path: str | Path | Store) -> dict[str, Any]:
 
 def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
     folder, known = checkpoint.folder, checkpoint.integrity
-    name = str(folder) if isinstance(store, LocalStore) else store.name
-    if known is None or checkpoint.manifest.files is None or ".metadata" in known.files:
+    name = str(folder) if store.folder is not None else store.name
+    of_ours = known is not None and checkpoint.manifest.files is not None
+    if known is not None and of_ours and store.folder is None:
+        return {"path": name, **_into_store(store, checkpoint, known)}
+    if known is None or not of_ours or ".metadata" in known.files:
         if not (folder / ".metadata").exists():
             raise MismatchError(f"{name} is of a format without .metadata; tools.convert makes one that has it")
         return {"path": name, "written": False, "nbytes": (folder / ".metadata").stat().st_size}
@@ -65,8 +68,7 @@ def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
     def made() -> Iterator[bytes]:
         return schema.encode_parts(index)
 
-    write = _into_folder if isinstance(store, LocalStore) else partial(_into_store, store)
-    return {"path": name, "written": True, "nbytes": write(checkpoint, known, made).size}
+    return {"path": name, "written": True, "nbytes": _into_folder(checkpoint, known, made).size}
 
 
 def _into_folder(checkpoint: Checkpoint, known: Integrity, made: Content) -> FileDigest:
@@ -84,22 +86,26 @@ def _into_folder(checkpoint: Checkpoint, known: Integrity, made: Content) -> Fil
     return digest
 
 
-def _into_store(store: Store, checkpoint: Checkpoint, known: Integrity, made: Content) -> FileDigest:
+def _into_store(store: Store, checkpoint: Checkpoint, known: Integrity) -> dict[str, Any]:
+    found = store.list_files()
+    size = found.get(".metadata", 0)
+    if size and known.save_id.encode() in store.read(".metadata", max(0, size - TAIL_BYTES), size):
+        return {"written": False, "nbytes": size}
+    index = compact.index_of(checkpoint.manifest).within(visible(found))
+    _check_held(store, known)
     save = Save(save_id=known.save_id, target=store.name)
+    digest = store.write(save, ".metadata", lambda: schema.encode_parts(index))
     _check_held(store, known)
-    digest = store.write(save, ".metadata", made)
-    _check_held(store, known)
-    store.write(save, integrity.FILE_NAME, _with_metadata(known, digest))
-    return digest
-
-
-def _with_metadata(known: Integrity, digest: FileDigest) -> bytes:
-    return replace(known, files={**known.files, ".metadata": digest}).encode()
+    return {"written": True, "nbytes": digest.size}
 
 
 def _check_held(store: Store, known: Integrity) -> None:
     if not store.holds(known.save_id):
         raise StorageError(f"{store.name} was replaced while its .metadata was made; try again", errno.ESTALE)
+
+
+def _with_metadata(known: Integrity, digest: FileDigest) -> bytes:
+    return replace(known, files={**known.files, ".metadata": digest}).encode()
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import Manifest
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road.request import read_config
-from sixfold.dist_ckpt.stores import LocalStore, Store, safetensors_folder, store_at
+from sixfold.dist_ckpt.stores import Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.stores.folder import inner, open_checkpoint
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 from sixfold.dist_ckpt.stores.view import viewed
 
@@ -40,20 +40,20 @@ def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
         MismatchError: there is no such folder.
     """
     store = store_at(path)
-    if not isinstance(store, LocalStore):
+    if store.folder is None:
         with viewed(store, whole=whole) as folder:
             yield folder
         return
-    folder = store.path
+    folder = store.folder
     if folder.exists() and not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
-    yield folder if folder.is_dir() else open_checkpoint(folder).folder
+    yield inner(folder) if folder.is_dir() else open_checkpoint(folder).folder
 
 
 def name_of(path: str | Path | Store, folder: Path) -> str:
     """How results call a checkpoint: by its URL or by its resolved path."""
     store = store_at(path)
-    return str(folder) if isinstance(store, LocalStore) else store.name
+    return store.name if store.folder is None else str(folder)
 
 
 def files(folder: Path) -> list[tuple[str, int]]:

@@ -4,6 +4,8 @@ import fcntl
 import os
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import folder_bytes, names, state, value_of
 from torch.distributed.checkpoint import FileSystemReader
 

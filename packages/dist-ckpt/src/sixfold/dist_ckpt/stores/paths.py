@@ -69,10 +69,8 @@ def local(place: Any, what: str) -> Path:
     Raises:
         CheckpointError: as ``located``; or a URL or a store, with ``what`` as the remedy.
     """
-    if hasattr(place, "list_files") and hasattr(place, "commit"):
-        found = place.folder or place.name
-    else:
-        found = located(place)
+    is_store = hasattr(place, "list_files") and hasattr(place, "commit")
+    found: Path | str = place.folder or place.name if is_store else located(place)
     if isinstance(found, str):
         raise CheckpointError(f"{found}: {what}")
     return found

@@ -246,7 +246,7 @@ class Mirror:
     def _check_for_torch(self, found: Mapping[str, int]) -> None:
         size = found.get(".metadata") if self._base else None
         if size is not None:
-            with self._or_replaced():
+            with self._or_replaced([ByteRange(".metadata", 0, size)]):
                 tail = self._store.read(".metadata", max(0, size - TAIL_BYTES), size)
             check_for_torch(self._store.name, found, tail)
 

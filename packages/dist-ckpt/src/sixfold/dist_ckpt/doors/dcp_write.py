@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -322,7 +321,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             places[result.index.fqn, None if offset is None else tuple(offset)] = frame
             infos[result.index] = _StorageInfo(*frame)
         for other in others.values():
-            store.abandon(replace(other, staging=other.staging and str(Path(other.staging).parent)))
+            store.abandon(other)
         with collection_paused():
             index = dcp_metadata.index_of(metadata, places, save.save_id)
         small: dict[str, Content] = {

@@ -148,7 +148,7 @@ def _begin(request: SaveRequest) -> _Begun:
     with told_to_all(request.group, request.timeout_s):
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
-        if store.folder is None:
+        if not isinstance(store, LocalStore):
             raise CheckpointError(
                 f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
             )

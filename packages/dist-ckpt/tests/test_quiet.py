@@ -110,7 +110,7 @@ class StoreRanks:
 
     def __init__(self, count, timeout_s=600.0):
         self.things, self.gauge = Things(), Gauge()
-        store = SimpleNamespace(name="a store", folder=None, board=lambda save: self.things)
+        store = SimpleNamespace(name="a store", local_folder=None, board=lambda save: self.things)
         store.patient = lambda timeout_s: store
         store.holds, store.abandon = lambda save_id: False, lambda save: None
         fields = {"ranks": count, "content": SimpleNamespace(store=store), "key": b"k" * 32, "locks_work": True}

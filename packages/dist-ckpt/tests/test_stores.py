@@ -99,7 +99,7 @@ def test_every_store_keeps_a_checkpoint_and_every_function_reads_it(store):
     check(store, 1.0)
     dist_ckpt.save(full(2.0), store)
     check(store, 2.0)
-    assert len(store.list_files()) == (6 if store.folder else 7), "nothing is left over; one is for torch"
+    assert len(store.list_files()) == (6 if store.local_folder else 7), "nothing is left over; one is for torch"
     assert dist_ckpt.load_tensors_metadata(store)["w"].global_shape == (200_000,)
     assert sorted(dist_ckpt.load_sharded_metadata(store)) == ["o/shard_0_1", "v", "w"]
     assert dist_ckpt.load_common_state_dict(store)["step"] == 2.0
@@ -114,8 +114,8 @@ def test_a_store_that_is_empty_or_holds_other_things(store, tmp_path):
         dist_ckpt.load(full(0.0), store)
     assert not dist_ckpt.check_is_distributed_checkpoint(store)
     if isinstance(store, LocalStore):
-        store.folder.mkdir()
-        (store.folder / "thesis.txt").write_text("years of work")
+        store.path.mkdir()
+        (store.path / "thesis.txt").write_text("years of work")
     else:
         with closing(store.create("thesis.txt", 0)) as file:
             file.write(b"years of work")

@@ -104,7 +104,8 @@ class Folder(ByPointer):
         return "folder://store"
 
     def list_files(self):
-        return {path.name: path.stat().st_size for path in self.path.iterdir()}
+        files = (path for path in self.path.rglob("*") if path.is_file())
+        return {path.relative_to(self.path).as_posix(): path.stat().st_size for path in files}
 
     def read(self, name, start=0, stop=None):
         return (self.path / name).read_bytes()[start:stop]
@@ -123,6 +124,7 @@ def folder(tmp_path):
     place = tmp_path / "store"
     place.mkdir()
     for name, data in memory.files.items():
+        (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(data)
     return place
 

@@ -200,8 +200,8 @@ def _strategies_for(
     store: Store, sharded_strategy: Any, common_strategy: Any
 ) -> tuple[tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None, base.LoadEngine | None]:
     """The strategies if they read by themselves, else what the built-in engine shall do."""
-    if store.folder is not None:
-        strategies = _foreign_strategies(store.folder, sharded_strategy, common_strategy)
+    if store.local_folder is not None:
+        strategies = _foreign_strategies(store.local_folder, sharded_strategy, common_strategy)
         if strategies is not None:
             return strategies, None
     engine = base.load_engine(sharded_strategy, common_strategy)

@@ -249,7 +249,7 @@ class Waiting:
 def board_of(job: Job) -> Board:
     """The board of a job of several ranks."""
     save, store = job.ticket.save, job.content.store
-    if store.folder is not None:
+    if store.local_folder is not None:
         target = Path(save.target)
         return FolderBoard(target, save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
     # Another kind of store was refused by the call.

@@ -46,8 +46,8 @@ class Flight:
         self._saver: object | None = saver
         self._worker, self._job, self._sign = worker, job, sign
         target = job.ticket.save.target
-        self._is_local = job.content.store.folder is not None
-        self.target: Path | str = job.content.store.folder or target
+        self._is_local = job.content.store.local_folder is not None
+        self.target: Path | str = job.content.store.local_folder or target
         self.worker_pid = worker.process.pid
         self._gauge, self._still = worker.gauge, Stillness()
         self._gauge.reset()

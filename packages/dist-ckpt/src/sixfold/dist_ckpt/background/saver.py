@@ -218,7 +218,7 @@ class AsyncSaver:
             key = secrets.token_bytes(32)
             if mine.made is not None:
                 mine.made.result()
-            if ranks > 1 and store.folder is not None:
+            if ranks > 1 and store.local_folder is not None:
                 board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
                 board.make()
                 mine.sign = board.sign(0)
@@ -233,12 +233,12 @@ class AsyncSaver:
             return None, board.life(0).state is State.LIVES
 
         def copy() -> tuple[tuple[saving.RankContent, dict[int, Place]], None]:
-            if rank == 0 and ranks > 1 and store.folder is None:
+            if rank == 0 and ranks > 1 and store.local_folder is None:
                 mine.make(store, ticket.save, timeout_s)
             return self._copy(agreed.content), None
 
         (content, places), key = exchange.together(copy, make_board)
-        is_local = ranks > 1 and store.folder is not None
+        is_local = ranks > 1 and store.local_folder is not None
         locks_work = exchange.together(meet, all)[1] if is_local else True
         # A store's own error comes before anybody takes its worker for stopped.
         content = replace(content, store=store.patient(timeout_s / 2))
@@ -340,7 +340,7 @@ def _check_is_possible(request: SaveRequest) -> None:
             "import it from a module, or use save"
         )
     if (
-        store.folder is None
+        store.local_folder is None
         and not isinstance(store, ByPointer)
         and Exchange(request.group, request.timeout_s).ranks > 1
     ):

@@ -188,7 +188,7 @@ class Reader(StorageReader):
         store = store_at(self.path)
         self._checkpoint = None
         self._drop_mirror()
-        if store.folder is None:
+        if store.local_folder is None:
             self._mirror = Mirror(store)
             self._mirrors = [self._mirror]
             self._at_end = weakref.finalize(self, _close_all, self._mirrors)  # also where nothing is read

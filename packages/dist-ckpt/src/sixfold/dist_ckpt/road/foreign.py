@@ -192,7 +192,7 @@ def _sync(staging: Path) -> None:
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
     with told_to_all(request.group, request.timeout_s):
-        if request.store.folder is None:
+        if request.store.local_folder is None:
             raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
 
     def opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:

@@ -126,8 +126,8 @@ def block_bytes(checkpoint: Checkpoint) -> int:
 def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
     """The store as a local folder while the context lasts. Collective, unless it is one."""
     everyone = tuple(range(exchange.ranks))
-    if store.folder is not None:
-        yield Seen(store, store.folder, None, (everyone,), exchange.rank)
+    if store.local_folder is not None:
+        yield Seen(store, store.local_folder, None, (everyone,), exchange.rank)
         return
 
     from sixfold.dist_ckpt.stores.leases import Host

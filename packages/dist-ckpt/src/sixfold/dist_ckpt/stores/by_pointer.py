@@ -139,7 +139,7 @@ class ByPointer(ABC):
     a file only if there is none, in one act, it defines ``create_new`` too.
     """
 
-    folder: Path | None = None
+    local_folder: Path | None = None
     is_shared = True
     streams = 1
 

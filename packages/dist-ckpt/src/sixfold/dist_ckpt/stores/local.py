@@ -44,10 +44,10 @@ class LocalStore:
     """A folder of a file system that all ranks share. See [Note: old or new, never both].
 
     Args:
-        folder: from the root and without links.
+        path: from the root and without links.
     """
 
-    folder: Path
+    path: Path
 
     is_shared = True
     streams = 1
@@ -59,17 +59,21 @@ class LocalStore:
 
     @property
     def name(self) -> str:
-        return str(self.folder)
+        return str(self.path)
+
+    @property
+    def local_folder(self) -> Path:
+        return self.path
 
     def list_files(self) -> dict[str, int]:
-        if not self.folder.is_dir():
+        if not self.path.is_dir():
             return {}
-        names = [name for name in _files(self.folder) if not name.endswith("/")]
-        return {name: (self.folder / name).stat().st_size for name in names}
+        names = [name for name in _files(self.path) if not name.endswith("/")]
+        return {name: (self.path / name).stat().st_size for name in names}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        check_regular(self.folder / name)
-        with (self.folder / name).open("rb") as file:
+        check_regular(self.path / name)
+        with (self.path / name).open("rb") as file:
             file.seek(start)
             return file.read() if stop is None else file.read(max(0, stop - start))
 
@@ -78,7 +82,7 @@ class LocalStore:
             yield part, self.read(part.file, part.offset, part.offset + part.length)
 
     def marks(self) -> Mapping[str, object]:
-        return {name: (self.folder / name).stat().st_mtime_ns for name in self.list_files()}
+        return {name: (self.path / name).stat().st_mtime_ns for name in self.list_files()}
 
     def patient(self, timeout_s: float) -> LocalStore:
         return self
@@ -87,10 +91,10 @@ class LocalStore:
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
         owns = owns_file or is_checkpoint_file
-        check_target(self.folder, if_exists, owns)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        check_space(self.folder.parent, nbytes)
-        staging = stage(self.folder, save_id)
+        check_target(self.path, if_exists, owns)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(self.path.parent, nbytes)
+        staging = stage(self.path, save_id)
         return Save(save_id=save_id, target=self.name, staging=str(staging), if_exists=if_exists, owns_file=owns)
 
     def join(self, save: Save) -> None:
@@ -124,26 +128,26 @@ class LocalStore:
         """Move the staging folder into place, ``metadata.json`` included, when the files ``unsynced`` are on disk."""
         with self.told(save, 0):
             # Again: data took a while to write, and nothing foreign may go.
-            check_target(self.folder, save.if_exists, save.owns_file)
-            commit(Path(save.staging), self.folder, save.save_id, unsynced)
+            check_target(self.path, save.if_exists, save.owns_file)
+            commit(Path(save.staging), self.path, save.save_id, unsynced)
 
     def abandon(self, save: Save) -> None:
         discard(Path(save.staging))
 
     def holds(self, save_id: str) -> bool:
         try:
-            return decode(self.folder / FILE_NAME, read_small(self.folder / FILE_NAME)).save_id == save_id
+            return decode(self.path / FILE_NAME, read_small(self.path / FILE_NAME)).save_id == save_id
         except (OSError, CheckpointError):
             return False
 
     def delete(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
+        (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
     def told(self, save: Save, nbytes: int) -> Iterator[None]:
         """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
         staging = Path(save.staging)
-        with overtaken_told(staging, self.folder), full_disk_told(self.folder.parent, nbytes):
+        with overtaken_told(staging, self.path), full_disk_told(self.path.parent, nbytes):
             yield
 
 

@@ -70,7 +70,7 @@ def local(place: Any, what: str) -> Path:
         CheckpointError: as ``located``; or a URL or a store, with ``what`` as the remedy.
     """
     is_store = hasattr(place, "list_files") and hasattr(place, "commit")
-    found: Path | str = place.folder or place.name if is_store else located(place)
+    found: Path | str = place.local_folder or place.name if is_store else located(place)
     if isinstance(found, str):
         raise CheckpointError(f"{found}: {what}")
     return found

@@ -123,7 +123,7 @@ class Store(Protocol):
 
     Attributes:
         name: how errors call it: the path or URL as the user wrote it.
-        folder: a local folder's path; None for what is none.
+        local_folder: the path of a folder; None for what is none.
         is_shared: whether other processes see what is written here.
         streams: how many files a rank writes at once.
     """
@@ -132,7 +132,7 @@ class Store(Protocol):
     def name(self) -> str: ...
 
     @property
-    def folder(self) -> Path | None: ...
+    def local_folder(self) -> Path | None: ...
 
     @property
     def is_shared(self) -> bool: ...

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sixfold.dist_ckpt.errors import MismatchError, StorageError
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.stores import folder, paths, store_at
 from sixfold.dist_ckpt.stores.store import Store
 
@@ -24,7 +24,7 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     Raises:
         MismatchError: nothing is there; local folders are not looked at.
     """
-    located = place.folder or place if isinstance(place, Store) else paths.located(place)
+    located = place.local_folder or place if isinstance(place, Store) else paths.located(place)
     if isinstance(located, Path):
         yield folder.inner(located) if located.is_dir() else located
         return
@@ -51,9 +51,9 @@ def is_complete(store: Store) -> bool:
         try:
             with viewed(store) as place:
                 return folder.is_complete(place)
-        except MismatchError:
-            return False
         except StorageError as error:
             if error.errno != errno.ESTALE:
                 raise
+        except CheckpointError:
+            return False
     return False

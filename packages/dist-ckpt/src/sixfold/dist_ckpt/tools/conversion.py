@@ -140,7 +140,7 @@ def to_checkpoint(
     ``in_place``: the target may be the source, and bytes of plain DCP stay under their own keys.
     """
     store, if_exists = store_at(destination), "replace" if in_place else "error"
-    target = store.folder
+    target = store.local_folder
     if target is not None:
         storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)

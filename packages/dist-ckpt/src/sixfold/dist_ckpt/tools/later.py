@@ -53,9 +53,9 @@ def metadata(path: str | Path | Store) -> dict[str, Any]:
 
 def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
     folder, known = checkpoint.folder, checkpoint.integrity
-    name = str(folder) if store.folder is not None else store.name
+    name = str(folder) if store.local_folder is not None else store.name
     of_ours = known is not None and checkpoint.manifest.files is not None
-    if known is not None and of_ours and store.folder is None:
+    if known is not None and of_ours and store.local_folder is None:
         return {"path": name, **_into_store(store, checkpoint, known)}
     if known is None or not of_ours or ".metadata" in known.files:
         if not (folder / ".metadata").exists():

@@ -40,11 +40,11 @@ def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
         MismatchError: there is no such folder.
     """
     store = store_at(path)
-    if store.folder is None:
+    if store.local_folder is None:
         with viewed(store, whole=whole) as folder:
             yield folder
         return
-    folder = store.folder
+    folder = store.local_folder
     if folder.exists() and not folder.is_dir():
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
     yield inner(folder) if folder.is_dir() else open_checkpoint(folder).folder
@@ -53,7 +53,7 @@ def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
 def name_of(path: str | Path | Store, folder: Path) -> str:
     """How results call a checkpoint: by its URL or by its resolved path."""
     store = store_at(path)
-    return store.name if store.folder is None else str(folder)
+    return store.name if store.local_folder is None else str(folder)
 
 
 def files(folder: Path) -> list[tuple[str, int]]:

@@ -28,7 +28,7 @@ from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.road.sources import Sources
 from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import Store, paths, store_at
+from sixfold.dist_ckpt.stores import LocalStore, Store, paths, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import owns_file

@@ -171,7 +171,7 @@ def load_from_folder(rank, ranks, place, spool, free_bytes):
 
 def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool):
     assert run_ranks(load_from_folder, 2, folder, spool, None) == [True] * 2
-    (path,) = folder.glob(DATA)
+    (path,) = folder.rglob(DATA)
     data = bytearray(path.read_bytes())
     data[13_000_000] ^= 1
     path.write_bytes(data)

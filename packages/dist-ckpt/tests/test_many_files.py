@@ -73,9 +73,9 @@ def of_ranks(tmp_path_factory):
         for rank in range(RANKS):
             record = ShardedTensor.from_rank_offsets("w", WHOLE[rank : rank + 1].clone(), (0, rank, RANKS))
             table, pieces = tabulate([record])
-            part = transfer.write(store, save, rank, [record], plan_save([record], pieces), [], check_finite=False)
-            part.table = table.encode()
-            written.append(part)
+            writes = plan_save([record], pieces)
+            content = transfer.RankContent(store, [record], writes, [], {}, b"", 0, table.encode())
+            written.append(transfer.write(content, save, rank, check_finite=False))
         torch.save({"it": 1}, path / "common.pt")
         small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": encode_config()}
         (path / "common.pt").unlink()

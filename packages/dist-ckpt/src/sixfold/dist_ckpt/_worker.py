@@ -28,7 +28,7 @@ from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
-from sixfold.dist_ckpt.road import saving, transfer
+from sixfold.dist_ckpt.road import saving
 
 _LAST_WORD_S = 10.0
 
@@ -58,7 +58,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
 
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
-    gauge.expect(transfer.file_bytes(job.content.writes, job.content.objects))
+    gauge.expect(job.content.file_bytes)
     tensors = arena.tensors(list(job.places.values()), job.arena_bytes)
     for index, tensor in zip(job.places, tensors, strict=True):
         job.content.records[index].data = tensor

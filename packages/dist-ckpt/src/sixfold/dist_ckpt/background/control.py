@@ -43,7 +43,7 @@ from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
-from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.stores import ByPointer
 from sixfold.dist_ckpt.stores.store import overtaken
 
@@ -77,7 +77,7 @@ class Job:
 
     rank: int
     ranks: int
-    content: saving.RankContent
+    content: transfer.RankContent
     ticket: saving.Ticket
     check_finite: bool
     places: dict[int, Place]

@@ -19,7 +19,6 @@ from sixfold.dist_ckpt.background.process import Worker
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.ranks.exchange import Outcome
-from sixfold.dist_ckpt.road import saving
 
 _GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
 _TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit
@@ -112,7 +111,7 @@ class Flight:
     def _outcome(self) -> Outcome:
         channel = self._worker.channel
         try:
-            self._meter = Meter(self._progress, lambda: saving.file_bytes(self._job.content), in_call=False)
+            self._meter = Meter(self._progress, lambda: self._job.content.total_bytes, in_call=False)
             # Pickled here, where the trainer does not wait for it.
             if channel.send(pickle.dumps(self._job, protocol=5), lambda: self._moves_on(control.OWN_WORKER)):
                 outcome = self._reported(control.OWN_WORKER)

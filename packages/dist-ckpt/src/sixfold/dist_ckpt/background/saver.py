@@ -42,7 +42,7 @@ from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
-from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import ByPointer, Save
@@ -232,7 +232,7 @@ class AsyncSaver:
             mine.sign = board.sign(rank)
             return None, board.life(0).state is State.LIVES
 
-        def copy() -> tuple[tuple[saving.RankContent, dict[int, Place]], None]:
+        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place]], None]:
             if rank == 0 and ranks > 1 and store.local_folder is None:
                 mine.make(store, ticket.save, timeout_s)
             return self._copy(agreed.content), None
@@ -256,7 +256,7 @@ class AsyncSaver:
             stale_s=boards.STALE_S,
         )
 
-    def _copy(self, content: saving.RankContent) -> tuple[saving.RankContent, dict[int, Place]]:
+    def _copy(self, content: transfer.RankContent) -> tuple[transfer.RankContent, dict[int, Place]]:
         """The content without tensors, and where their values are now."""
         needed = sorted({write.record for write in content.writes})
         tensors = [content.records[index].data for index in needed]

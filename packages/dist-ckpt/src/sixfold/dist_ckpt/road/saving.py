@@ -28,6 +28,7 @@ from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.index import Kept, index_of, index_of_written, spared
 from sixfold.dist_ckpt.road.request import SaveRequest
+from sixfold.dist_ckpt.road.transfer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -72,32 +73,17 @@ class Ticket(NamedTuple):
         return self.save.target
 
 
-@dataclass(frozen=True, slots=True)
-class RankContent:
-    """What this rank has to save, and where."""
-
-    store: Store
-    records: list[ShardedTensor]
-    writes: tuple[plan.Write, ...]
-    objects: list[tuple[str, bytes]]
-    common: dict[Any, Any]
-    common_bytes: bytes
-    nbytes: int
-    table: Encoded
-    threads: int = 1
-
-
 def save(request: SaveRequest) -> None:
     """``serialization.save`` by the built-in engine."""
     agreed = agree_on(request)
     exchange, content, ticket, kept = agreed.exchange, agreed.content, agreed.ticket, agreed.kept
 
-    def written() -> tuple[bytes | None, transfer.Written]:
+    def written() -> tuple[bytes | None, Written]:
         own = _write_shared(content, ticket, exchange.rank, request.check_finite, request.progress)
         own.table = None  # the first rank has it
         return spared(own, ticket.known, kept)
 
-    def committed(by_rank: list[transfer.Written]) -> None:
+    def committed(by_rank: list[Written]) -> None:
         for part, table in zip(by_rank, agreed.tables, strict=True):
             part.table = table
         commit(by_rank, content, ticket, kept)
@@ -277,45 +263,32 @@ def object_report(record: ShardedObject) -> plan.ObjectReport:
 
 
 def write(
-    content: RankContent, ticket: Ticket, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
-) -> transfer.Written:
+    content: RankContent,
+    ticket: Ticket,
+    rank: int,
+    check_finite: bool,
+    moved: Callable[[int], None] | None = None,
+) -> Written:
     """Write this rank's share into the store. No group: any process that sees the data may do it.
 
     ``moved``: told of each part that is written, by its bytes.
     """
-    written = transfer.write(
-        content.store,
-        ticket.save,
-        rank,
-        content.records,
-        content.writes,
-        content.objects,
-        check_finite=check_finite,
-        threads=content.threads,
-        moved=moved,
-    )
-    written.table = content.table
-    return written
-
-
-def file_bytes(content: RankContent) -> int:
-    """What this rank writes: its file, and on the first rank the common data."""
-    return transfer.file_bytes(content.writes, content.objects) + len(content.common_bytes)
+    return transfer.write(content, ticket.save, rank, check_finite, moved)
 
 
 def _write_shared(
     content: RankContent, ticket: Ticket, rank: int, check_finite: bool, progress: Progress | None = None
-) -> transfer.Written:
+) -> Written:
     """``write``, where it is not known yet whether this rank sees what the first one has made."""
     if rank:
         content.store.join(ticket.save)
-    meter = Meter(progress, lambda: file_bytes(content))
+    meter = Meter(progress, lambda: content.total_bytes)
     written = write(content, ticket, rank, check_finite, meter.add)
     meter.finish()
     return written
 
 
-def commit(written: list[transfer.Written], content: RankContent, ticket: Ticket, kept: Kept | None = None) -> None:
+def commit(written: list[Written], content: RankContent, ticket: Ticket, kept: Kept | None = None) -> None:
     """Write the small files, metadata.json last, and make the save visible: what the first rank does.
 
     Args:
@@ -331,11 +304,11 @@ def commit(written: list[transfer.Written], content: RankContent, ticket: Ticket
     )
 
 
-def _digests(written: list[transfer.Written]) -> dict[str, FileDigest]:
+def _digests(written: list[Written]) -> dict[str, FileDigest]:
     return {name: digest for part in written for name, digest in part.files.items()}
 
 
-def _for_torch(written: list[transfer.Written], save: Save) -> Iterable[bytes]:
+def _for_torch(written: list[Written], save: Save) -> Iterable[bytes]:
     """A ``.metadata`` that names the files by their folder."""
     index = index_of_written(written, save.save_id)
     return metadata.encode_parts(index.within(save.inside))
@@ -369,9 +342,9 @@ class Share:
     store: Store
     content: RankContent
     ticket: Ticket
-    written: transfer.Written | None = None
+    written: Written | None = None
 
-    def write(self) -> transfer.Written:
+    def write(self) -> Written:
         """Write the frames. No group."""
         self.written = _write_shared(self.content, self.ticket, self.exchange.rank, False)
         return self.written

@@ -19,6 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
 from threading import Event
+from typing import Any
 
 import torch
 
@@ -54,24 +55,44 @@ class Written:
     counts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RankContent:
+    """What this rank has to save, and where."""
+
+    store: Store
+    records: list[ShardedTensor]
+    writes: tuple[Write, ...]
+    objects: list[tuple[str, bytes]]
+    common: dict[Any, Any]
+    common_bytes: bytes
+    nbytes: int
+    table: Encoded
+    threads: int = 1
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the files that ``write`` makes, where frames lie end to end in one."""
+        at = 0
+        for step in self.writes:
+            at += frames.template(step.dtype, step.piece.box.size, at).nbytes
+        return at + sum(len(data) for _, data in self.objects)
+
+    @property
+    def total_bytes(self) -> int:
+        """The same with the common data, which the first rank writes."""
+        return self.file_bytes + len(self.common_bytes)
+
+
 def write(
-    store: Store,
-    save: Save,
-    rank: int,
-    records: Sequence[ShardedTensor],
-    plan: Sequence[Write],
-    objects: Sequence[tuple[str, bytes]],
-    *,
-    check_finite: bool,
-    threads: int = 1,
-    moved: Callable[[int], None] | None = None,
+    content: RankContent, save: Save, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
 ) -> Written:
     """Write this rank's chunks and objects as frames of its files, the objects into the last; no file without any.
 
     ``moved``: as of ``Part``.
     """
+    store, records, plan, objects = content.store, content.records, content.writes, content.objects
     if not plan and not objects:
-        return Written()
+        return Written(content.table)
     counts = file_counts(plan, store.streams)
     parts, copies, failed, at = list[_Part](), Copies(), Event(), 0
     for number, count in enumerate(counts):
@@ -79,8 +100,9 @@ def write(
         steps, at = plan[at : at + count], at + count
         name = part_name(rank, number)
         parts.append(_Part(name, records, steps, own_objects, rank, check_finite, copies, failed))
-    digests = _write_parts(store, save, parts, threads, moved)
+    digests = _write_parts(store, save, parts, content.threads, moved)
     return Written(
+        content.table,
         places=b"".join(part.places.tobytes() for part in parts),
         objects=parts[-1].object_places,
         files={part.name: digest for part, digest in zip(parts, digests, strict=True)},
@@ -144,14 +166,6 @@ class _Part:
         for stored_key, data in self.objects:
             self.object_places.append((stored_key, ByteRange(self.name, file.position, len(data))))
             file.append(data)
-
-
-def file_bytes(plan: Sequence[Write], objects: Sequence[tuple[str, bytes]]) -> int:
-    """The size of the file that ``write`` makes."""
-    at = 0
-    for step in plan:
-        at += frames.template(step.dtype, step.piece.box.size, at).nbytes
-    return at + sum(len(data) for _, data in objects)
 
 
 def add_frame(

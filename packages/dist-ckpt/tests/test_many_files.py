@@ -16,9 +16,10 @@ from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.files.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road import saving, transfer
+from sixfold.dist_ckpt.road import transfer
+from sixfold.dist_ckpt.road.index import index_of
 from sixfold.dist_ckpt.stores import LocalStore, folder, maps
-from sixfold.dist_ckpt.stores.store import Save
+from sixfold.dist_ckpt.stores.store import Save, write_small
 from sixfold.dist_ckpt.tools import commands as tools
 
 FILES, RANKS = 140, 140  # more than twice as many as a process may open here, and than maps are kept
@@ -79,7 +80,8 @@ def of_ranks(tmp_path_factory):
         torch.save({"it": 1}, path / "common.pt")
         small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": encode_config()}
         (path / "common.pt").unlink()
-        saving._write_index(store, save, written, small)
+        parts = {name: digest for part in written for name, digest in part.files.items()}
+        write_small(store, save, parts, index_of(written, save.save_id, None) | small)
     return path
 
 

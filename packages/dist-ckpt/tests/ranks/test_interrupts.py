@@ -64,7 +64,7 @@ def interrupt_at(patch, place, name, after):
         (saving, "describe"),
         (storage, "check_space"),
         (transfer, "write"),
-        (saving, "_write_index"),
+        (saving, "index_of"),
         (storage, "sync_folder"),
         (storage, "commit"),
     ],
@@ -145,7 +145,7 @@ def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, sav
 STAGES = [
     ("road.transfer.write:1", "old"),
     ("stores.frame_file._write_at:1", "old"),
-    ("road.saving._write_index:1", "old"),
+    ("road.saving.index_of:1", "old"),
     ("stores.local.write_file:4", "old"),
     ("stores.local.commit:1", "old"),
     ("stores.local.sync_folder:2", "new"),  # of the parent, after the move

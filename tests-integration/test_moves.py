@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import moves
 import pytest
@@ -104,3 +105,30 @@ def test_both_programs_print_what_the_page_says(page, tmp_path, request):
         pytest.skip(
             f"{PEERS[page]} is not installed (benchmarks/peers.txt): ours alone ran, and printed what the page says"
         )
+
+
+def test_torchtitans_own_manager_saves_and_loads_by_one_line(tmp_path, monkeypatch):
+    """What the page of torch DCP says of torchtitan 0.3.0, with its own two methods that call DCP."""
+    titan = pytest.importorskip("torchtitan.components.checkpointer.dcp", reason="torchtitan is a peer (peers.txt)")
+    import torch
+    import torch.distributed as dist
+
+    from sixfold.dist_ckpt import dcp
+
+    monkeypatch.setattr(titan, "dcp", dcp)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        manager = SimpleNamespace(pg=dist.new_group(backend="gloo"), sd_adapter=None, states={}, stager=None)
+        for mode in (titan.AsyncMode.DISABLED, titan.AsyncMode.ASYNC):
+            place, state = str(tmp_path / mode), {"w": torch.arange(6.0), "step": torch.tensor(3)}
+            save, load = titan.CheckpointManager.dcp_save, titan.CheckpointManager.dcp_load
+            saving = save(manager, state, checkpoint_id=place, async_mode=mode, enable_garbage_collection=False)
+            if mode == titan.AsyncMode.ASYNC:
+                saving.result()
+            loaded = {"w": torch.zeros(6), "step": torch.tensor(0)}
+            load(manager, loaded, checkpoint_id=place, from_hf=False, from_quantized=False)
+            assert loaded["step"] == 3
+            assert torch.equal(loaded["w"], state["w"])
+            assert (tmp_path / mode / "integrity.json").exists()
+    finally:
+        dist.destroy_process_group()

@@ -250,8 +250,7 @@ def board_of(job: Job) -> Board:
     """The board of a job of several ranks."""
     save, store = job.ticket.save, job.content.store
     if store.local_folder is not None:
-        target = Path(save.target)
-        return FolderBoard(target, save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
+        return FolderBoard(Path(save.target), save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
     # Another kind of store was refused by the call.
     return StoreBoard(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
@@ -429,10 +428,7 @@ def _blame(job: Job, reason: str, advice: str = _ADVICE) -> LostPeerError:
 
 def is_committed(job: Job) -> bool:
     """Whether the target is this very save, as far as it can be seen."""
-    try:
-        return job.content.store.holds(job.ticket.save_id)
-    except CheckpointError:
-        return False
+    return settle(job, _SILENT).error is None
 
 
 def abandon(job: Job) -> None:

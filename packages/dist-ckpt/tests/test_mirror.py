@@ -24,6 +24,7 @@ from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore, leases, mirror
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.stores.mirror import Mirror
+from sixfold.dist_ckpt.stores.ranges import ranges_of
 
 WHOLE = torch.arange(3 << 20, dtype=torch.float32).view(1024, 3072)  # 12 MiB: three blocks
 
@@ -260,7 +261,7 @@ def test_a_mirror_without_its_name_goes_after_an_error_at_once_and_after_a_kill_
         raise OSError(28, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*(Path, "rename", fail) if holds_lock else (mirror, "_hold", fail))
+        patch.setattr(*(Path, "rename", fail) if holds_lock else ("sixfold.dist_ckpt.stores.mirror.hold", fail))
         with pytest.raises(StorageError):
             mirror.create()
     mirror.close()
@@ -374,7 +375,7 @@ def test_shares_become_few_large_ranges_that_cover_them(memory):
             integrity.Span("a", first, blocks),
             integrity.Span("b", 0, 1),
         ]
-        ranges = part._ranges(spans)
+        ranges = ranges_of(spans, part._sizes, block_bytes)
         wanted = {at for span in spans if span.file == "a" for at in range(span.first * block_bytes,
                   min(span.stop * block_bytes, 100 << 20), 1 << 18)}  # fmt: skip
         got = {at for r in ranges if r.file == "a" for at in range(r.offset, r.offset + r.length, 1 << 18)}

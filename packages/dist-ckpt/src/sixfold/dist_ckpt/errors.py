@@ -66,6 +66,19 @@ BY_NAME: dict[str, type[CheckpointError]] = {
 }
 
 
+def retold(error: CheckpointError, text: str) -> CheckpointError:
+    """An error of the same class with another text."""
+    return StorageError(text, error.errno) if isinstance(error, StorageError) else type(error)(text)
+
+
+def at(place: object, action: Callable[[], _Value]) -> _Value:
+    """The result of ``action``; errors have the place before their text."""
+    try:
+        return action()
+    except CheckpointError as error:
+        raise retold(error, f"{place}: {error}") from error
+
+
 def typed(action: Callable[[], _Value]) -> _Value:
     """The result of ``action``; errors of the operating system become StorageError, endless nesting a ShardingError."""
     try:

@@ -35,11 +35,11 @@ from sixfold.dist_ckpt.doors import dcp_metadata
 from sixfold.dist_ckpt.doors.dcp_items import box_of, check_whole, is_writable, outside, part_of
 from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
 from sixfold.dist_ckpt.errors import (
-    BY_NAME,
     CheckpointError,
     CorruptError,
     MismatchError,
-    StorageError,
+    at,
+    retold,
     typed,
 )
 from sixfold.dist_ckpt.files import frame as frames
@@ -53,8 +53,8 @@ from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.leases import Host
-from sixfold.dist_ckpt.stores.mirror import Mirror, check_room
+from sixfold.dist_ckpt.stores.leases import Host, check_room
+from sixfold.dist_ckpt.stores.mirror import Mirror
 
 _Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
@@ -200,10 +200,10 @@ class Reader(StorageReader):
                 checkpoint.fill_by(self._mirror.arrives)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
-            try:
-                found = dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted)
-            except CheckpointError as error:
-                raise BY_NAME[type(error).__name__](f"{checkpoint.folder / '.metadata'}: {error}") from error
+            found = at(
+                checkpoint.folder / ".metadata",
+                lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
+            )
         self._checkpoint = checkpoint
         return found
 
@@ -218,9 +218,7 @@ class Reader(StorageReader):
             text = str(error)
             for mirror in self._mirrors:
                 text = text.replace(str(mirror.folder), str(self.checkpoint_id))
-            if isinstance(error, StorageError):
-                raise StorageError(text, error.errno) from error
-            raise BY_NAME[type(error).__name__](text) from error
+            raise retold(error, text) from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Each rank. The metadata is that of ``read_metadata``, which has opened the folder."""

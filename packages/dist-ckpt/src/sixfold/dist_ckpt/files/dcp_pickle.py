@@ -26,25 +26,13 @@ import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.files.unpickle import MODULES
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 
 BATCH_ROWS = 1 << 16
 _LIMIT32 = 1 << 31
-_METADATA = "torch.distributed.checkpoint.metadata"
-_GLOBALS = {
-    "Metadata": _METADATA,
-    "TensorStorageMetadata": _METADATA,
-    "BytesStorageMetadata": _METADATA,
-    "TensorProperties": _METADATA,
-    "ChunkStorageMetadata": _METADATA,
-    "MetadataIndex": _METADATA,
-    "StorageMeta": _METADATA,
-    "_MEM_FORMAT_ENCODING": _METADATA,
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "_get_layout": "torch.serialization",
-    "Size": "torch",
-}
+_GLOBALS = {**{name: module for module, name in MODULES}, "Size": "torch"}
 _NAMES = ("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length")  # of attributes of each chunk
 
 

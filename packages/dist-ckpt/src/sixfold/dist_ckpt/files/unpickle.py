@@ -20,34 +20,22 @@ import torch
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, UnsafeError
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
-#: All globals that files of torch 2.13 and of megatron-core 0.12 and 0.16 name, dtypes and torch.Size apart.
-KNOWN_GLOBALS = frozenset(
-    [
-        *(
-            f"{_CHECKPOINT}.metadata.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "TensorProperties",
-                "ChunkStorageMetadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        f"{_CHECKPOINT}.filesystem._StorageInfo",
-        *(f"{_CHECKPOINT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-        "torch.serialization._get_layout",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "pathlib._local.PosixPath",
-        f"{_MEGATRON}.MCoreMetadata",
-        f"{_MEGATRON}.MCoreSavePlan",
-    ]
-)
+_NAMES = {
+    f"{_CHECKPOINT}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties "
+    "ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_CHECKPOINT}.filesystem": "_StorageInfo",
+    f"{_CHECKPOINT}.planner": "SavePlan WriteItem WriteItemType TensorWriteData",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+}
+#: All globals that files of torch 2.13 and of megatron-core 0.12 and 0.16 name, dtypes and torch.Size apart: the module
+#: of each name.
+MODULES = [(module, name) for module, names in _NAMES.items() for name in names.split()]
+KNOWN_GLOBALS = frozenset(f"{module}.{name}" for module, name in MODULES)
 
 
 _MOST_PARTS = 1 << 12  # of a tuple, those of its tuples included; real ones have as many as a tensor has axes

@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -103,25 +104,15 @@ def _check_length(data: bytes, nbytes: int) -> None:
 # ---- compressors: (data, bytes of its values) -> values
 
 
-def _zlib(window_bits: int) -> Callable[[bytes, int], bytes]:
+def _of_python(decoder: Callable[[], Any]) -> Callable[[bytes, int], bytes]:
+    """A decoder of the standard library, which is asked for no more than fits, and one byte."""
+
     def decompress(data: bytes, nbytes: int) -> bytes:
-        decoder = zlib.decompressobj(window_bits)
-        out = decoder.decompress(data, nbytes + 1)
-        return _ended(out, decoder.eof, nbytes)
+        found = decoder()
+        out = found.decompress(data, nbytes + 1)
+        return _ended(out, found.eof, nbytes)
 
     return decompress
-
-
-def _bz2(data: bytes, nbytes: int) -> bytes:
-    decoder = bz2.BZ2Decompressor()
-    out = decoder.decompress(data, nbytes + 1)
-    return _ended(out, decoder.eof, nbytes)
-
-
-def _lzma(data: bytes, nbytes: int) -> bytes:
-    decoder = lzma.LZMADecompressor(memlimit=_LZMA_MEMORY_BYTES)
-    out = decoder.decompress(data, nbytes + 1)
-    return _ended(out, decoder.eof, nbytes)
 
 
 def _ended(out: bytes, eof: bool, nbytes: int) -> bytes:
@@ -179,10 +170,10 @@ def _library(module: str, codec: str) -> Any:
 
 
 _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
-    "zlib": _zlib(zlib.MAX_WBITS),
-    "gzip": _zlib(zlib.MAX_WBITS | 16),
-    "bz2": _bz2,
-    "lzma": _lzma,
+    "zlib": _of_python(partial(zlib.decompressobj, zlib.MAX_WBITS)),
+    "gzip": _of_python(partial(zlib.decompressobj, zlib.MAX_WBITS | 16)),
+    "bz2": _of_python(bz2.BZ2Decompressor),
+    "lzma": _of_python(partial(lzma.LZMADecompressor, memlimit=_LZMA_MEMORY_BYTES)),
     "blosc": _of_numcodecs("blosc", "Blosc", _blosc_length),
     "zstd": _of_numcodecs("zstd", "Zstd", _zstd_length),
     "lz4": _of_numcodecs("lz4", "LZ4", lambda data: _little(data, 0, 4)),

@@ -41,6 +41,7 @@ from sixfold.dist_ckpt.stores.store import (
     PartFile,
     Save,
     Store,
+    check_names,
     is_checkpoint_file,
     overtaken,
     pieces_of,
@@ -130,7 +131,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class ByPointer(ABC):
+class ByPointer(Store, ABC):
     """A store without rename, from five things that it can do; see [Note: visible by one act].
 
     A store of one's own defines ``name``, ``list_files``, ``read``, ``create`` and ``delete``; ``Store`` says what they
@@ -150,29 +151,9 @@ class ByPointer(ABC):
             if method in vars(cls) and not tells:
                 setattr(cls, method, _telling(vars(cls)[method]))
 
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
-
-    @abstractmethod
-    def list_files(self) -> dict[str, int]: ...
-
-    @abstractmethod
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
-
     @abstractmethod
     def create(self, name: str, nbytes: int) -> Sink:
         """A file that appears, whole, when it is closed. ``nbytes``: at most so many will come; 0 if not known."""
-
-    @abstractmethod
-    def delete(self, name: str) -> None: ...
-
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
-        for part in ranges:
-            yield part, self.read(part.file, part.offset, part.offset + part.length)
-
-    def marks(self) -> Mapping[str, object]:
-        return self.list_files()
 
     def patient(self, timeout_s: float) -> ByPointer:
         return self
@@ -198,20 +179,12 @@ class ByPointer(ABC):
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
         names, owns = sorted(self.list_files()), owns_file or is_checkpoint_file
-        if names and if_exists == "error":
-            raise StorageError(f"{self.name} is not empty ({names[0]}, ...) and if_exists is 'error'", errno.EEXIST)
-        foreign = [name for name in names if not (is_checkpoint_file(name) or owns(name))]
-        if foreign:
-            raise StorageError(
-                f"{self.name} holds files that are no part of a checkpoint ({', '.join(foreign[:3])}); nothing was "
-                "touched",
-                errno.EEXIST,
-            )
+        check_names(self.name, names, if_exists, owns)
         number = 1 + max((rank_of(folder)[0] for folder in folders(names)), default=0)
         inside = f"save-{number:08d}-{save_id}/"
         return Save(save_id=save_id, target=self.name, inside=inside, if_exists=if_exists, owns_file=owns)
 
-    def join(self, save: Save) -> None:  # noqa: B027
+    def join(self, save: Save) -> None:
         """``begin`` makes nothing here that could be seen."""
 
     def write_part(self, save: Save, part: Part) -> FileDigest:

@@ -13,16 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
-from sixfold.dist_ckpt.errors import (
-    BY_NAME,
-    CheckpointError,
-    CorruptError,
-    MismatchError,
-    StorageError,
-    typed,
-)
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, StorageError, at, typed
 from sixfold.dist_ckpt.files import compact, metadata
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import integrity as checks
@@ -38,7 +30,6 @@ LOOKS = 5  # at a folder that others write to meanwhile
 SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 _FORGET_LOOKS = 1 << 10  # of 64 KiB each
 VERIFY_MODES = ("touched", "full", "off")
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +112,7 @@ class Checkpoint:
             if data is not None and self.integrity is not None and self.verify != "off":
                 self.integrity.check_file_bytes(path, data)
             elif data is not None and self.verify != "off":
-                _at(path, lambda: frames.check_records(memoryview(data)))
+                at(path, lambda: frames.check_records(memoryview(data)))
         return data
 
 
@@ -179,7 +170,7 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
         # The digest first: a flipped digit of a version is damage and no unknown backend.
         if integrity is not None and verify != "off":
             integrity.check_file_bytes(folder / "metadata.json", config)
-        backend = _at(folder / "metadata.json", lambda: metadata.check_config(config))
+        backend = at(folder / "metadata.json", lambda: metadata.check_config(config))
         if backend == "zarr":
             _refuse_foreign_metadata(folder, "metadata.json", None)
             return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
@@ -304,7 +295,7 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
             if verify != "off":
                 raise
             trusted = False  # damaged bytes are decoded slowly and warily, as those without a digest
-    return _at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
+    return at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
 
 
 def _inside(folder: Path) -> str:
@@ -339,7 +330,7 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
     if not integrity.files[path.name].size:
         raise CorruptError(f"{path} is empty")
     mapped = Mapped(path)
-    manifest = _at(path, lambda: compact.read(mapped.data, size, check))
+    manifest = at(path, lambda: compact.read(mapped.data, size, check))
     if not compact.is_alone(mapped.data) and ".metadata" not in integrity.files:
         raise CorruptError(f"{folder / '.metadata'} is not in {checks.FILE_NAME}: the save did not write it")
     return manifest
@@ -419,11 +410,3 @@ def _read(path: Path) -> bytes | None:
         return storage.read_small(path)
     except FileNotFoundError:
         return None
-
-
-def _at(path: Path, action: Callable[[], _Value]) -> _Value:
-    """Put the path before the text of an error."""
-    try:
-        return action()
-    except CheckpointError as error:
-        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error

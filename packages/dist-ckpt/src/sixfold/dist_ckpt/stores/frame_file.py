@@ -9,24 +9,23 @@ import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.files.crc import Piece, crc32, join_pieces
+from sixfold.dist_ckpt.files.crc import join_pieces
 from sixfold.dist_ckpt.files.frame import Frame
-from sixfold.dist_ckpt.files.integrity import BlockHasher, FileDigest, cut_at_blocks
+from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.stores.stream import GATHER_BYTES, GatheredFile, hashed
 
-_GATHER_BYTES = 1 << 20
 _RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
 _SYNC_BYTES = 1 << 26  # of a file that are waited for at once
 _SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
 
 
-class FrameFile:
+class FrameFile(GatheredFile):
     """A file of frames, written once from start to end, hashed in the same pass.
 
     Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
@@ -45,12 +44,8 @@ class FrameFile:
     def __init__(
         self, folder: Path, name: str, nbytes: int = 0, threads: int = 1, moved: Callable[[int], None] | None = None
     ) -> None:
+        super().__init__(moved)
         self.name = name
-        self._moved = moved or (lambda nbytes: None)
-        self._hasher = BlockHasher()
-        self._position = 0  # of what was added; the hasher is behind by what is gathered
-        self._gathered: list[bytes] = []
-        self._gathered_bytes = 0
         self._writing: deque[Future[None]] = deque()
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
@@ -65,19 +60,6 @@ class FrameFile:
             ) from error
         self._reserved = nbytes >= _RESERVE_BYTES and _reserve(self._handle, nbytes)
 
-    @property
-    def position(self) -> int:
-        """Bytes so far."""
-        return self._position
-
-    def add(self, parts: Sequence[bytes], nbytes: int) -> None:
-        """Add small parts of ``nbytes`` together."""
-        self._gathered += parts
-        self._gathered_bytes += nbytes
-        self._position += nbytes
-        if self._gathered_bytes >= _GATHER_BYTES:
-            self._flush()
-
     def add_large(
         self,
         head_bytes: int,
@@ -86,30 +68,13 @@ class FrameFile:
     ) -> None:
         """As ``PartFile``. The parts are taken once, one by one as the writing goes on; nothing is copied."""
         self._flush()
-        start = self._position
-        at, pieces = start + head_bytes, list[Piece]()
-        for raw, owner in parts():
-            for piece in cut_at_blocks(raw, at):
-                pieces.append(Piece(crc32(piece), len(piece)))
-                self._write(piece, at, owner)
-                at += len(piece)
+        start = self.position
+        pieces = hashed(parts(), start + head_bytes, self._write)
         head, tail = frame(join_pieces(pieces))
         self._hasher.update(head)
         self._hasher.add(pieces)
         self._write(head, start)
-        self._position = at
-        self.add((tail,), len(tail))
-
-    def append(self, data: bytes) -> None:
-        """Add bytes."""
-        self.add((data,), len(data))
-
-    def _flush(self) -> None:
-        if self._gathered:
-            data, start = b"".join(self._gathered), self._hasher.size
-            self._gathered, self._gathered_bytes = [], 0
-            self._hasher.update(data)
-            self._write(data, start)
+        self.append(tail)
 
     def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:
@@ -131,9 +96,9 @@ class FrameFile:
         while self._writing:
             self._writing.popleft().result()
         if self._reserved:
-            os.ftruncate(self._handle, self._position)
+            os.ftruncate(self._handle, self.position)
         # Part by part: a disk that is slow but takes bytes is told from one that hangs.
-        for at in range(0, self._position, _SYNC_BYTES):
+        for at in range(0, self.position, _SYNC_BYTES):
             _on_disk(self._handle, at, _SYNC_BYTES)
             self._moved(0)
         os.fsync(self._handle)
@@ -142,9 +107,7 @@ class FrameFile:
     def __enter__(self) -> FrameFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         os.close(self._handle)
@@ -155,7 +118,7 @@ def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
     while len(view):
         count = os.pwrite(handle, view, at)
         view, at = view[count:], at + count
-    if len(data) >= _GATHER_BYTES and (start_writing := libc("sync_file_range")) is not None:
+    if len(data) >= GATHER_BYTES and (start_writing := libc("sync_file_range")) is not None:
         start_writing(handle, ctypes.c_int64(at - len(data)), ctypes.c_int64(len(data)), _SYNC_FILE_RANGE_WRITE)
 
 

@@ -7,7 +7,9 @@ A process holds a lock in the folder, which the system takes back when the proce
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -19,6 +21,8 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
+
+from sixfold.dist_ckpt.errors import StorageError
 
 _NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}(\.begun)?")
 _BEGUN_S = 600.0  # a folder that is older and still without its name: its process was killed before it held a lock
@@ -101,3 +105,28 @@ def _own_mirrors(parent: Path) -> Iterable[Path]:
                 with suppress(OSError):
                     if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                         yield Path(entry.path)
+
+
+def check_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> None:
+    """StorageError if what is to be fetched has no room on this host."""
+    if needed_bytes > free_bytes:
+        raise no_room(name, place, needed_bytes, free_bytes)
+
+
+def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> StorageError:
+    """The error of a mirror that does not fit."""
+    return StorageError(
+        f"ENOSPC: {needed_bytes} bytes of {name} are fetched into {place} on host {socket.gethostname()}, where "
+        f"{free_bytes} are free; TMPDIR names another place",
+        errno.ENOSPC,
+    )
+
+
+def shared(path: Path, nbytes: int) -> mmap.mmap:
+    """A file of zeros, mapped; who maps it first makes it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(handle, nbytes)
+        return mmap.mmap(handle, nbytes)
+    finally:
+        os.close(handle)

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +32,16 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
-from sixfold.dist_ckpt.stores.store import POINTER, Content, Part, Save, is_checkpoint_file, overtaken, pieces_of
+from sixfold.dist_ckpt.stores.store import (
+    POINTER,
+    Content,
+    Part,
+    Save,
+    check_names,
+    is_checkpoint_file,
+    overtaken,
+    pieces_of,
+)
 
 INNER = "checkpoint"  # see [Note: one level deeper]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -191,15 +200,7 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] 
             errno.EBUSY,
         )
     names = sorted(_files(target)) if target.exists() else []
-    if names and if_exists == "error":
-        raise StorageError(f"{target} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
-    foreign = [name for name in names if not (is_checkpoint_file(name) or (owns_file is not None and owns_file(name)))]
-    if foreign:
-        raise StorageError(
-            f"{target} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
-            "Save into a folder of its own",
-            errno.EEXIST,
-        )
+    check_names(target, names, if_exists, owns_file or is_checkpoint_file)
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -384,8 +385,3 @@ def check_shared(staging: Path) -> None:
             "system that all ranks share. Save to a path on one, or save one folder per rank with group=None",
             errno.ENOENT,
         )
-
-
-def _first(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -24,7 +24,6 @@ import mmap
 import os
 import secrets
 import shutil
-import socket
 import struct
 import tempfile
 import time
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
@@ -45,6 +43,7 @@ from sixfold.dist_ckpt.errors import (
     MismatchError,
     StorageError,
     UnsafeError,
+    retold,
     typed,
 )
 from sixfold.dist_ckpt.files import compact
@@ -52,14 +51,22 @@ from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, FILE_NAME, Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, flat, visible
 from sixfold.dist_ckpt.stores.folder import SMALL_BYTES
-from sixfold.dist_ckpt.stores.leases import hold, is_held, lock_path, mirror_name, remove_dead
+from sixfold.dist_ckpt.stores.leases import (
+    check_room,
+    hold,
+    is_held,
+    lock_path,
+    mirror_name,
+    no_room,
+    remove_dead,
+    shared,
+)
 from sixfold.dist_ckpt.stores.maps import Arrives
-from sixfold.dist_ckpt.stores.ranges import AT_ONCE
-from sixfold.dist_ckpt.stores.store import POINTER, Store, is_checkpoint_file
+from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, cut, ranges_of
+from sixfold.dist_ckpt.stores.store import POINTER, Store, is_small_file
 
 _READY = 1
 _COUNT = struct.Struct("<q")  # of each rank: grows with what it fetches
-_LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = 4 << 20, 8 << 20
 _HEAD_BYTES = 1 << 16  # of a safetensors file, which tells itself how long its header is
 _LOOK_S = 0.2  # between two looks at whether a rank lives
 _LONGEST_PAUSE_S = 0.005
@@ -128,7 +135,7 @@ class Mirror:
         begun = self._root.with_name(f"{self._root.name}.begun")
         begun.mkdir(mode=0o700)
         try:
-            self._hold(begun)
+            self._lock_handle = hold(begun, self._rank)
             begun.rename(self._root)
         except BaseException:
             shutil.rmtree(begun, ignore_errors=True)
@@ -140,13 +147,13 @@ class Mirror:
                 file.truncate(size)
         (self._root / "listing").write_text(json.dumps([self._base, sizes]))
         self._list(sizes)
-        small = [part for name in sorted(self._whole) for part in _cut(name, 0, sizes[name], _MOST_RANGE_BYTES)]
+        small = [part for name in sorted(self._whole) for part in cut(name, 0, sizes[name], MOST_RANGE_BYTES)]
         self._asked(partial(self._fill, small), partial(self._check_for_torch, found))
         self._asked(self._fill_heads)
 
     def attach(self) -> None:
         """Other ranks of the host, when it is made."""
-        self._hold(self._root)
+        self._lock_handle = hold(self._root, self._rank)
         self._base, sizes = json.loads((self._root / "listing").read_text())
         self._list(sizes)
 
@@ -186,11 +193,12 @@ class Mirror:
                 first = self._first[span.file]
                 self._owners[first + span.first : first + span.stop] = array("q", [rank]) * (span.stop - span.first)
         try:
-            self._states = _shared(self._root / "ready", self._head + blocks)
+            self._states = shared(self._root / "ready", self._head + blocks)
         except OSError as error:
             self._fail(error)
             raise
-        ranges = self._ranges(shares.get(self._rank, ()))
+        own = [span for span in shares.get(self._rank, ()) if span.file not in self._whole]
+        ranges = ranges_of(own, self._sizes, block_bytes)
         self._thread = Thread(target=self._fetch, args=(ranges,), daemon=True)
         self._thread.start()
 
@@ -219,12 +227,12 @@ class Mirror:
             CheckpointError: what made that rank fail.
         """
         name = path.relative_to(self.folder).as_posix()
-        return _nothing if name in self._whole else partial(self._await, name)
+        return (lambda start, stop: None) if name in self._whole else partial(self._await, name)
 
     def fetch_all(self) -> None:
         """Fetch all that is not there yet, by this process alone."""
-        check_room(self._store.name, self.place, sum(self._sizes.values()), self.free_bytes)
         shares = [Span(name, 0, -(-size // BLOCK_BYTES)) for name, size in sorted(self._sizes.items()) if size]
+        self.check_room({self._rank: shares}, BLOCK_BYTES)
         self.start({self._rank: shares}, BLOCK_BYTES)
         for name, size in self._sizes.items():
             if name not in self._whole:
@@ -256,32 +264,11 @@ class Mirror:
         Raises:
             StorageError: it gives nothing for four fifths of ``timeout_s``, so that ranks which wait so long hear why.
         """
-        ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-
-        def ask(number: int, action: Callable[[], Any]) -> None:
-            try:
-                ended.put((number, action(), None))
-            except BaseException as error:
-                ended.put((number, None, error))
-
-        for number, action in enumerate(actions):
-            Thread(target=ask, args=(number, action), daemon=True).start()
-        results, limit_s = dict[int, Any](), 0.8 * self._timeout_s
-        seen, since = self._gets, time.monotonic()
-        while len(results) < len(actions):
-            try:
-                number, value, error = ended.get(timeout=limit_s / 8)
-            except Empty:
-                if self._gets != seen:
-                    seen, since = self._gets, time.monotonic()
-                if time.monotonic() - since > limit_s:
-                    self._is_closed = True
-                    raise self._gave_nothing(limit_s) from None
-                continue
-            if error is not None:
-                raise error
-            results[number], since = value, time.monotonic()
-        return [results[number] for number in range(len(actions))]
+        try:
+            return at_once(actions, 0.8 * self._timeout_s, lambda: self._gets)
+        except TimeoutError:
+            self._is_closed = True
+            raise self._gave_nothing(0.8 * self._timeout_s) from None
 
     def give_up(self, error: BaseException) -> None:
         """Fetch no more, and let those who wait for this rank's blocks know why."""
@@ -311,7 +298,7 @@ class Mirror:
             yield
         except CheckpointError as error:
             text = str(error).replace(str(self.folder), f"{self._store.name}/{self._base}".rstrip("/"))
-            raise _error(type(error).__name__, text, getattr(error, "errno", None)) from error
+            raise retold(error, text) from error
 
     @contextmanager
     def _or_replaced(self, ranges: Sequence[ByteRange] = ()) -> Iterator[None]:
@@ -323,14 +310,11 @@ class Mirror:
                 f"{self._store.name}{name} was replaced or removed while it was read; load it again", errno.ESTALE
             ) from error
 
-    def _hold(self, root: Path) -> None:
-        self._lock_handle = hold(root, self._rank)
-
     def _list(self, sizes: dict[str, int]) -> None:
         self._sizes = sizes
         # A large .metadata beside the compact manifest is hashed as data is, and otherwise not looked at.
         unread = {".metadata"} if sizes.get(".metadata", 0) > SMALL_BYTES and compact.FILE_NAME in sizes else set[str]()
-        self._whole = frozenset(name for name in sizes if _is_small(name)) - unread
+        self._whole = frozenset(name for name in sizes if is_small_file(name)) - unread
 
     def _fill_heads(self) -> None:
         """Headers of safetensors files, which are looked at when they are opened."""
@@ -340,19 +324,7 @@ class Mirror:
             with (self.folder / name).open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             stop = min(8 + length, self._sizes[name]) if length < 10 * BLOCK_BYTES else 0
-            self._fill(list(_cut(name, _HEAD_BYTES, stop, _MOST_RANGE_BYTES)))
-
-    def _ranges(self, share: Sequence[Span]) -> list[ByteRange]:
-        """A share as ranges: whole blocks joined, or parts of large ones; enough of them to be in flight together."""
-        size, found = self._block_bytes, list[ByteRange]()
-        total = sum(span.stop - span.first for span in share) * size
-        most = min(max(total // AT_ONCE, _LEAST_RANGE_BYTES), _MOST_RANGE_BYTES)
-        step = most if size > most else most // size * size
-        for span in share:
-            if span.file not in self._whole:
-                stop = min(span.stop * size, self._sizes[span.file])
-                found += _cut(span.file, span.first * size, stop, step)
-        return found
+            self._fill(list(cut(name, _HEAD_BYTES, stop, MOST_RANGE_BYTES)))
 
     def _fetch(self, ranges: list[ByteRange]) -> None:
         """The thread that fetches."""
@@ -417,7 +389,7 @@ class Mirror:
     def _await(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there. See [Note: one fetches, all see]."""
         if self._states is None:
-            self._fill(list(_cut(name, start, min(stop, self._sizes[name]), _MOST_RANGE_BYTES)))
+            self._fill(list(cut(name, start, min(stop, self._sizes[name]), MOST_RANGE_BYTES)))
             return
         size, head = self._block_bytes, self._head
         first, last = self._first[name] + start // size, self._first[name] + -(-stop // size)
@@ -429,7 +401,7 @@ class Mirror:
             if self._owners[index] < 0:
                 with self._one_at_a_time:
                     at = (index - self._first[name]) * size
-                    self._fill(list(_cut(name, at, min(at + size, self._sizes[name]), _MOST_RANGE_BYTES)))
+                    self._fill(list(cut(name, at, min(at + size, self._sizes[name]), MOST_RANGE_BYTES)))
                     self._states[head + index] = _READY
             else:
                 self._await_block(head + index, self._owners[index])
@@ -455,7 +427,8 @@ class Mirror:
         if self._failure is not None:
             raise self._failure
         if owner != self._rank and self._error_path(owner).exists():
-            raise _error(*json.loads(self._error_path(owner).read_text()))
+            kind, text, code = json.loads(self._error_path(owner).read_text())
+            raise StorageError(text, code) if kind == "StorageError" else BY_NAME.get(kind, CheckpointError)(text)
         lock = lock_path(self._root, owner) if self._locks is None else self._locks[owner]
         assert self._states is not None, "started"
         if owner != self._rank and not is_held(lock) and self._states[at] != _READY:
@@ -475,48 +448,3 @@ class Mirror:
     def _gave_nothing(self, seconds: float) -> StorageError:
         text = f"gave nothing for {seconds:g} s of timeout_s={self._timeout_s:g} (rank {self._rank} reads)"
         return StorageError(f"{self._store.name} {text}", errno.ETIMEDOUT)
-
-
-def check_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> None:
-    """StorageError if what is to be fetched has no room on this host."""
-    if needed_bytes > free_bytes:
-        raise no_room(name, place, needed_bytes, free_bytes)
-
-
-def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> StorageError:
-    """The error of a mirror that does not fit."""
-    return StorageError(
-        f"ENOSPC: {needed_bytes} bytes of {name} are fetched into {place} on host {socket.gethostname()}, where "
-        f"{free_bytes} are free; TMPDIR names another place",
-        errno.ENOSPC,
-    )
-
-
-def _shared(path: Path, nbytes: int) -> mmap.mmap:
-    """A file of zeros, mapped; who maps it first makes it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(handle, nbytes)
-        return mmap.mmap(handle, nbytes)
-    finally:
-        os.close(handle)
-
-
-def _cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:
-    for at in range(start, stop, step):
-        yield ByteRange(name, at, min(step, stop - at))
-
-
-def _is_small(name: str) -> bool:
-    """Whether a file is read when a checkpoint is opened."""
-    if is_checkpoint_file(name):
-        return not name.endswith(".distcp")
-    return name.endswith((".zarray", ".pt", ".safetensors.index.json"))
-
-
-def _nothing(start: int, stop: int) -> None:
-    """Of a whole file all is there."""
-
-
-def _error(kind: str, text: str, code: int | None) -> CheckpointError:
-    return StorageError(text, code) if kind == "StorageError" else BY_NAME.get(kind, CheckpointError)(text)

@@ -12,14 +12,18 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
+from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 
 AT_ONCE = 16
+_LEAST_RANGE_BYTES, MOST_RANGE_BYTES = 4 << 20, 8 << 20
 STALL_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TICK_S = 0.05  # how often those that wait for their next try are looked at
@@ -96,3 +100,52 @@ def in_flight(
     finally:
         for future in busy:
             future.cancel()
+
+
+def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callable[[], int]) -> list[Any]:
+    """The results of actions that may never return, each in a thread of its own; the first error of them.
+
+    Raises:
+        TimeoutError: for ``limit_s`` none has ended, and ``moves``, which grows with what is done, stood still.
+    """
+    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+
+    def act(number: int, action: Callable[[], Any]) -> None:
+        try:
+            ended.put((number, action(), None))
+        except BaseException as error:
+            ended.put((number, None, error))
+
+    for number, action in enumerate(actions):
+        Thread(target=act, args=(number, action), daemon=True).start()
+    results, seen, since = dict[int, Any](), moves(), time.monotonic()
+    while len(results) < len(actions):
+        try:
+            number, value, error = ended.get(timeout=limit_s / 8)
+        except Empty:
+            if moves() != seen:
+                seen, since = moves(), time.monotonic()
+            if time.monotonic() - since > limit_s:
+                raise TimeoutError from None
+            continue
+        if error is not None:
+            raise error
+        results[number], since = value, time.monotonic()
+    return [results[number] for number in range(len(actions))]
+
+
+def cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:
+    """Bytes [start, stop) of a file in ranges of ``step``."""
+    for at in range(start, stop, step):
+        yield ByteRange(name, at, min(step, stop - at))
+
+
+def ranges_of(spans: Sequence[Span], sizes: Mapping[str, int], block_bytes: int) -> list[ByteRange]:
+    """Spans as ranges: whole blocks joined, or parts of large ones; enough of them to be in flight together."""
+    total = sum(span.stop - span.first for span in spans) * block_bytes
+    most = min(max(total // AT_ONCE, _LEAST_RANGE_BYTES), MOST_RANGE_BYTES)
+    step, found = most if block_bytes > most else most // block_bytes * block_bytes, list[ByteRange]()
+    for span in spans:
+        stop = min(span.stop * block_bytes, sizes[span.file])
+        found += cut(span.file, span.first * block_bytes, stop, step)
+    return found

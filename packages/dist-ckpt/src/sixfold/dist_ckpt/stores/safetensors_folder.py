@@ -8,14 +8,13 @@ are read here; the format has no checksums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, at
 from sixfold.dist_ckpt.files import safetensors
 from sixfold.dist_ckpt.files.safetensors import Entry
 from sixfold.dist_ckpt.geometry.box import whole
@@ -23,7 +22,6 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.stores import local as storage
 
 BACKEND = "safetensors"
-_Value = TypeVar("_Value")
 
 
 def is_one(folder: Path) -> bool:
@@ -129,7 +127,7 @@ def _listed(found: list[Path]) -> str:
 
 
 def _places(index: Path) -> dict[str, str]:
-    return _at(index, lambda: safetensors.parse_index(storage.read_small(index)))
+    return at(index, lambda: safetensors.parse_index(storage.read_small(index)))
 
 
 def _entries(path: Path) -> dict[str, Entry]:
@@ -138,15 +136,7 @@ def _entries(path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = file.read(safetensors.LENGTH_BYTES)
-            header = file.read(_at(path, lambda: safetensors.header_bytes(length, size)))
+            header = file.read(at(path, lambda: safetensors.header_bytes(length, size)))
     except FileNotFoundError:
         raise CorruptError(f"{path} is missing; the index names it") from None
-    return _at(path, lambda: safetensors.parse_header(header, size))
-
-
-def _at(path: Path, action: Callable[[], _Value]) -> _Value:
-    """Put the path before the text of an error."""
-    try:
-        return action()
-    except CheckpointError as error:
-        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error
+    return at(path, lambda: safetensors.parse_header(header, size))

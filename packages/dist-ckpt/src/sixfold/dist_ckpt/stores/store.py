@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,13 @@ def is_checkpoint_file(name: str) -> bool:
     if match:
         return name.startswith("job-") or is_checkpoint_file(name[match.end() :])
     return name in _OWN_FILES or (name.endswith(".distcp") and "/" not in name)
+
+
+def is_small_file(name: str) -> bool:
+    """Whether a file is read when a checkpoint is opened."""
+    if is_checkpoint_file(name):
+        return not name.endswith(".distcp")
+    return name.endswith((".zarray", ".pt", ".safetensors.index.json"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +137,7 @@ class Store(Protocol):
     """
 
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
@@ -140,21 +149,24 @@ class Store(Protocol):
     @property
     def streams(self) -> int: ...
 
+    @abstractmethod
     def list_files(self) -> dict[str, int]:
         """Relative names (with ``/``) and sizes of all files; empty if nothing is there."""
         ...
 
+    @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file, all of it without the two. FileNotFoundError if there is none."""
         ...
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
         """Many ranges, as many at once as the store bears, each given as soon as it is there, in any order."""
-        ...
+        for part in ranges:
+            yield part, self.read(part.file, part.offset, part.offset + part.length)
 
     def marks(self) -> Mapping[str, object]:
         """For each file what changes when it is written anew, as far as the store tells: sizes at least."""
-        ...
+        return self.list_files()
 
     def patient(self, timeout_s: float) -> Store:
         """The same with another deadline for what is asked of it, if it has one."""
@@ -203,9 +215,27 @@ class Store(Protocol):
         """Whether the checkpoint that is visible is of this save."""
         ...
 
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file; that others have done so is no error."""
         ...
+
+
+def check_names(place: Path | str, names: Sequence[str], if_exists: str, owns_file: Callable[[str], bool]) -> None:
+    """StorageError for a target that a save must not touch. ``names``: of what is there, sorted."""
+    if names and if_exists == "error":
+        raise StorageError(f"{place} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
+    foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
+    if foreign:
+        raise StorageError(
+            f"{place} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
+            "Save into a folder of its own",
+            errno.EEXIST,
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def complete(

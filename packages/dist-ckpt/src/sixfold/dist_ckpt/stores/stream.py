@@ -8,15 +8,15 @@ read twice where they lie, once to hash them and once to send them. Nothing is c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Protocol
 
 from sixfold.dist_ckpt.files.crc import Piece, crc32, join_pieces
 from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import BlockHasher, FileDigest, cut_at_blocks
 
-_GATHER_BYTES = 1 << 20
+GATHER_BYTES = 1 << 20
 
 
 class Sink(Protocol):
@@ -35,19 +35,18 @@ class Sink(Protocol):
         ...
 
 
-class StreamFile:
-    """A ``PartFile`` (store.py) over a sink. As a context it discards what was not finished.
+class GatheredFile(ABC):
+    """A ``PartFile`` (store.py): small parts are gathered and written a megabyte at a time, all is hashed on the way.
 
     Args:
-        moved: told of each part that the sink has taken, by its bytes.
+        moved: told of each part that is written, by its bytes.
     """
 
-    def __init__(self, sink: Sink, moved: Callable[[int], None] | None = None) -> None:
-        self._sink, self._moved = sink, moved or (lambda nbytes: None)
+    def __init__(self, moved: Callable[[int], None] | None) -> None:
+        self._moved = moved or (lambda nbytes: None)
         self._hasher = BlockHasher()
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
-        self._is_finished = False
 
     @property
     def position(self) -> int:
@@ -56,8 +55,46 @@ class StreamFile:
     def add(self, parts: Sequence[bytes], nbytes: int) -> None:
         self._gathered += parts
         self._gathered_bytes += nbytes
-        if self._gathered_bytes >= _GATHER_BYTES:
+        if self._gathered_bytes >= GATHER_BYTES:
             self._flush()
+
+    def append(self, data: bytes) -> None:
+        self.add((data,), len(data))
+
+    def _flush(self) -> None:
+        if self._gathered:
+            data, start = b"".join(self._gathered), self._hasher.size
+            self._gathered, self._gathered_bytes = [], 0
+            self._hasher.update(data)
+            self._write(data, start)
+
+    @abstractmethod
+    def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
+        """Write bytes at their place, which ``owner`` keeps in memory."""
+
+
+def hashed(
+    parts: Iterable[tuple[memoryview, object]],
+    at: int,
+    write: Callable[[memoryview, int, object], None] | None = None,
+) -> list[Piece]:
+    """The CRC-32s of bytes that will lie at byte ``at`` of a file, block by block; each is written then."""
+    pieces = list[Piece]()
+    for raw, owner in parts:
+        for piece in cut_at_blocks(raw, at):
+            pieces.append(Piece(crc32(piece), len(piece)))
+            if write is not None:
+                write(piece, at, owner)
+            at += len(piece)
+    return pieces
+
+
+class StreamFile(GatheredFile):
+    """A file over a sink. As a context it discards what was not finished."""
+
+    def __init__(self, sink: Sink, moved: Callable[[int], None] | None = None) -> None:
+        super().__init__(moved)
+        self._sink, self._is_finished = sink, False
 
     def add_large(
         self,
@@ -65,22 +102,15 @@ class StreamFile:
         parts: Callable[[], Iterable[tuple[memoryview, object]]],
         frame: Callable[[int], Frame],
     ) -> None:
-        at, pieces = self.position + head_bytes, list[Piece]()
-        for raw, _ in parts():
-            for piece in cut_at_blocks(raw, at):
-                pieces.append(Piece(crc32(piece), len(piece)))
-                at += len(piece)
+        pieces = hashed(parts(), self.position + head_bytes)
         head, tail = frame(join_pieces(pieces))
-        self.add((head,), len(head))
+        self.append(head)
         self._flush()
         self._hasher.add(pieces)
         for raw, _ in parts():
             for piece in cut_at_blocks(raw, 0):
-                self._send(piece)
-        self.add((tail,), len(tail))
-
-    def append(self, data: bytes) -> None:
-        self.add((data,), len(data))
+                self._write(piece, 0)
+        self.append(tail)
 
     def finish(self) -> FileDigest:
         """Close the sink; the digests of what it took."""
@@ -89,22 +119,13 @@ class StreamFile:
         self._is_finished = True
         return self._hasher.finish()
 
-    def _flush(self) -> None:
-        if self._gathered:
-            data = b"".join(self._gathered)
-            self._gathered, self._gathered_bytes = [], 0
-            self._hasher.update(data)
-            self._send(data)
-
-    def _send(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         self._sink.write(data)
         self._moved(len(data))
 
     def __enter__(self) -> StreamFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if not self._is_finished:
             self._sink.discard()

@@ -177,7 +177,7 @@ def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool):
     path.write_bytes(data)
     for kind, text, _ in run_ranks(load_from_folder, 2, folder, spool, None):
         assert kind == "CorruptError"
-        assert text.startswith(f"folder://store/{path.name}")
+        assert text.startswith(f"folder://store/{path.parent.name}/{path.name}")
         assert "damaged: w" in text
 
 

@@ -70,7 +70,7 @@ def load_damage(rank, ranks, url):
 def test_ranks_save_to_a_store_and_others_load_another_cut(tmp_path):
     url = f"shared://{tmp_path}/c"
     run_ranks(save, 2, url)
-    files = sorted((tmp_path / "c").glob("*.distcp"))
+    files = sorted((tmp_path / "c").rglob("*.distcp"))
     assert len(files) == 2
     for parallel in (False, True):
         assert run_ranks(load, 2, url, parallel) == [3, 3]

@@ -24,6 +24,7 @@ from sixfold.dist_ckpt import (
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, by_pointer, memory, store_at
 from sixfold.dist_ckpt.stores import url as urls
+from sixfold.dist_ckpt.stores.store import Part, complete
 
 
 class Rows(ByPointer):
@@ -493,3 +494,22 @@ def test_a_broken_upload_is_begun_anew_and_a_store_that_stays_away_is_one_error(
     monkeypatch.undo()
     check("memory://run/c", 1.0)
     fs.store.clear()
+
+
+@pytest.mark.parametrize("kind", ["memory", "of a user", "folder", "url"])
+def test_a_part_of_another_save_can_be_taken_over(kind, tmp_path):
+    """As ranks with a kept plan write for a save of their own (dcp.Writer)."""
+    if kind == "url":
+        pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
+        store = UrlStore(f"memory://{tmp_path.name}/c")
+    else:
+        store = STORES[kind](tmp_path / "c" if kind == "folder" else tmp_path)
+    mine, other = store.begin("a" * 16, 0), store.begin("b" * 16, 0)
+    data = bytes(range(256)) * 70_000
+    digest = store.write_part(other, Part(name="__1_0.distcp", fill=lambda file: file.append(data)))
+    store.take_over(other, mine, "__1_0.distcp")
+    store.abandon(other)
+    complete(store, mine, {"__1_0.distcp": digest}, {"common.pt": b"c"}, b"{}")
+    (name,) = [name for name in store.list_files() if name.endswith("__1_0.distcp")]
+    assert store.read(name) == data
+    assert store.holds("a" * 16) and not store.holds("b" * 16)

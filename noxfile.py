@@ -278,8 +278,8 @@ def turns_of_ci() -> list[list[list[str]]]:
     large, others = by_files[:2], by_files[2:]
     apart = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in large]
     together = [[[f"isolation({name})"], [f"rest({name})"]] for name in others]
-    longest = [*([[f"ranks({name})"]] for name in large), *together[:1], [["integration"]], *apart]
-    return [*longest, *together[1:], [["types"]], [["ranks(ranktest)"]], [["lint"]]]
+    longest = [*([[f"ranks({name})"]] for name in large), *together[:2], [["integration"]], *apart]
+    return [*longest, *together[2:], [["types"]], [["ranks(ranktest)"]], [["lint"]]]
 
 
 def run_in_lane(turn: list[list[str]]) -> list[str]:

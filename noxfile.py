@@ -35,6 +35,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ROOT / ".nox" / "shared"
 WHEELS = ROOT / ".nox" / "wheels"
 BASES = ROOT / ".nox" / "bases"
+BUILDER = ROOT / ".nox" / "builder"
+SOURCES = ROOT / ".nox" / "sources"  # held while setuptools writes into a package's folder
 LOGS = ROOT / ".nox" / "ci"
 RELEASE = ROOT / ".nox" / "release"
 DOCS = ROOT / ".nox" / "docs"
@@ -56,6 +58,7 @@ ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in 
 BASES_OF = {"indexed-data": ("numpy",), "blending": ("numpy",), "gpt": ("numpy", "torch")}
 BASE_DEFAULT = ("torch",)
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+LOADED_BY_MOST = "pytest, hypothesis, torch.distributed.checkpoint, torch.distributed.fsdp, torch._dynamo"
 # Further runs of a package's tests where it stands alone: blending as installed where no compiler is.
 ALSO_ISOLATED = {"blending": [["--without-extension", "-k", "test_order or test_quota or test_sample or test_native"]]}
 WHEEL_LIMIT_BYTES = {"indexed-data": 70_000, "dist-ckpt": 330_000, "fsdp": 220_000, "gpt": 300_000, "pipeline": 275_000}
@@ -255,13 +258,14 @@ def ci(session: nox.Session) -> None:
     failed = []
     with ThreadPoolExecutor(LANES) as lanes:
         start = time.monotonic()
-        running = [lanes.submit(run_in_lane, [["bases"]])]
+        first, *others = turns_of_ci()
+        running = [lanes.submit(run_in_lane, [["bases"], *first])]
         shared_environment(session)  # meanwhile: pip keeps one core busy
         installed = time.monotonic()
-        running += [lanes.submit(run_in_lane, turn) for turn in turns_of_ci()]
+        running += [lanes.submit(run_in_lane, turn) for turn in others]
         for done in as_completed(running):
             failed += done.result()
-    count, minutes, of_pip = sum(map(len, turns_of_ci())), time.monotonic() - start, installed - start
+    count, minutes, of_pip = sum(map(len, [first, *others])), time.monotonic() - start, installed - start
     session.log(f"{count} sessions in {LANES} lanes, {minutes / 60:.1f} minutes, of them {of_pip / 60:.1f} of pip")
     if failed:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")
@@ -278,8 +282,9 @@ def turns_of_ci() -> list[list[list[str]]]:
     large, others = by_files[:2], by_files[2:]
     apart = [[[f"isolation({name})"], [f"tests({name})", "--", "--proved", str(proof_of(name))]] for name in large]
     together = [[[f"isolation({name})"], [f"rest({name})"]] for name in others]
-    longest = [*([[f"ranks({name})"]] for name in large), *together[:2], [["integration"]], *apart]
-    return [*longest, *together[2:], [["types"]], [["ranks(ranktest)"]], [["lint"]]]
+    first, second, *rest_of_them = together  # the first begins without the shared venv, while it is installed
+    longest = [*([[f"ranks({name})"]] for name in large), second, [["integration"]], *apart]
+    return [first, *longest, *rest_of_them, [["types"]], [["ranks(ranktest)"]], [["lint"]]]
 
 
 def run_in_lane(turn: list[list[str]]) -> list[str]:
@@ -342,7 +347,7 @@ def run_alone(
 
     ``bases`` (numpy, torch) and the test tools are there before it, siblings are found as wheels.
     """
-    builder = shared_environment(session)
+    builder = wheel_builder(session)
     for name in PACKAGES if package == "gpt" else [package]:
         build_wheel(session, builder, name, WHEELS)
     ranktest = build_wheel(session, builder, "ranktest", WHEELS)
@@ -392,6 +397,19 @@ def make_base(session: nox.Session, requirement: str, constraints: Path = CONSTR
             stamp.write_text(key)
     (site,) = (place / "lib").glob("python3.*/site-packages")
     return site
+
+
+def wheel_builder(session: nox.Session) -> Environment:
+    """A venv of setuptools alone, which is there long before the shared one is."""
+    python, stamp, key = BUILDER / "bin" / "python", BUILDER / "stamp", hashlib.sha256(CONSTRAINTS.read_bytes())
+    key.update(f"{BUILDER} {sys.version}".encode())
+    with one_at_a_time(BUILDER):
+        if not stamp.exists() or stamp.read_text() != key.hexdigest():
+            session.run(sys.executable, "-m", "venv", "--clear", str(BUILDER), external=True)
+            pip = (str(python), "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS))
+            session.run(*pip, "setuptools", "wheel", external=True)
+            stamp.write_text(key.hexdigest())
+    return Environment(python=str(python), variables=dict(VARIABLES), arguments=[])
 
 
 def release_python(session: nox.Session) -> str:
@@ -450,7 +468,13 @@ def install_shared(session: nox.Session) -> None:
     pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(CONSTRAINTS))
     session.run(*pip, "-r", str(CONSTRAINTS), external=True)
     editables = [f"--editable={folder}" for folder in distribution_folders()]
-    session.run(*pip, "--no-deps", "--no-build-isolation", *editables, external=True)
+    # Meanwhile, what most sessions load is compiled once, and not by each of those that begin together.
+    loading = subprocess.Popen([python, "-c", f"import {LOADED_BY_MOST}"], env={**os.environ, **VARIABLES})
+    try:
+        with one_at_a_time(SOURCES):
+            session.run(*pip, "--no-deps", "--no-build-isolation", *editables, external=True)
+    finally:
+        loading.wait()
     stamp.write_text(shared_key())
 
 
@@ -542,10 +566,11 @@ def build_wheel(session: nox.Session, builder: Environment, package: str, folder
         if len(wheels) != 1 or not stamp.exists() or stamp.read_text() != key:
             for old in wheels:
                 old.unlink()
-            # setuptools would pack what an earlier build left here, deleted files included.
-            shutil.rmtree(source / "build", ignore_errors=True)
             pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-c", str(CONSTRAINTS))
-            builder.run(session, *pip, "--wheel-dir", str(folder), str(source))
+            with one_at_a_time(SOURCES):
+                # setuptools would pack what an earlier build left here, deleted files included.
+                shutil.rmtree(source / "build", ignore_errors=True)
+                builder.run(session, *pip, "--wheel-dir", str(folder), str(source))
             stamp.write_text(key)
         (wheel,) = folder.glob(f"{name}-*.whl")
     limit_bytes = WHEEL_LIMIT_BYTES.get(package, WHEEL_LIMIT_DEFAULT_BYTES)

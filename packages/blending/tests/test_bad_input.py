@@ -352,3 +352,24 @@ def test_a_cut_cache_and_one_of_other_data_are_built_anew(order, corpus, tmp_pat
         assert arrays(**fields) == whole
     corpus["a"] = ListSource(numbered([15, 25] * 25))  # as many documents and tokens
     assert arrays(**fields) == arrays() != whole
+
+
+def one_epoch_each(size, **fields):
+    made = config(**fields)
+    parts = [
+        GPTDataset(ListSource(numbered([40] * 50)), name, range(50), None, Split.train, made)
+        for name in ("wiki", "code")
+    ]
+    return BlendedDataset(parts, [0.5, 0.5], size, made)
+
+
+def test_a_blend_of_a_size_behind_the_one_epoch_of_a_dataset_says_which_and_what_to_do():
+    epoch = (50 * 40 - 1) // 8
+    assert one_epoch_each(2 * epoch).get_batch(range(2 * epoch))["tokens"].shape == (2 * epoch, 8)
+    told = rf"needs {epoch + 1} samples of dataset 1 \(code\).*one epoch of {epoch} samples; make it with num_samples=0"
+    with pytest.raises(BlendingError, match=told):
+        one_epoch_each(2 * epoch + 1)
+    with pytest.raises(BlendingError, match="a second sequence length of dataset 0"):
+        one_epoch_each(100, changes=[BlendChange(at=50, sequence_length=16)])
+    with pytest.raises(BlendingError, match=rf"sample {epoch} of '(wiki|code)' is asked.*one epoch of {epoch} samples"):
+        one_epoch_each(10).get_batch([2 * epoch + 1])  # behind its size a blend goes on, but not these

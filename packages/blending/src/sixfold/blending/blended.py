@@ -71,7 +71,7 @@ class BlendedDataset(Samples):
         Raises:
             BlendingError: no dataset, unfit weights or another number of them, changes without a size, weights
                 without one that are no counts of samples there are, datasets of two classes or parts or of one name,
-                or samples asked of a dataset without tokens.
+                samples asked of a dataset without tokens, or more than its epoch of one made with ``num_samples=None``.
         """
         if not datasets:
             raise BlendingError("there are no datasets to blend; give at least one")
@@ -117,6 +117,8 @@ class BlendedDataset(Samples):
         for number, dataset in enumerate(self.datasets):
             if size != 0 and any(segment.tree.quotas[number] for segment in self.schedule.segments):
                 dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
+        if size is not None:
+            _refuse_more_than_an_epoch(self.datasets, self.schedule.counts(len(self)).tolist())
         self.watch_epochs(len(self))
 
     def _index(self) -> BlendIndex:
@@ -288,6 +290,18 @@ def _refuse_another_number_of_weights(
             f"there are {weights} weights for {len(datasets)} datasets; there are equally many, but for datasets "
             "that only changes name"
         )
+
+
+def _refuse_more_than_an_epoch(datasets: Sequence[MegatronDataset], asked: Sequence[int]) -> None:
+    """BlendingError where a blend of a size goes on behind the one epoch that a dataset was made for."""
+    for number, (dataset, count) in enumerate(zip(datasets, asked, strict=True)):
+        if dataset.num_samples is None and (count > dataset.samples_per_epoch or len(dataset.lengths) > 1):
+            more = f"{count} samples" if len(dataset.lengths) == 1 else "a second sequence length"
+            raise BlendingError(
+                f"the blend needs {more} of dataset {number} ({dataset.name}), which was made for one epoch of "
+                f"{dataset.samples_per_epoch} samples; make it with num_samples=0 in place of None: a blend of a size "
+                "then reads it as often as it needs"
+            )
 
 
 def _samples_of_each(weights: Weights, datasets: Sequence[MegatronDataset]) -> list[int]:

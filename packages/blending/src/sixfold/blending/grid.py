@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from sixfold.blending.errors import BlendingError
 from sixfold.blending.line import Line, Ranges
 from sixfold.blending.native import Kernels
 from sixfold.blending.permute import I64, permute
@@ -198,7 +199,16 @@ class SampleOrder:
         return lengths[np.searchsorted(self._begins, samples, side="right") - 1]
 
     def pieces(self, samples: I64) -> Pieces:
-        """The stretches of ``samples``, all of one sequence length; rows count through ``samples``."""
+        """The stretches of ``samples``, all of one sequence length; rows count through ``samples``.
+
+        Raises:
+            BlendingError: a sample behind the one epoch that the dataset was made for.
+        """
+        if self.chunks is not None and samples.size and int(samples.max()) >= self.chunks:
+            raise BlendingError(
+                f"sample {samples.max()} of {self.line.names[1]!r} is asked, which was made for one epoch of "
+                f"{self.chunks} samples; make it with a number in place of num_samples=None"
+            )
         numbers = np.searchsorted(self._begins, samples, side="right") - 1
         parts = []
         for number in np.unique(numbers).tolist():

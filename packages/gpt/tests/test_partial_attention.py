@@ -68,6 +68,7 @@ def by_blocks(cu, ranks, rank):
     return out, total, grads
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [512, 7])
 @pytest.mark.parametrize("inner", PACKED)
 def test_joined_blocks_equal_whole_rows_forward_and_backward(monkeypatch, inner, rows):

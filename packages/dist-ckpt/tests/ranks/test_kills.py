@@ -1,6 +1,6 @@
 """Kills at random moments: what a next load finds is the old checkpoint or the new one, whole.
 
-    DIST_CKPT_KILLS=1000 pytest packages/dist-ckpt/tests/ranks/test_kills.py
+    DIST_CKPT_KILLS=1000 pytest packages/dist-ckpt/tests/ranks/test_kills.py    # 10 without it, 20 by --every-case
 
 Each job saves in a loop until one of its processes is killed: a rank by its own interval timer, which strikes in
 the middle of any system call, or a worker by its trainer. Each rank notes every save that has returned.
@@ -23,7 +23,7 @@ from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.stores import local as storage
 
-KILLS = int(os.environ.get("DIST_CKPT_KILLS", "20"))
+KILLS = int(os.environ.get("DIST_CKPT_KILLS", "0"))
 RANKS = 2
 SHARES = {"steps": 0.3, "overwrite": 0.3, "aside": 0.17, "prune": 0.17, "async": 0.03, "worker": 0.03}
 
@@ -159,17 +159,21 @@ def returned(folder):
     return max(int(note) for part in notes for note in part)
 
 
-def jobs():
+def jobs(of_all):
     """(kind, seed, kills of this test) for all tests; a test holds so many jobs that it ends in time."""
     for kind, share in SHARES.items():
-        kills = max(1, round(share * KILLS))
+        kills = max(1, round(share * of_all))
         chunk = {"worker": 4, "async": 5}.get(kind, 25)  # workers take their time to start
         for start in range(0, kills, chunk):
             yield kind, start, min(chunk, kills - start)
 
 
+def pytest_generate_tests(metafunc):
+    of_all = KILLS or (20 if metafunc.config.getoption("--every-case") else 10)
+    metafunc.parametrize(("kind", "start", "kills"), list(jobs(of_all)))
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "start", "kills"), list(jobs()))
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, kind, start, kills):
     ends, first = {"before": 0, "after": 0}, 1
     for seed in range(start, start + (1 if kind == "worker" else kills)):

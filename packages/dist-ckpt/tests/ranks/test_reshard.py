@@ -66,6 +66,7 @@ def load_layout(rank, ranks, folder, tp, seed):
     return loaded["iteration"], loaded["names"], loaded["here"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "tp", "new_ranks", "new_tp"), [(2, 1, 4, 2), (4, 2, 2, 2), (4, 4, 2, 1), (4, 1, 4, 4)]
 )

@@ -53,7 +53,7 @@ CASES = {
     "compiled, ep": (2, ("parallel.ep=2", "train.compile=true"), EXPERTS),
 }  # fmt: skip
 
-SAMPLE = ("hsdp, ep", "cp, tp, ep", "split backwards, cp, ep", "ramp and evaluation, cp, tp", "versions of weights, cp")
+SAMPLE = ("hsdp, ep", "split backwards, cp, ep", "ramp and evaluation, cp, tp", "versions of weights, cp")
 
 
 def train_compiled_eagerly(rank: int, ranks: int, texts: list[str]) -> None:

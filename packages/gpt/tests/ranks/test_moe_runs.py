@@ -27,10 +27,10 @@ FEW = {
     "ep2 whole weights": (2, ("parallel.ep=2", "parallel.sharding=no_shard", "train.recompute=full")),
     "pp2": (2, ("parallel.pp=2",)),
     "pp2 split recomputed": (2, ("parallel.pp=2", "parallel.schedule=zb_h1", "train.recompute=full")),
-    "ep2 cp2": (2, ("parallel.cp=2", "parallel.ep=2")),
     "ep2 tp2": (4, ("parallel.ep=2", "parallel.tp=2", "parallel.sharding=optim_grads")),
 }
 MORE = {
+    "ep2 cp2": (2, ("parallel.cp=2", "parallel.ep=2")),
     "dp2": (2, ("parallel.dp=2",)),
     "tp2": (2, ("parallel.tp=2",)),
     "pp2 split": (2, ("parallel.pp=2", "parallel.schedule=zb_h1")),

@@ -208,19 +208,19 @@ VERSIONS = {
 
 
 @pytest.fixture(scope="module")
-def flights():
+def flights(chosen):
     """Bytes of both ranks of every case of several microbatches in flight."""
-    known = FLIGHTS | VERSIONS
+    known = {case: overrides for case, overrides in (FLIGHTS | VERSIONS).items() if (case,) in chosen("flight")}
     configs = {case: TrainConfig.from_text(MINIMAL, (*WIDE, *overrides)) for case, overrides in known.items()}
     texts = [config.to_toml() for config in configs.values()]
     rows = ranktest.run_ranks(rank_in_flight, 2, texts, timeout=120)
     return {case: (configs[case], [row[n] for row in rows]) for n, case in enumerate(configs)}
 
 
-@pytest.mark.parametrize("case", FLIGHTS)
-def test_activations_of_a_plan_are_the_most_that_graphs_hold_with_several_microbatches_in_flight(flights, case):
+@pytest.mark.parametrize("flight", FLIGHTS)
+def test_activations_of_a_plan_are_the_most_that_graphs_hold_with_several_microbatches_in_flight(flights, flight):
     """Beside them the plan counts inputs and outputs of stages that wait, which are no saved tensors: 2 to 4 % here."""
-    config, rows = flights[case]
+    config, rows = flights[flight]
     planned = plan_layout(config, 2, DEVICES["cpu"])
     assert planned.microbatches == 4
     assert [one.microbatches_held for one in planned.stages] == [2, 1]
@@ -228,9 +228,10 @@ def test_activations_of_a_plan_are_the_most_that_graphs_hold_with_several_microb
         assert plan.activations == pytest.approx(held["activations"], rel=0.05)
 
 
-@pytest.mark.parametrize("case", VERSIONS)
-def test_a_plan_of_versions_counts_main_weights_always(flights, case):
-    config, rows = flights[case]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("flight", VERSIONS)
+def test_a_plan_of_versions_counts_main_weights_always(flights, flight):
+    config, rows = flights[flight]
     for plan, held in zip(plan_layout(config, 2, DEVICES["cpu"]).ranks, rows, strict=True):
         assert plan.stored.optimizer == pytest.approx(held["main_weights"] + held["moments"], rel=0.01)
         assert plan.stored.parameters == pytest.approx(held["newest"], rel=0.01)

@@ -88,8 +88,7 @@ PAIRS = [
     *[pair for a in SPLIT for b in ("alone", "zb_v optim_grads_params") for pair in ((a, b), (b, a))],
     *[(a, b) for a in OF_EXPERTS for b in OF_EXPERTS if a != b],
 ]
-SAMPLE_PAIRS = [
-    ("zb_v optim_grads_params", "dp2 optim_grads_params"),
+SAMPLE_PAIRS = [  # a pipeline's, as sharded data parallel: test_layouts.py
     ("tp2", "cp2"),
     ("experts ep2", "experts tp2"),
 ]

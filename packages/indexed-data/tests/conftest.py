@@ -3,7 +3,7 @@
 nox -s "tests(indexed-data)" -- --fuzz-cases 1000000 --kills 5000
 """
 
-CHUNKS = {"fuzz_chunk": ("--fuzz-cases", 2_000, 1_000), "kill_chunk": ("--kills", 100, 100)}  # option, default, chunk
+CHUNKS = {"fuzz_chunk": ("--fuzz-cases", 2_000, 1_000), "kill_chunk": ("--kills", 60, 100)}  # option, default, chunk
 
 
 def pytest_addoption(parser):

@@ -106,6 +106,37 @@ def test_other_shapes_are_captured_anew(stand_ins):
     assert [slot.log.count("capture") for slot in made] == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("program", [one_f_one_b(2, 2), zb_h1(2, 2)], ids=lambda p: p.name)
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_thaws_or_freezes_between_steps_gets_the_gradients_that_it_then_wants(program, thaws, stand_ins):
+    _, take = stand_ins
+    found = []
+    for graphed in (True, False):
+        modules = layers(program.stages)
+        take(modules)
+        stages = [Stage(module, i, cuda_graphs=graphed) for i, module in enumerate(modules)]
+        runner = PipelineRunner(program, stages, loss_fn=square_loss)
+        for step in range(STEPS):
+            for module in modules:
+                module[0].weight.requires_grad_((step >= STEPS - 1) == thaws)
+            runner.step(*batch(4, seed=step))
+        found.append(modules)
+    for mine, other in zip(*found, strict=True):
+        assert equal_bits(gradients(mine), gradients(other))
+
+
+def test_another_mode_of_a_part_is_captured_anew(stand_ins):
+    made, take = stand_ins
+    [module] = layers(1)
+    take([module])
+    runner = PipelineRunner(one_f_one_b(1, 2), [Stage(module, 0, cuda_graphs=True)], loss_fn=square_loss)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            module[1].eval()
+        runner.step(*batch(4))
+    assert [slot.log.count("capture") for slot in made] == [3, 3, 3, 3]
+
+
 REFUSED = [
     (lambda: Stage(nn.Linear(8, 8), 0, cuda_graphs=True, checkpoint=True), "without checkpoint"),
     (lambda: Stage(None, 0, cuda_graphs=True), "without checkpoint"),

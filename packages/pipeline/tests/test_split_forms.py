@@ -6,6 +6,7 @@ The oracle is the module in a plain backward.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from pipeline_helpers import equal_bits, gradients
 from torch import Tensor, nn
 
-from sixfold.pipeline import Stage
+from sixfold.pipeline import ScheduleError, Stage
 from sixfold.pipeline.store import GradientStore
 
 Call = Callable[[nn.Module, Tensor], Tensor]
@@ -132,3 +133,81 @@ def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
             split(store, ours, seeded(4, 6).requires_grad_(), checkpointed if again else call, k)
             store.weigh(k)
     assert found == {False: False, True: True}
+
+
+class TwoBackwards(torch.autograd.Function):
+    """A graph of its own, kept, and gone through twice."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        with torch.enable_grad():
+            ctx.inner = layer(x.detach())
+        ctx.zeros = torch.zeros_like(x)
+        return ctx.inner.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.autograd.backward(ctx.inner, gradient * 0.25, retain_graph=True)
+        torch.autograd.backward(ctx.inner, gradient * 0.5)
+        return ctx.zeros, None
+
+
+def test_a_bias_gradient_counts_once_where_a_kept_graph_is_gone_through_twice():
+    ours, x = model(), seeded(4, 6)
+    plain = copy.deepcopy(ours)
+    store = GradientStore(Stage(ours, 0))
+    split(store, ours, x.clone().requires_grad_(), lambda module, x: TwoBackwards.apply(x, module[0]))  # type: ignore[index]
+    store.weigh(0)
+    y = plain[0](x)
+    y.backward(seeded(*y.shape) * 0.75)
+    for mine, other in ((ours[0].weight, plain[0].weight), (ours[0].bias, plain[0].bias)):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_what_is_frozen_in_one_microbatch_of_a_step_gets_no_gradient_of_it():
+    ours = model()
+    plain = copy.deepcopy(ours)
+    store = GradientStore(Stage(ours, 0))
+    frozen = [(), (0,), (0, 2), (2,)]
+    for k, parts in enumerate(frozen):
+        for module in (ours, plain):
+            for part in (0, 2):
+                module[part].weight.requires_grad_(part not in parts)
+                module[part].bias.requires_grad_(part in parts)
+        split(store, ours, seeded(4, 6).requires_grad_(), as_it_is, k)
+        store.weigh(k)
+        y = plain(seeded(4, 6).requires_grad_())
+        y.backward(seeded(*y.shape))
+    assert equal_bits(gradients(ours), gradients(plain))
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_backward_inside_of_the_forward_is_refused(wants):
+    """FGSM: its gradients of weights are nobody's."""
+    ours = model()
+    store = GradientStore(Stage(ours, 0))
+
+    def attacked(module: nn.Module, x: Tensor) -> Tensor:
+        z = x.detach().clone().requires_grad_()
+        [gradient] = torch.autograd.grad(module(z).sum(), z)
+        return module(x + gradient.sign())
+
+    with pytest.raises(ScheduleError, match=r"stage 0: its forward runs a backward .* whose backwards are B"):
+        split(store, ours, seeded(4, 6).requires_grad_(wants), attacked)
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("fails", ["before W", "in W"])
+def test_a_step_that_fails_behind_i_keeps_no_activation(fails, wants):
+    ours = model()
+    store = GradientStore(Stage(ours, 0))
+    hidden: list[weakref.ref[Tensor]] = []
+    ours[2].register_forward_hook(lambda module, inputs, output: hidden.append(weakref.ref(inputs[0])))
+    split(store, ours, seeded(4, 6).requires_grad_(wants), as_it_is)
+    if fails == "in W":
+        with torch.no_grad():
+            hidden[0]().add_(1)  # type: ignore[union-attr]
+        with pytest.raises(ScheduleError, match="changed in place"):
+            store.weigh(0)
+    store.drop()
+    assert hidden[0]() is None

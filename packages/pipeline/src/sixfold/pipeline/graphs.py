@@ -197,11 +197,12 @@ class _Replay(Function):
 
 
 def _key_of(inputs: tuple[Tensor, ...], stage: Stage) -> object:
-    """What was captured is good for this alone: shapes, and where parameters and buffers lie."""
+    """What was captured is good for this alone: shapes, where parameters and buffers lie, what is frozen, the modes."""
     module = stage.module
     assert module is not None, "Stage looks for it"
-    lie = tuple([p.data_ptr() for p in module.parameters()]), tuple([b.data_ptr() for b in module.buffers()])
-    return tuple([(v.shape, v.stride(), v.dtype, v.requires_grad) for v in inputs]), lie, module.training
+    lie = [(p.data_ptr(), p.requires_grad) for p in module.parameters()], [b.data_ptr() for b in module.buffers()]
+    modes = [part.training for part in module.modules()]
+    return [(v.shape, v.stride(), v.dtype, v.requires_grad) for v in inputs], lie, modes
 
 
 # ---- refusals

@@ -42,7 +42,7 @@ _compiling = torch.compiler.is_compiling
 class _Operands:
     """Weight and bias as a Linear layer had them when they were looked at, and what of them is deferred."""
 
-    __slots__ = ("_at", "_bias_at", "alias", "bias", "both", "dtype", "held", "targets", "weight")
+    __slots__ = ("_at", "_bias_at", "_wants", "alias", "bias", "both", "dtype", "held", "targets", "weight")
 
     def __init__(self, store: GradientStore, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
@@ -51,19 +51,22 @@ class _Operands:
             bias if bias is not None and bias.requires_grad else None,
         )
         self.both = None not in self.targets
+        self._wants = weight.requires_grad, bias is not None and bias.requires_grad
         self.held = (store, weight, bias, self.targets)
         self._at, self._bias_at = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         # The same memory without a gradient; a sharded stage's is given back, and is another in each microbatch.
         self.alias = detached_of(weight, bias) if store.alone else None
 
     def is_of(self, parameters: dict[str, Any]) -> bool:
-        """These are a module's parameters, and lie where they did."""
-        weight = self.weight
+        """These are a module's parameters, lie where they did, and are frozen or not as they were."""
+        weight, bias = self.weight, self.bias
+        wants, bias_wants = self._wants
         return (
             parameters.get("weight") is weight
-            and parameters.get("bias", False) is self.bias
+            and parameters.get("bias", False) is bias
             and weight.data_ptr() == self._at
-            and (self.bias is None or self.bias.data_ptr() == self._bias_at)
+            and weight.requires_grad is wants
+            and (bias is None or (bias.data_ptr() == self._bias_at and bias.requires_grad is bias_wants))
         )
 
 
@@ -265,7 +268,8 @@ def _leaf_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor,
     rows, flat, version, leaf = saved
     if version != (rows._version, gradient._version):
         changed()
-    return flat.t().mm(rows), leaf.grad
+    of_bias, leaf.grad = leaf.grad, None  # once: a graph that is kept may come here again
+    return flat.t().mm(rows), of_bias
 
 
 def _linear_gradients_again(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor, Tensor | None]:

@@ -10,6 +10,9 @@ Nobody walks autograd's graph. While the store is closed no module is touched. `
 W does the same, in the order in which I came by them. A gradient that reaches the parameter in I by another way (a tied
 head's ``F.linear(x, embedding.weight)``) is caught at the parameter, put in line, and from the next F on that parameter
 is not deferred: autograd adds up what autograd sees.
+
+[Note: a ring through autograd] An entry holds an input, this its graph, a node in there the list of entries. Python
+does not see through autograd's nodes, so a list that is given up is emptied: a failed step would keep its activations.
 """
 
 from __future__ import annotations
@@ -89,8 +92,17 @@ class GradientStore:
         """``open`` for I: no layer is put in its place where no part of the forward runs again.
 
         What is shown to a thread is handed to each node of its backward, at 1 us a node.
+
+        Raises:
+            ScheduleError: a backward ran inside of the forward.
         """
         slot = self._slots.get(k)
+        if slot is not None and slot.entries:
+            raise ScheduleError(
+                f"stage {self.index}: its forward runs a backward of its own (torch.autograd.grad, Tensor.backward) "
+                "through layers whose weight gradients wait for W, which cannot tell whether they are wanted; run a "
+                "program whose backwards are B"
+            )
         if slot is None or slot.again:
             self.open(k)
             return
@@ -127,6 +139,7 @@ class GradientStore:
                 self._weigh_at_once(slot.entries)
         finally:
             _make_graph(grads)
+            slot.entries.clear()  # [Note: a ring through autograd]
 
     def _weigh_at_once(self, entries: list[Entry]) -> None:
         """Into ``.grad``, as autograd's own node does; through autograd where anybody would see the difference.
@@ -218,6 +231,8 @@ class GradientStore:
 
     def drop(self) -> None:
         """Forget every slot, and let go of every parameter; what is known of the layers stays."""
+        for slot in self._slots.values():
+            slot.entries.clear()  # [Note: a ring through autograd]
         self._slots.clear()
         self._edges.clear()
         self._operators.clear()

@@ -14,12 +14,13 @@ from sixfold.dist_ckpt.files import crc, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, intersect
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.plan import assign, plan_load, report
 from sixfold.dist_ckpt.plans.table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import table_problems, tensor_problems
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import reader
-from sixfold.dist_ckpt.stores import LocalStore
+from sixfold.dist_ckpt.stores import LocalStore, MemoryStore
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -76,6 +77,24 @@ def test_a_save_after_one_that_failed_has_all_tables(tmp_path, monkeypatch):
             dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
     dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [3.0] * 5
+
+
+def test_a_save_after_one_that_failed_in_more_files_says_where_its_own_lie(tmp_path, monkeypatch):
+    class Wide(MemoryStore):
+        streams = 3
+
+        def commit(self, *_):
+            raise StorageError("quota")
+
+    monkeypatch.setattr(plan, "_LEAST_FILE_BYTES", 1 << 10)
+    strategy, state = TorchDistSaveShardedStrategy(), {key: one(key, torch.full((400,), ord(key))) for key in "abc"}
+    dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
+    with pytest.raises(StorageError, match="quota"):
+        dist_ckpt.save(state, Wide(), strategy, group=None)
+    dist_ckpt.save(state, tmp_path / "c", strategy, group=None)
+    assert {key: set(value.tolist()) for key, value in dist_ckpt.load_plain_tensors(tmp_path / "c").items()} == {
+        key: {ord(key)} for key in "abc"
+    }
 
 
 def test_a_table_gives_back_its_rows():

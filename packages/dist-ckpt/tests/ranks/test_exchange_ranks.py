@@ -14,6 +14,11 @@ from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
 from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.ranks import exchange
 from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 PEERS = [{1, 2, 3}, {0}, {0}, {0, 4}, {3}]  # of 5 ranks: 0 collects 1 and 2, 3 collects 4
 DOWN = [4, 0, 0, 1, 0]
@@ -142,3 +147,25 @@ def test_a_thousand_ranks_speak_with_few_others():
     assert below(0) == list(range(ranks))
     assert all(rank in links[above][1] for rank, (above, _) in links.items() if rank)
     assert max(len(peers) + (above is not None) for above, peers in links.values()) == 62
+
+
+def fail_before_the_first_exchange(rank, ranks, folder):
+    """What each rank is told where one cannot begin, while the others exchange first who writes and reads what."""
+    seen, wrapped = [], FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
+    parallel = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c", wrapped)
+    state = {"w": shard(rank, ranks)}
+    for victim in range(ranks):
+        place = 7 if rank == victim else folder / "c"
+        seen.append(caught(lambda place=place: dist_ckpt.save(state, place, wrapped, timeout_s=20)))
+        seen.append(caught(lambda place=place: dist_ckpt.load(state, place, parallel, timeout_s=20)))
+    return seen, dist_ckpt.load({"w": shard(rank, ranks)}, folder / "c", parallel)["w"].tolist()
+
+
+def test_a_rank_that_cannot_begin_is_told_of_where_the_others_share_out_the_work_first(tmp_path):
+    results = run_ranks(fail_before_the_first_exchange, 2, tmp_path)
+    for rank, (seen, values) in enumerate(results):
+        assert seen == results[0][0]
+        assert {kind for kind, _ in seen} == {"CheckpointError"}
+        assert all("is 7" in text or "int" in text for _, text in seen)
+        assert values == [float(rank)] * 3

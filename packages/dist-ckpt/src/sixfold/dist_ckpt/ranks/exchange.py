@@ -118,6 +118,13 @@ class Exchange:
             raise decision.error from (own.error.__cause__ if own.error is not None else None)
         return kept[0], decision.value, unpack(parts[0]) if parts else None
 
+    def hear(self) -> None:
+        """Raise what another rank tells by ``told_to_all``.
+
+        For a call that makes its next exchange inside the ``work`` of another one: who tells takes part in one alone.
+        """
+        self.together(lambda: (None, None), lambda _: None)
+
     def _report(self, above: int, own: Outcome, collected: Sequence[Parcel]) -> tuple[Outcome, list[Parcel]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
         bundle = Bundle()

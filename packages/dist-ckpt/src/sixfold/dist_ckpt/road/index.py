@@ -49,8 +49,10 @@ class Kept:
 def spared(written: Written, known: bool, kept: Kept | None) -> tuple[bytes | None, Written]:
     """The places of what was written, and the message to the first rank without what it has already."""
     places = written.places
-    if kept is not None and known and places == kept.places:
-        written.places = None
+    if kept is not None:
+        if known and places == kept.places:
+            written.places = None
+        kept.places = None  # until this save is committed: the first rank keeps what is of it from now on
     return places, written
 
 

@@ -154,6 +154,8 @@ def _loaded(
         return sorted(set().union(*casts))
 
     with ExitStack() as pause:
+        if engine.parallel and seen.mirror is None:  # which has been an exchange
+            exchange.hear()
         pause.enter_context(collection_paused())
         looked, decision, shares = exchange.apart(requested, agreed)
         if looked.reads.nbytes > _SHORT_BYTES:

@@ -141,6 +141,8 @@ def agree_on(request: SaveRequest) -> Agreed:
         return (content, aimed, parts), aimed
 
     try:
+        if engine.arrange is not None:  # by an exchange of its own
+            exchange.hear()
         (content, report, parts), ticket = exchange.together(described, agree)
         if ticket.again:
             whole = report._replace(table=content.table, token="")

@@ -32,7 +32,7 @@ class PlainObject(ShardedObject):
 
     @property
     def unique_key(self) -> str:
-        """Names key: the key itself."""
+        """Stored key: the key itself."""
         return self.key
 
     @property

@@ -178,11 +178,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """mypy --strict on the sources of all packages, or of those whose modules follow: `-- -p sixfold.gpt`."""
+    """mypy --strict on all packages and tools, or on the modules that follow: `-- -p sixfold.gpt`."""
     environment = shared_environment(session)
     modules = [*map(module_of, PACKAGES), "ranktest"]
-    all_packages = [argument for module in modules for argument in ("-p", module)]
-    environment.run(session, "-m", "mypy", *(environment.arguments or all_packages))
+    tools = [path.stem for folder in ("docsite", "release") for path in sorted((ROOT / "tools" / folder).glob("*.py"))]
+    everything = [*(f"--package={name}" for name in [*modules, "explorer"]), *(f"--module={name}" for name in tools)]
+    environment.run(session, "-m", "mypy", *(environment.arguments or everything))
 
 
 @nox.session(venv_backend="none")

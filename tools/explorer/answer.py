@@ -120,7 +120,7 @@ def answer(request: Request) -> dict[str, Any]:
 
 def table(request: Request) -> list[dict[str, Any]]:
     """A row for every schedule at the sizes and costs of ``request``; what a schedule refuses is its own row."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for schedule in schedules.registered():
         try:
             program = _made(schedule, request)
@@ -194,7 +194,8 @@ def _made(schedule: schedules.Schedule, request: Request) -> Program:
 def _searched(request: Request) -> Plan:
     stages, share = request.ranks * request.chunks, 1 / request.chunks
     *times, hop = _times(request)
-    costs = Costs(*([time * share] * stages for time in times), hop, activation=[share] * stages)
+    forward, gradient, weight = ([time * share] * stages for time in times)
+    costs = Costs(forward, gradient, weight, hop, activation=[share] * stages)
     return plan(
         costs,
         ranks=request.ranks,

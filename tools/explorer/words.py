@@ -21,7 +21,8 @@ _NAMES = {
     Kind.RECOMPUTE: "forward once more",
     Kind.STEP: "optimizer step",
 }
-_BACKWARD = (Kind.B, Kind.I)
+_FORWARD: tuple[Kind, ...] = (Kind.F,)
+_BACKWARD: tuple[Kind, ...] = (Kind.B, Kind.I)
 
 Ends = dict[tuple[int, Kind, int | None], float]  # stage, kind, microbatch -> when it ended
 
@@ -29,7 +30,9 @@ Ends = dict[tuple[int, Kind, int | None], float]  # stage, kind, microbatch -> w
 def words(program: Program, costs: Costs, timeline: Timeline) -> dict[str, str]:
     """A text for each action of ``timeline``, by the action's own text."""
     ends = ends_of(costs, timeline)
-    said, free, before = {}, {}, {}
+    said: dict[str, str] = {}
+    free: dict[int, float] = {}
+    before: dict[int, Action] = {}
     for rank, action, start, end in timeline.events:
         parts = list(action.each())
         lines = [_is(program, rank, part) for part in parts]
@@ -65,7 +68,7 @@ def ends_of(costs: Costs, timeline: Timeline) -> Ends:
 def inputs(program: Program, costs: Costs, ends: Ends, action: Action) -> Iterator[tuple[Action, int, float]]:
     """(maker, its rank, arrival) of the tensor that ``action`` takes from a neighbouring stage, if it takes one."""
     if action.kind is Kind.F and action.stage > 0:
-        near, kinds = action.stage - 1, (Kind.F,)
+        near, kinds = action.stage - 1, _FORWARD
     elif action.kind in _BACKWARD and action.stage + 1 < program.stages:
         near, kinds = action.stage + 1, _BACKWARD
     else:

@@ -70,7 +70,7 @@ def concern(paths: Iterable[str], arrows: Mapping[str, set[str]], with_ranks: It
     for path in paths:
         package = re.match(r"packages/([^/]+)/", path)
         if any(re.match(rule, path) for rule in PROSE):
-            sessions.add("docs")
+            sessions |= {"docs", "types"} if path.startswith("tools/") else {"docs"}
         elif re.match(BENCHMARKS, path):
             continue
         elif package and package[1] in arrows:

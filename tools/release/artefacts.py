@@ -22,6 +22,7 @@ import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
@@ -57,7 +58,7 @@ def run_build(source: Path, folder: Path, *options: str) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout}")
 
 
-def faults(path: Path, package: str, project: dict) -> list[str]:
+def faults(path: Path, package: str, project: dict[str, Any]) -> list[str]:
     """What is wrong with the insides of a wheel or an sdist, a line each."""
     names, metadata = contents(path)
     module = package.replace("-", "_")
@@ -77,7 +78,7 @@ def faults(path: Path, package: str, project: dict) -> list[str]:
     version = metadata["Version"]
     if version != project["version"]:
         found.append(f"says version {version}, pyproject.toml {project['version']}")
-    if not (metadata.get_payload() or "").strip():
+    if not str(metadata.get_payload() or "").strip():
         found.append("has no long description, so its page would be empty")
     return [f"{path.name} {fault}" for fault in found]
 

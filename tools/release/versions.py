@@ -16,6 +16,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -94,8 +95,9 @@ def sibling_faults(requirements: list[str], versions: dict[str, str]) -> list[st
     return faults
 
 
-def project_of(package: str) -> dict:
-    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+def project_of(package: str) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    return project
 
 
 def versions_here() -> dict[str, str]:

@@ -513,3 +513,65 @@ def test_a_part_of_another_save_can_be_taken_over(kind, tmp_path):
     (name,) = [name for name in store.list_files() if name.endswith("__1_0.distcp")]
     assert store.read(name) == data
     assert store.holds("a" * 16) and not store.holds("b" * 16)
+
+
+def test_a_save_in_a_thread_ends_well_while_the_interpreter_ends(tmp_path, monkeypatch):
+    """As of torch's async_save at the end of a script: Python has stopped all pools, and waits for that thread."""
+    large = {"w": one("w", torch.arange(2_000_000.0)), "step": 1.0}
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.thread._shutdown", True)
+        dist_ckpt.save(large, tmp_path / "c")
+        dcp.save({"w": torch.ones(9)}, storage_writer=dcp.Writer(tmp_path / "d"), no_dist=True)
+    loaded = dist_ckpt.load({"w": one("w", torch.zeros(2_000_000))}, tmp_path / "c")
+    assert torch.equal(loaded["w"], torch.arange(2_000_000.0))
+    assert dist_ckpt.check_is_distributed_checkpoint(tmp_path / "d")
+
+
+@pytest.mark.parametrize("at", ["__0_0.distcp", "after metadata.json"])
+def test_a_foreign_file_that_came_during_a_save_stays(monkeypatch, at):
+    store = MemoryStore()
+    dist_ckpt.save(full(1.0), store)
+
+    def put(step):
+        if step == at:
+            store.files["thesis.txt"] = b"years of work"
+
+    with monkeypatch.context() as patch:
+        meddle(patch, put)
+        if at == "after metadata.json":
+            dist_ckpt.save(full(2.0), store)
+        else:
+            with pytest.raises(StorageError, match=r"thesis\.txt.*nothing was touched"):
+                dist_ckpt.save(full(2.0), store)
+    assert store.files["thesis.txt"] == b"years of work"
+    check(store, 2.0 if at == "after metadata.json" else 1.0)
+
+
+def test_if_exists_error_holds_for_what_came_during_a_save(monkeypatch):
+    store, ids = MemoryStore(), iter(["f" * 16, "0" * 16])
+    monkeypatch.setattr("sixfold.dist_ckpt.road.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
+    plain, at_once = MemoryStore.begin, iter([1.0])
+
+    def begin(self, save_id, *arguments, **options):
+        save = plain(self, save_id, *arguments, **options)
+        if (value := next(at_once, None)) is not None:
+            dist_ckpt.save(full(value), self, if_exists="error")
+        return save
+
+    monkeypatch.setattr(MemoryStore, "begin", begin)
+    with pytest.raises(StorageError, match="if_exists is 'error'"):
+        dist_ckpt.save(full(2.0), store, if_exists="error")
+    check(store, 1.0)
+
+
+def test_a_file_that_others_have_deleted_is_no_error_of_a_save():
+    class Told(MemoryStore):
+        def delete(self, name):
+            super().delete(name)
+            raise FileNotFoundError(name)
+
+    store = Told()
+    dist_ckpt.save(full(1.0), store)
+    dist_ckpt.save(full(2.0), store)
+    check(store, 2.0)
+    assert len(store.files) == 7

@@ -20,7 +20,6 @@ import secrets
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -47,6 +46,7 @@ from sixfold.dist_ckpt.road.request import check_if_exists
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
+from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import Content, Part, PartFile, Save, complete, part_name
 
 _PART_BYTES = 1 << 26  # a rank's file is cut into as many of these as its store takes at once
@@ -249,7 +249,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         work = [partial(self._write_part, store, save, part_name(number, n), planner) for n in range(len(groups))]
         if len(groups) < 2:
             return [result for part, group in zip(work, groups, strict=True) for result in part(group)]
-        with ThreadPoolExecutor(len(groups), thread_name_prefix="sixfold-part") as pool:
+        with Pool(len(groups), thread_name_prefix="sixfold-part") as pool:
             parts = [pool.submit(part, group) for part, group in zip(work, groups, strict=True)]
             return [result for part in parts for result in part.result()]
 

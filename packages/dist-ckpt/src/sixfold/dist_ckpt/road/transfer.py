@@ -15,7 +15,7 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
 from math import prod
 from threading import Event
@@ -34,6 +34,7 @@ from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import Part, PartFile, Save, Store, part_name
 
 COPY_BYTES = 1 << 22
@@ -122,7 +123,7 @@ def _write_parts(
 
     if len(parts) == 1:
         return [write_one(parts[0])]
-    with ThreadPoolExecutor(min(store.streams, len(parts)), thread_name_prefix="sixfold-part") as pool:
+    with Pool(min(store.streams, len(parts)), thread_name_prefix="sixfold-part") as pool:
         running = [pool.submit(write_one, part) for part in parts]
         try:
             for done in wait(running, return_when=FIRST_EXCEPTION).done:

@@ -204,6 +204,11 @@ class ByPointer(Store, ABC):
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         found = self.list_files()
+        # Again: data took a while to write, and nothing foreign may go.
+        others = sorted(name for name in found if not name.startswith((save.inside, _board(save))))
+        if save.if_exists == "error":  # of another save that goes on too, nothing is there yet
+            others = [name for name in others if not FOLDER.match(name) or name.startswith(visible(found) or "\0")]
+        check_names(self.name, others, save.if_exists, save.owns_file)
         lost = [name for name, digest in parts.items() if found.get(save.inside + name) != digest.size]
         if lost and save.inside + lost[0] not in found:
             raise overtaken(self.name)
@@ -245,6 +250,7 @@ class ByPointer(Store, ABC):
                     getattr(error, "errno", None),
                 ) from error
         old = {name for name in found if rank_of(name) < rank_of(save.inside)} - {".metadata" if for_torch else ""}
+        old = {name for name in old if is_checkpoint_file(name) or save.owns_file(name)}  # others' came a moment ago
         with suppress(CheckpointError):  # the next save removes it
             self._remove([*old, *(name for name in found if name.startswith(f"{_board(save)}over-"))])
 
@@ -252,7 +258,8 @@ class ByPointer(Store, ABC):
         """Delete files: lower saves first, and of each first what makes it one, so that nothing half is visible."""
         ends = {FILE_NAME: 0, POINTER: 1, ".metadata": 2}
         for name in sorted(names, key=lambda name: (rank_of(name), ends.get(name.rpartition("/")[2], 3))):
-            self.delete(name)
+            with suppress(FileNotFoundError):  # others were faster
+                self.delete(name)
 
     def clear(self) -> None:
         """Delete all; a kill leaves nothing that is visible and not whole."""

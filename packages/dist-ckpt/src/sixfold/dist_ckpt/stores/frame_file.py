@@ -10,7 +10,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files.crc import join_pieces
 from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.stream import GATHER_BYTES, GatheredFile, hashed
 
 _RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
@@ -48,7 +49,7 @@ class FrameFile(GatheredFile):
         self.name = name
         self._writing: deque[Future[None]] = deque()
         self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Pool | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._handle = os.open(folder / name, flags, 0o666)
@@ -79,7 +80,7 @@ class FrameFile(GatheredFile):
     def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:
             return self._write_now(data, at, owner)
-        self._pool = self._pool or ThreadPoolExecutor(self._threads)
+        self._pool = self._pool or Pool(self._threads)
         while len(self._writing) >= 4 * self._threads:
             self._writing.popleft().result()
         self._writing.append(self._pool.submit(self._write_now, data, at, owner))

@@ -21,7 +21,6 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
+from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import (
     POINTER,
     Content,
@@ -281,7 +281,7 @@ def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] 
     """
     if target.exists():
         copy_attributes(target, staging)
-    with ThreadPoolExecutor(len(unsynced) or 1) as pool:
+    with Pool(len(unsynced) or 1) as pool:
         synced = [pool.submit(_sync, staging / name, os.O_RDONLY) for name in unsynced]
         sync_folder(staging)
         for file in synced:

@@ -203,6 +203,7 @@ def test_the_rows_of_the_figures_stand_below_their_heads():
 def built(request) -> Path:
     if not request.config.getoption("--whole-site"):
         pytest.skip("the built site is looked at by `nox -s docs`, which builds it")
+    assert (BUILT / "index.html").is_file(), f"{BUILT} is not built; `nox -s docs` builds it"
     return BUILT
 
 

@@ -89,7 +89,6 @@ def test_restored_in_one_process_with_random_numbers_and_buffers(program, cut):
     assert same_weights(first, second)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*PROGRAMS, "2bw", "pipedream"])
 def test_restored_on_threads_behind_every_step(name):
     program = {"2bw": pipedream_2bw(4, 3), "pipedream": pipedream(3, 4), **PROGRAMS}[name]

@@ -575,3 +575,21 @@ def test_a_file_that_others_have_deleted_is_no_error_of_a_save():
     dist_ckpt.save(full(2.0), store)
     check(store, 2.0)
     assert len(store.files) == 7
+
+
+def test_a_look_while_a_save_replaces_what_torch_reads_sees_a_checkpoint():
+    class Meddled(MemoryStore):
+        act = None
+
+        def read(self, name, start=0, stop=None):
+            if self.act is not None and name == "step-00000002/.metadata":
+                act, self.act = self.act, None
+                act()
+            return super().read(name, start, stop)
+
+    root, more = Meddled(), {f"w{i}": one(f"w{i}", torch.ones(3)) for i in range(200)}  # its .metadata is longer
+    for step in (1, 2):
+        dist_ckpt.save(full(float(step)), dist_ckpt.retention.step_path(root, step))
+    root.act = lambda: dist_ckpt.save(more, dist_ckpt.retention.step_path(root, 2))
+    assert dist_ckpt.retention.latest(root).name.endswith("step-00000002")
+    assert root.act is None

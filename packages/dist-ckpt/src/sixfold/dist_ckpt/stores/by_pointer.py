@@ -82,10 +82,17 @@ def check_finished(place: Path | str, names: Collection[str]) -> None:
         raise CorruptError(f"{place} has no {POINTER}: the save that made it never finished")
 
 
-def check_for_torch(place: Path | str, names: Collection[str], tail: bytes) -> None:
-    """CorruptError if ``tail``, the end of the place's ``.metadata``, is torch's own. See [Note: for torch]."""
+def check_for_torch(
+    place: Path | str, names: Collection[str], tail: bytes, again: Callable[[], Collection[str]] | None = None
+) -> None:
+    """CorruptError if ``tail``, the end of the place's ``.metadata``, is torch's own. See [Note: for torch].
+
+    FileNotFoundError if ``again`` lists other ``names``: a save has replaced it, and its end lies elsewhere now.
+    """
     mark = f"job{visible(names).removeprefix('save')}over-{crc32(tail):08x}"
     if b"sixfold_save_id" not in tail and mark not in names:
+        if again is not None and again() != names:
+            raise FileNotFoundError(".metadata")
         raise CorruptError(
             f"{place}/.metadata is of another save than {place}/{visible(names)}{POINTER}: files of two saves are "
             f"mixed. Move the folder {visible(names)[:-1]} away to load what .metadata names; save into a place of its "

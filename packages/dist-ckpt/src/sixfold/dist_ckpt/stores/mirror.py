@@ -256,7 +256,7 @@ class Mirror:
         if size is not None:
             with self._or_replaced([ByteRange(".metadata", 0, size)]):
                 tail = self._store.read(".metadata", max(0, size - TAIL_BYTES), size)
-            check_for_torch(self._store.name, found, tail)
+                check_for_torch(self._store.name, found, tail, self._store.list_files)
 
     def _asked(self, *actions: Callable[[], Any]) -> list[Any]:
         """What the store gives, asked for all at once.

@@ -169,3 +169,21 @@ def test_a_rank_that_cannot_begin_is_told_of_where_the_others_share_out_the_work
         assert {kind for kind, _ in seen} == {"CheckpointError"}
         assert all("is 7" in text or "int" in text for _, text in seen)
         assert values == [float(rank)] * 3
+
+
+class Odd(TorchDistSaveShardedStrategy):
+    def engine(self):
+        raise ValueError("my own bug")
+
+
+def save_by_an_odd_strategy(rank, ranks, folder):
+    strategy = Odd() if rank else TorchDistSaveShardedStrategy()
+    try:
+        dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c", strategy, timeout_s=20)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_any_error_before_the_first_exchange_is_told_to_all(tmp_path):
+    told = run_ranks(save_by_an_odd_strategy, 2, tmp_path)
+    assert told == [("CheckpointError", "rank 1: ValueError: my own bug"), ("ValueError", "my own bug")]

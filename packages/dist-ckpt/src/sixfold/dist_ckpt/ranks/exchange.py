@@ -238,16 +238,23 @@ class Exchange:
 
 @contextmanager
 def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
-    """An error inside, before a call's first exchange, is raised by that exchange on every rank."""
+    """An error inside, before a call's first exchange, is raised by that exchange on every rank.
+
+    One that is no CheckpointError, of a strategy of a user say, stays what it is on its own rank.
+    """
     try:
         yield
-    except CheckpointError as error:
+    except Exception as error:
         known = error
 
         def tell() -> tuple[None, None]:
             raise known
 
-        Exchange(group, timeout_s).together(tell, lambda _: None)
+        try:
+            Exchange(group, timeout_s).together(tell, lambda _: None)
+        except Exception:
+            if isinstance(known, CheckpointError):
+                raise
         raise
 
 

@@ -294,7 +294,7 @@ def test_a_save_to_another_folder_does_not_wait(in_flight, tmp_path):
 def test_a_background_save_that_another_process_overtakes_says_so(in_flight, tmp_path):
     script = "import sys; from sixfold import dist_ckpt; own = [name for name in sys.modules if 'sixfold.' in name]; "
     script += (
-        "assert len(own) <= 72, own; "  # what saves and loads of folders need; the rest comes when it is asked for
+        "assert len(own) <= 75, own; "  # what saves and loads of folders need; the rest comes when it is asked for
     )
     script += "dist_ckpt.save({'it': 5}, sys.argv[1]); "
     script += "assert not {'sympy', 'torch.distributed.checkpoint'} & {*sys.modules}, 'imports that take seconds'"

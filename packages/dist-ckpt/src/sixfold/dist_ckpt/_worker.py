@@ -26,6 +26,7 @@ from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import MappedArena
 from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.turn import Turn
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
@@ -33,11 +34,11 @@ from sixfold.dist_ckpt.road import saving
 _LAST_WORD_S = 10.0
 
 
-def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
+def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: Turn) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if job.ranks == 1:
-        outcome = share if share.error is not None else control.commit(job, [share.value])
+        outcome = share if share.error is not None else control.commit(job, [share.value], turn)
         if outcome.error is not None:
             control.abandon(job)
         return outcome if outcome.error is not None else Outcome()
@@ -49,7 +50,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
                 file.unlink()
         return control.fail(job, board, share.error, has_trainer)
     if job.rank == 0:
-        return control.decide(job, share.value, gauge, has_trainer)
+        return control.decide(job, share.value, gauge, has_trainer, turn)
     try:
         board.put(f"rank-{job.rank}", share)
     except OSError as error:
@@ -76,6 +77,7 @@ class _Parent:
         self._channel, self._pid = channel, pid
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self.current: Job | None = None
+        self.turn = Turn()
 
     def listen(self) -> None:
         """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""
@@ -85,7 +87,7 @@ class _Parent:
                 self.jobs.put(self._job_in(message))
         job = self.current
         if job is not None:  # a store that does not answer holds this process no longer
-            word = threading.Thread(target=control.speak_for_trainer, args=(job,), daemon=True)
+            word = threading.Thread(target=control.speak_for_trainer, args=(job, self.turn), daemon=True)
             word.start()
             word.join(_LAST_WORD_S)
         os._exit(0)
@@ -120,7 +122,7 @@ def main() -> None:
     arena = MappedArena(arena_fd)
     while True:
         job = parent.current = parent.jobs.get()
-        outcome = run(job, arena, gauge, parent.lives)
+        outcome = run(job, arena, gauge, parent.lives, parent.turn)
         parent.current = None
         parent.report(job, outcome)
 

@@ -233,10 +233,12 @@ def _changed_at(folder: Path) -> float:
 
 class _StoredRun:
     """[Note: unfinished in a store] A save that died, and a deletion that was cut short, have the step's own name
-    there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it."""
+    there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it. What
+    stands above a checkpoint that is deleted may be a save that goes on, and waits for the next time."""
 
     def __init__(self, store: ByPointer) -> None:
         self._store = store
+        self._deleted = set[int]()
 
     def steps(self) -> list[int]:
         return _numbers({name.partition("/")[0] for name in self._store.list_files() if "/" in name})
@@ -246,6 +248,7 @@ class _StoredRun:
 
     def delete(self, step: int) -> None:
         self._store.child(_name(step)).clear()
+        self._deleted.add(step)
 
     def sweep(self) -> None:
         """Nothing has a name of its own."""
@@ -258,5 +261,5 @@ class _StoredRun:
         for step in self.steps():
             names = by_step.get(_name(step), set())
             is_left = not visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
-            if step < before and is_left and not self.is_complete(step):
-                self.delete(step)
+            if step < before and step not in self._deleted and is_left and not self.is_complete(step):
+                self._store.child(_name(step)).clear_unfinished()

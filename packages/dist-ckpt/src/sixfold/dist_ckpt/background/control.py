@@ -41,6 +41,7 @@ from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.store_board import StoreBoard
+from sixfold.dist_ckpt.background.turn import Turn
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer
@@ -58,10 +59,7 @@ _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
 _ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
-_ADVICE = (
-    "a folder holds the older checkpoint, if there was one; at a URL or a store without rename it may be refused after "
-    "a kill during the commit"
-)
+_ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
 _HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
 _Found = TypeVar("_Found", covariant=True)
@@ -255,7 +253,7 @@ def board_of(job: Job) -> Board:
     return StoreBoard(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
-def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) -> Outcome:
+def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Turn) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
     board = board_of(job)
 
@@ -268,7 +266,7 @@ def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool]) 
     outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
     if outcome.error is not None:
         return fail(job, board, outcome.error, has_trainer)
-    outcome = commit(job, outcome.value)
+    outcome = commit(job, outcome.value, turn)
     if outcome.error is not None:
         abandon(job)
         outcome = Outcome(error=_reason(job, board, outcome.error, has_trainer))
@@ -346,11 +344,7 @@ def _word(job: Job, board: Board) -> Outcome | None:
 
 
 def tell(board: Board, outcome: Outcome) -> Outcome:
-    """Put the outcome for the other ranks; what was told first holds for them.
-
-    Raises:
-        OSError: it cannot be put; the board may be gone.
-    """
+    """Put the outcome for the other ranks; what was told first holds for them. OSError: the board may be gone."""
     board.put(OUTCOME_NAME, outcome)
     return outcome
 
@@ -362,9 +356,12 @@ def _told(board: Board) -> Outcome | None:
         return Outcome(error=error)
 
 
-def commit(job: Job, written: list[Any]) -> Outcome:
-    """Move the save into place."""
-    return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
+def commit(job: Job, written: list[Any], turn: Turn) -> Outcome:
+    """Move the save into place, unless ``speak_for_trainer`` has begun to take it away."""
+    with turn.commit() as may_begin:
+        if not may_begin:
+            return Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
+        return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
 
 
 def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
@@ -392,12 +389,14 @@ def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointE
     return outcome
 
 
-def speak_for_trainer(job: Job) -> None:
+def speak_for_trainer(job: Job, turn: Turn) -> None:
     """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
 
-    The first rank takes all away, which the others see.
+    The first rank takes all away, which the others see; a commit that has begun ends first.
     """
     if job.rank == 0:
+        if not turn.take():
+            return
         abandon(job)
     if job.ranks == 1:
         return

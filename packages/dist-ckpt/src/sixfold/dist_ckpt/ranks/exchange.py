@@ -230,9 +230,8 @@ class Exchange:
         who = f"rank {peer}, which speaks for ranks {peer} to {peer + many - 1}," if many > 1 else f"rank {peer}"
         return LostPeerError(
             f"{who} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
-            f"(rank {self.rank} waited: {reason}). Restart the job; a folder holds the old or "
-            "the new checkpoint, whole; at a URL or a store without rename what is there may be refused after a kill "
-            "during the commit"
+            f"(rank {self.rank} waited: {reason}). Restart the job; the older checkpoint stays "
+            "until the newer one is visible"
         )
 
 

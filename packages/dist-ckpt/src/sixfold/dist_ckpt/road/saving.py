@@ -355,7 +355,9 @@ class Share:
         """Write what says where they lie; collective, when all ranks have written."""
         self.exchange.together(
             lambda: (None, self.written or self.write()),
-            lambda written: write_small(
-                self.store, self.ticket.save, _digests(written), index_of(written, self.ticket.save_id, None)
-            ),
+            self._write_index,
         )
+
+    def _write_index(self, written: list[Written]) -> None:
+        index = index_of(written, self.ticket.save_id, None)
+        write_small(self.store, self.ticket.save, _digests(written), index)

@@ -11,7 +11,9 @@ safetensors) lie in the place itself; a save's folder goes before them.
 
 [Note: what goes] A commit removes the saves below its own number, ``integrity.json`` of each first. One of them that
 is visible was replaced. One that is not can never become visible any more: whoever writes it, if anybody does, finds
-the higher one when it commits, and says so. Of higher numbers nothing is touched.
+the higher one when it commits, and says so. Of higher numbers nothing is touched. Where a place goes in which nothing
+is visible, each save there is marked first, ``job-.../gone``, and what is visible after that stays: a commit writes
+``metadata.json`` and looks for its mark, and for each of its files, after that, so that one of the two sees the other.
 
 [Note: for torch] torch's readers want ``.metadata`` in the place itself. A copy that names the files by their folder is
 written there after the commit, before older files go: a kill between the two leaves torch the older checkpoint, whole.
@@ -50,6 +52,7 @@ from sixfold.dist_ckpt.stores.stream import Sink, StreamFile
 
 TAIL_BYTES = 1 << 12  # of .metadata; a save's id stands among the last 300
 _PIECE_BYTES = 8 << 20
+_GONE = "gone"  # see [Note: what goes]
 _Value = TypeVar("_Value")
 
 
@@ -116,6 +119,12 @@ class _Told:
     """A sink whose errors name the store."""
 
     def __init__(self, sink: Sink, store: Store, name: str) -> None:
+        for method in ("write", "close", "discard"):
+            if not callable(getattr(sink, method, None)):
+                raise StorageError(
+                    f"{store.name}: create({name!r}) gives a {type(sink).__name__} without {method}(); a file that is "
+                    "written has write, close and discard (stores.Sink)"
+                )
         self._sink, self._place, self.discard = sink, (store, name), sink.discard
 
     def write(self, data: bytes | memoryview) -> None:
@@ -205,9 +214,14 @@ class ByPointer(Store, ABC):
             return file.finish()
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
-        size = self.list_files()[other.inside + name]
-        cuts = range(0, size, _PIECE_BYTES)
-        self._write(save.inside + name, lambda: (self.read(other.inside + name, at, at + _PIECE_BYTES) for at in cuts))
+        there = other.inside + name
+        try:
+            if (size := self.list_files().get(there)) is None:
+                raise FileNotFoundError(there)
+            cuts = range(0, size, _PIECE_BYTES)
+            self._write(save.inside + name, lambda: (self.read(there, at, at + _PIECE_BYTES) for at in cuts))
+        except FileNotFoundError as error:
+            raise overtaken(self.name) from error
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         found = self.list_files()
@@ -216,18 +230,22 @@ class ByPointer(Store, ABC):
         if save.if_exists == "error":  # of another save that goes on too, nothing is there yet
             others = [name for name in others if not FOLDER.match(name) or name.startswith(visible(found) or "\0")]
         check_names(self.name, others, save.if_exists, save.owns_file)
-        lost = [name for name, digest in parts.items() if found.get(save.inside + name) != digest.size]
-        if lost and save.inside + lost[0] not in found:
-            raise overtaken(self.name)
-        if lost:
-            size = found[save.inside + lost[0]]
-            raise StorageError(
-                f"{self.name}/{save.inside}{lost[0]} has {size} bytes; its rank wrote {parts[lost[0]].size}", errno.EIO
-            )
+        self._check_there(save, parts, found)
         if ".metadata" in found:
             tail = self.read(".metadata", max(0, found[".metadata"] - TAIL_BYTES), found[".metadata"])
             if b"sixfold_save_id" not in tail:
                 self._write(f"{_board(save)}over-{crc32(tail):08x}", b"")
+
+    def _check_there(self, save: Save, files: Mapping[str, FileDigest], found: Mapping[str, int]) -> None:
+        """StorageError unless the files of a save are among those ``found``, and whole."""
+        lost = [name for name, digest in files.items() if found.get(save.inside + name) != digest.size]
+        if _board(save) + _GONE in found or any(save.inside + name not in found for name in lost):
+            raise overtaken(self.name)
+        if lost:
+            size = found[save.inside + lost[0]]
+            raise StorageError(
+                f"{self.name}/{save.inside}{lost[0]} has {size} bytes; its rank wrote {files[lost[0]].size}", errno.EIO
+            )
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         return self._write(save.inside + name, data)
@@ -243,11 +261,22 @@ class ByPointer(Store, ABC):
 
         return self._streamed(name, fill, 0)
 
-    def commit(self, save: Save, pointer: bytes, for_torch: Content | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        pointer: bytes,
+        for_torch: Content | None = None,
+        files: Mapping[str, FileDigest] | None = None,
+    ) -> None:
         self._write(save.inside + POINTER, pointer)
         found = self.list_files()
         if visible(found) != save.inside:
             raise overtaken(self.name)
+        try:
+            self._check_there(save, files or {}, found)
+        except StorageError:
+            self._remove([save.inside + FILE_NAME, save.inside + POINTER])  # the one before it is visible again
+            raise
         if for_torch is not None:
             try:
                 self._write(".metadata", for_torch)
@@ -263,14 +292,24 @@ class ByPointer(Store, ABC):
 
     def _remove(self, names: Iterable[str]) -> None:
         """Delete files: lower saves first, and of each first what makes it one, so that nothing half is visible."""
-        ends = {FILE_NAME: 0, POINTER: 1, ".metadata": 2}
+        ends = {FILE_NAME: 0, POINTER: 1, ".metadata": 2, _GONE: 4}
         for name in sorted(names, key=lambda name: (rank_of(name), ends.get(name.rpartition("/")[2], 3))):
             with suppress(FileNotFoundError):  # others were faster
                 self.delete(name)
 
     def clear(self) -> None:
-        """Delete all; a kill leaves nothing that is visible and not whole."""
-        self._remove(self.list_files())
+        """Delete what is visible and all below; a kill leaves nothing that is visible and not whole."""
+        found = self.list_files()
+        top = rank_of(visible(found))
+        self._remove(name for name in found if rank_of(name) <= top)
+
+    def clear_unfinished(self) -> None:
+        """Delete all where nothing is visible; a save that goes on there is told. See [Note: what goes]."""
+        marks = {f"job-{folder.partition('-')[2]}{_GONE}" for folder in folders(self.list_files())}
+        for mark in marks:
+            self._write(mark, b"")
+        found = self.list_files()
+        self._remove(marks if visible(found) else found)
 
     def abandon(self, save: Save) -> None:
         with suppress(CheckpointError, OSError):

@@ -129,7 +129,13 @@ class LocalStore:
         with self.told(save, len(data) if isinstance(data, bytes) else 0):
             return write_file(Path(save.staging), name, data, False)
 
-    def commit(self, save: Save, pointer: bytes, for_torch: Content | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        pointer: bytes,
+        for_torch: Content | None = None,
+        files: Mapping[str, FileDigest] | None = None,
+    ) -> None:
         self.write(save, POINTER, pointer)
         self.publish(save, [name for name in os.listdir(save.staging) if not name.endswith(".distcp")])
 

@@ -198,12 +198,19 @@ class Store(Protocol):
         """Write a file besides the parts, whole or as a stream of pieces, and hash it in the same pass."""
         ...
 
-    def commit(self, save: Save, pointer: bytes, for_torch: Content | None = None) -> None:
+    def commit(
+        self,
+        save: Save,
+        pointer: bytes,
+        for_torch: Content | None = None,
+        files: Mapping[str, FileDigest] | None = None,
+    ) -> None:
         """Write ``metadata.json`` and make the save visible; what was there before, and what dead saves left, goes.
 
         Args:
             pointer: the content of ``metadata.json``.
             for_torch: where files do not lie beside ``metadata.json``: a ``.metadata`` that names them by ``inside``.
+            files: what was written besides the pointer; it is an error if one of them is gone.
         """
         ...
 
@@ -248,14 +255,17 @@ def complete(
 ) -> None:
     """What the first rank does when all parts are written: the small files, ``integrity.json``, the commit."""
     store.prepare(save, parts)
-    write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small)
-    store.commit(save, pointer, for_torch)
+    files = write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small)
+    store.commit(save, pointer, for_torch, files)
 
 
-def write_small(store: Store, save: Save, files: Mapping[str, FileDigest], small: Mapping[str, Content]) -> None:
-    """Write ``small`` files, and ``integrity.json`` over them and the other ``files``."""
-    written = {name: store.write(save, name, data) for name, data in small.items()}
-    store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files={**files, **written}).encode())
+def write_small(
+    store: Store, save: Save, files: Mapping[str, FileDigest], small: Mapping[str, Content]
+) -> dict[str, FileDigest]:
+    """Write ``small`` files, and ``integrity.json`` over them and the other ``files``. Returns all of these."""
+    known = {**files, **{name: store.write(save, name, data) for name, data in small.items()}}
+    integrity = store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=known).encode())
+    return {**known, FILE_NAME: integrity}
 
 
 def pieces_of(data: Content) -> Iterable[bytes]:

@@ -1,0 +1,173 @@
+"""What takes a save's files away while it goes on in a store: the save is whole, or it says so."""
+
+import io
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dist_ckpt_helpers import one
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import StorageError, retention
+from sixfold.dist_ckpt.background import control, turn
+from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
+from sixfold.dist_ckpt.stores.store import Part, complete
+
+POINTER = b'{"sharded_backend": "torch_dist"}'
+
+
+class Acting(MemoryStore):
+    """``acts``: what is done, once, before a file is made whose name ends so, before the first deletion or listing."""
+
+    def __init__(self):
+        super().__init__()
+        self.acts = {}
+
+    def _act(self, at):
+        for end in [end for end in self.acts if at.endswith(end)]:
+            self.acts.pop(end)()
+
+    def create(self, name, nbytes):
+        self._act(name)
+        return super().create(name, nbytes)
+
+    def delete(self, name):
+        self._act("<delete>")
+        super().delete(name)
+
+    def list_files(self):
+        found = super().list_files()
+        self._act("<list>")
+        return found
+
+
+def state(value):
+    return {"w": one("w", torch.full((9,), float(value)))}
+
+
+def value_of(store):
+    return dist_ckpt.load(state(0), store, group=None)["w"].unique().tolist()
+
+
+def part_of(store, save):
+    return {"__0_0.distcp": store.write_part(save, Part(name="__0_0.distcp", fill=lambda file: file.append(b"data")))}
+
+
+def run_of(*steps):
+    root = Acting()
+    for step in steps:
+        dist_ckpt.save(state(step), retention.step_path(root, step), group=None)
+    return root
+
+
+@pytest.mark.parametrize("at", ["common.pt", "integrity.json", "/metadata.json"])
+def test_a_save_whose_unfinished_step_is_pruned_says_so(at):
+    root = run_of(2, 3)
+    root.acts[at] = lambda: retention.prune(root, keep_last=1)
+    with pytest.raises(StorageError, match="were removed while it went on"):
+        dist_ckpt.save(state(9), retention.step_path(root, 1), group=None)
+    assert [step for step, _ in retention.checkpoints(root)] == [3]
+    assert not [name for name in root.files if "step-00000001" in name]
+
+
+@pytest.mark.parametrize("at", ["__0_0.distcp", "common.pt", "/metadata.json"])
+def test_a_prune_of_the_older_checkpoint_leaves_the_save_that_replaces_it(at):
+    root = run_of(1, 2, 3)
+    root.acts[at] = lambda: retention.prune(root, keep_last=1)
+    place = retention.step_path(root, 1)
+    dist_ckpt.save(state(9), place, group=None)
+    assert value_of(place) == [9.0]
+    retention.prune(root, keep_last=1)
+    assert {name.partition("/")[0] for name in root.files} == {"step-00000003"}
+
+
+@pytest.mark.parametrize("at", ["/gone", "<delete>"])
+def test_a_commit_in_the_middle_of_a_prune_is_told_or_stays(at):
+    root, outcome = run_of(3), []
+    place = retention.step_path(root, 1)
+    save = place.begin("a" * 16, 0)
+    parts = part_of(place, save)
+
+    def commit():
+        try:
+            complete(place, save, parts, {"common.pt": b"c"}, POINTER)
+            outcome.append("saved")
+        except StorageError as error:
+            outcome.append(str(error))
+
+    root.acts[at] = commit
+    retention.prune(root, keep_last=1)
+    assert len(outcome) == 1
+    left = {name.rpartition("/")[2] for name in root.files if "step-00000001" in name}
+    if outcome == ["saved"]:
+        assert left == {"__0_0.distcp", "common.pt", "integrity.json", "metadata.json"}
+    else:
+        assert "were removed while it went on" in outcome[0]
+        assert not place.holds("a" * 16)
+
+
+def test_a_commit_that_misses_a_file_leaves_the_older_checkpoint_visible():
+    store = Acting()
+    dist_ckpt.save(state(1), store, group=None)
+    store.acts["/metadata.json"] = lambda: [
+        store.files.pop(name) for name in list(store.files) if name.startswith("save-00000002") and "distcp" in name
+    ]
+    with pytest.raises(StorageError, match="were removed while it went on"):
+        dist_ckpt.save(state(2), store, group=None)
+    assert value_of(store) == [1.0]
+
+
+def job_of(store, monkeypatch):
+    save = store.begin("b" * 16, 0)
+    parts = part_of(store, save)
+    monkeypatch.setattr(saving, "commit", lambda *_: complete(store, save, parts, {"common.pt": b"c"}, POINTER))
+    return SimpleNamespace(rank=0, ranks=1, content=SimpleNamespace(store=store), ticket=SimpleNamespace(save=save))
+
+
+def test_a_trainer_that_dies_before_the_commit_begins_keeps_the_older_checkpoint(monkeypatch):
+    store, outcomes, whose = Acting(), [], turn.Turn()
+    dist_ckpt.save(state(1), store, group=None)
+    job = job_of(store, monkeypatch)
+    store.acts["<list>"] = lambda: outcomes.append(control.commit(job, [], whose))
+    control.speak_for_trainer(job, whose)
+    assert "rank 0 died" in str(outcomes[0].error)
+    assert value_of(store) == [1.0]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_trainer_that_dies_in_the_commit_waits_for_it_so_long(monkeypatch, is_slow):
+    store, whose = Acting(), turn.Turn()
+    dist_ckpt.save(state(1), store, group=None)
+    job = job_of(store, monkeypatch)
+    word = threading.Thread(target=control.speak_for_trainer, args=(job, whose))
+
+    def die():
+        word.start()
+        word.join(30 if is_slow else 0.05)
+        assert word.is_alive() != is_slow
+
+    monkeypatch.setattr(turn, "_COMMIT_S", 0.02 if is_slow else 30)
+    store.acts["/metadata.json"] = die
+    assert control.commit(job, [], whose).error is None
+    word.join(30)
+    assert store.holds("b" * 16)
+    assert len([name for name in store.files if name.startswith("save-00000002")]) == 4
+
+
+def test_a_part_that_is_gone_cannot_be_taken_over_and_that_is_told():
+    store = MemoryStore()
+    mine, other = store.begin("a" * 16, 0), store.begin("b" * 16, 0)
+    with pytest.raises(StorageError, match="were removed while it went on"):
+        store.take_over(other, mine, "__1_0.distcp")
+
+
+def test_a_file_of_a_users_store_that_cannot_be_discarded_is_named():
+    class Naive(MemoryStore):
+        def create(self, name, nbytes):
+            return io.BytesIO()
+
+    assert issubclass(Naive, ByPointer)
+    with pytest.raises(StorageError, match=r"this store in memory: create\(.*\) gives a BytesIO without discard\(\)"):
+        dist_ckpt.save(state(1), Naive(), group=None)

@@ -1,31 +1,41 @@
 """ "When it stops": a page of errors for each package.
 
-    site_raises.messages + docs/errors/<package>.toml --> pages (this file) --> site_pages.py
+    site_raises.messages + docs/errors/<package>.toml, <package>/*.toml --> pages (this file) --> site_pages.py
 
-The code says which messages there are; the data file says of classes and of common messages what their cause is, how
-they look and what to do. A message's address is made of its words: it stays when lines move.
+The code says which messages there are; the data files say of classes and of messages what their cause is, how they
+look and what to do. An entry speaks for one message (``text``) or for a family with one cause and one remedy
+(``title`` and ``texts``); of several entries whose words a message has, the one with the longest words speaks for it.
+The heading of an entry is the address that a text may end with, `` [see errors/fsdp.html#ranks-disagree]``; a
+message's own address is made of its words: it stays when lines move.
 """
 
+import functools
 import hashlib
 import html
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import site_raises
 from site_raises import Kind, Message
 
 ANCHOR_WORDS = 7
 FIELDS = {"cause", "example", "remedy"}
+COMMON = "Messages"  # the section of a data file without a ``section`` of its own
+ADDRESS = re.compile(r" \[see errors/([\w-]+)\.html#([\w-]+)\]")  # the package, the slug of an entry's heading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """What the data file says of one class or message."""
+    """What the data files say of one class, message or family of messages."""
 
-    of: str  # the class's name, or fixed words of the message
+    of: str  # the class's name, or the heading
+    texts: tuple[str, ...]  # fixed words of its messages, in one line each
+    section: str
     cause: str
     example: str
     remedy: str
@@ -44,16 +54,40 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def notes(package: str, root: Path) -> Notes:
-    found = tomllib.loads((root / "docs/errors" / f"{package}.toml").read_text())
+    folder = root / "docs/errors"
+    found = [tomllib.loads(path.read_text()) for path in [folder / f"{package}.toml", *files_of(package, root)]]
     return Notes(
-        classes={name: _said(name, given) for name, given in found.get("class", {}).items()},
-        messages=[_said(given.pop("text"), given) for given in found.get("message", [])],
-        lines=tuple((kind, function) for kind, functions in found.get("lines", {}).items() for function in functions),
+        classes={name: _said(name, (), "", given) for name, given in found[0].get("class", {}).items()},
+        messages=[_entry(given, file.get("section", COMMON)) for file in found for given in file.get("message", [])],
+        lines=tuple((kind, name) for kind, functions in found[0].get("lines", {}).items() for name in functions),
     )
 
 
+def files_of(package: str, root: Path) -> list[Path]:
+    """The data files of a package beside its first."""
+    return sorted((root / "docs/errors" / package).glob("*.toml"))
+
+
+@functools.cache
 def messages(package: str, root: Path) -> list[Message]:
     return site_raises.messages(package, root, notes(package, root).lines)
+
+
+@functools.cache
+def entries(package: str, root: Path) -> dict[Message, Said | None]:
+    """Which entry speaks for each message; None where none does."""
+    said = notes(package, root).messages
+    return {message: _speaker(message, said) for message in messages(package, root)}
+
+
+def _speaker(message: Message, said: list[Said]) -> Said | None:
+    lengths = [max((len(words) for words in entry.texts if speaks_of(words, message)), default=0) for entry in said]
+    return said[lengths.index(max(lengths))] if any(lengths) else None
+
+
+def speaks_of(words: str, message: Message) -> bool:
+    """Few letters beside values, as in ``{name}: {error}``, would be found everywhere: they are a whole message."""
+    return words in message.text if len(re.sub(r"\{[\w.]*\}|\W", "", words)) >= 8 else words == message.text
 
 
 def matches(template: str, said: str) -> bool:
@@ -73,10 +107,9 @@ def _pattern(template: str) -> str:
     return ".*".join(map(re.escape, re.split(r"\{[\w.]*\}", template)))
 
 
-def of_message(said: Said, package: str, root: Path) -> list[Message]:
-    """The messages of the code that an entry of the data file speaks of."""
-    words = " ".join(said.of.split())
-    return [message for message in messages(package, root) if words in message.text]
+def of_entry(said: Said, package: str, root: Path) -> list[Message]:
+    """The messages of the code that an entry of the data files speaks for."""
+    return [message for message, entry in entries(package, root).items() if entry == said]
 
 
 def overview(root: Path) -> str:
@@ -92,12 +125,14 @@ def page(package: str, root: Path) -> str:
     kinds, said = site_raises.kinds(package, root), notes(package, root)
     parts = [f"# Errors of sixfold-{package}\n", INTRODUCTION, "## Classes\n"]
     parts += [_of_class(kind, said.classes.get(kind.name)) for kind in public(kinds.values())]
-    if said.messages:
-        parts.append("## Common messages\n")
-        parts += [_of_entry(entry, package, root) for entry in said.messages]
-    parts.append("## All messages\n\nBy the module that makes them. `{name}` and `{...}` are values.\n")
-    parts += _all(package, root)
-    return "\n".join(parts)
+    anchor = anchors(package, root)
+    of = {entry: list[Message]() for entry in said.messages}
+    for message, entry in entries(package, root).items():
+        if entry is not None:
+            of[entry].append(message)
+    for section, told in itertools.groupby(of, key=lambda entry: entry.section):
+        parts += [f"## {section}\n", *(_of_entry(entry, of[entry], anchor) for entry in told)]
+    return "\n".join([*parts, *_untold(package, root, anchor)])
 
 
 def public(kinds: Iterable[Kind]) -> list[Kind]:
@@ -119,10 +154,17 @@ def _of_class(kind: Kind, said: Said | None) -> str:
     return "\n".join([*lines, _three(said)] if said else lines)
 
 
-def _of_entry(said: Said, package: str, root: Path) -> str:
-    anchor = anchors(package, root)
-    meant = [f'<a href="#{anchor[message]}">{message.kind}</a>' for message in of_message(said, package, root)]
-    return f"### {_heading(said.of)}\n\n{_three(said)}\nAs the code has it: {', '.join(meant)}\n"
+def _of_entry(said: Said, meant: list[Message], anchor: dict[Message, str]) -> str:
+    return f"### {_heading(said.of)}\n\n{_three(said)}\nAs the code has it:\n\n{_listed(meant, anchor)}"
+
+
+def _listed(made: Iterable[Message], anchor: dict[Message, str]) -> str:
+    items = [
+        f'<li id="{anchor[message]}"><a href="#{anchor[message]}">{message.kind}</a> '
+        f"<code>{html.escape(message.text)}</code> ({message.module})</li>\n"
+        for message in made
+    ]
+    return f"<ul>\n{''.join(items)}</ul>\n"
 
 
 def _three(said: Said) -> str:
@@ -130,27 +172,33 @@ def _three(said: Said) -> str:
     return f"*Cause.* {said.cause.strip()}\n\n{example}\n\n*Remedy.* {said.remedy.strip()}\n"
 
 
-def _all(package: str, root: Path) -> list[str]:
-    anchor, code = anchors(package, root), site_raises.source(root / "packages" / package)
+def _untold(package: str, root: Path, anchor: dict[Message, str]) -> list[str]:
+    """Messages that no entry speaks for, by the module that makes them."""
+    code = site_raises.source(root / "packages" / package)
     modules: dict[str, list[Message]] = {}
-    for message in messages(package, root):
-        modules.setdefault(message.module, []).append(message)
-    lines = []
+    for message, entry in entries(package, root).items():
+        if entry is None:
+            modules.setdefault(message.module, []).append(message)
+    lines = [UNTOLD] if modules else []
     for module, made in sorted(modules.items()):
-        lines += [f"### {module}\n", f"{code.meanings[module]}\n", "<ul>"]
-        lines += [
-            f'<li id="{anchor[message]}"><a href="#{anchor[message]}">{message.kind}</a> '
-            f"<code>{html.escape(message.text)}</code></li>"
-            for message in made
-        ]
-        lines.append("</ul>\n")
+        lines += [f"### {module}\n", f"{code.meanings[module]}\n", _listed(made, anchor)]
     return lines
 
 
-def _said(of: str, given: dict[str, str]) -> Said:
+def _entry(given: dict[str, Any], section: str) -> Said:
+    """A ``[[message]]``: of one message its ``text``, of a family its ``title`` and ``texts``."""
+    given = dict(given)
+    texts = [given.pop("text")] if "text" in given else given.pop("texts", [])
+    title = given.pop("title", None) or (texts[0] if len(texts) == 1 else "")
+    if not texts or not title:
+        raise ValueError(f"{given}: an entry has text, or title and texts")
+    return _said(title, tuple(" ".join(text.split()) for text in texts), section, given)
+
+
+def _said(of: str, texts: tuple[str, ...], section: str, given: dict[str, str]) -> Said:
     if set(given) != FIELDS:
         raise ValueError(f"{of}: has {sorted(given)}; an entry has {sorted(FIELDS)}")
-    return Said(of=of, **given)
+    return Said(of=of, texts=texts, section=section, **given)
 
 
 def _anchor(message: Message) -> str:
@@ -162,6 +210,11 @@ def _digest(message: Message) -> str:
     return hashlib.sha256(f"{message.module} {message.text}".encode()).hexdigest()[:6]
 
 
+def heading_id(said: Said) -> str:
+    """The address of an entry, as the site's generator makes it of a heading."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", " ".join(said.of.split())).strip().lower())
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^\w-]", "", text).strip("-").lower()
 
@@ -170,9 +223,12 @@ def _heading(words: str) -> str:
     return html.escape(" ".join(words.split())).replace("_", "&#95;").replace("*", "&#42;").replace("`", "&#96;")
 
 
+UNTOLD = "## Other messages\n\nBy the module that makes them. `{name}` and `{...}` are values.\n"
+
 INTRODUCTION = """\
 An error of this package names the thing, its value, the rule and what to do: read it to its end first. Search this
-page for its fixed words (values stand in it where here are braces), or the whole site by the field above. Raised on
+page for its fixed words (where `{name}` and `{...}` are here, values stand in it), or the whole site by the field
+above; a text that ends with `[see errors/...]` names the page and the heading itself. Raised on
 one rank, an error of a run reaches all ranks with the number of the rank at fault.
 """
 
@@ -180,7 +236,8 @@ OVERVIEW = """\
 # When it stops
 
 Every typed error of the six packages, listed from their code. Search for the words of the message that stay the same
-whatever its values are; classes and common messages have their cause, an example and a remedy.
+whatever its values are: beside them stand cause, an example and a remedy. Where a text ends with
+`[see errors/fsdp.html#ranks-disagree]` or the like, that is the file of this site and the heading on it.
 
 A run that ends without an error, gives NaN or is slow: [debug a hang, a NaN, a slow rank](../do/debug.md).
 

@@ -70,7 +70,8 @@ class Signatures:
         _, odd = odd_ranks(finish())
         if odd:
             raise self._all_know(
-                f"ranks used units in different orders in step {step}; run with checks='unit' to see which",
+                f"ranks used units in different orders in step {step}; run with checks='unit' to see which"
+                " [see errors/fsdp.html#ranks-used-units-in-different-orders]",
                 None,
                 "check",
                 odd,

@@ -57,7 +57,7 @@ def run(folder: Path, *arguments: str) -> set[str]:
 def test_only_what_passed_alone_and_missed_nothing_is_left_out(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    everything = run(tmp_path, "--proved", "nowhere.json", "--proves", "proof.json")
+    everything = run(tmp_path, "--proved", "nowhere.json", "--proves", "proof.json", "--of", "these files")
     assert len(everything) == 13  # without a proof all run
     (tmp_path / "peers").mkdir()
     (tmp_path / "peers/made_up_peer.py").write_text("")
@@ -67,4 +67,6 @@ def test_only_what_passed_alone_and_missed_nothing_is_left_out(tmp_path: Path) -
     (tmp_path / "test_whole.py").write_text("raise RuntimeError('a file that is proved as a whole is not imported')")
     (tmp_path / "proof.json").write_text(json.dumps(proof))
     left_out = {"passes", "wants_what_is_nowhere", "has_names[ab]", "has_names[a::b [c]]", "of_a_whole_file"}
-    assert run(tmp_path, "--proved", "proof.json") == everything - left_out
+    assert run(tmp_path, "--proved", "proof.json", "--of", "these files") == everything - left_out
+    (tmp_path / "test_whole.py").write_text(FILES["test_whole.py"])
+    assert run(tmp_path, "--proved", "proof.json", "--of", "others") == everything

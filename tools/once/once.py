@@ -22,14 +22,20 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--proves", type=Path, help="write to this file which tests passed")
     parser.addoption("--proved", type=Path, help="leave out the tests that this file says passed")
+    parser.addoption("--of", default="", help="what was tested, any text: a file of another is not believed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--proves"):
-        config.pluginmanager.register(Recorder(path), "once-recorder")
-    path = config.getoption("--proved")
-    if path is not None and path.exists():  # else nothing is proved, and all run
-        config.pluginmanager.register(Proof(config.rootpath, path), "once-proof")
+        config.pluginmanager.register(Recorder(path, config.getoption("--of")), "once-recorder")
+    if is_believed(config):  # else nothing is proved, and all run
+        config.pluginmanager.register(Proof(config.rootpath, config.getoption("--proved")), "once-proof")
+
+
+def is_believed(config: pytest.Config) -> bool:
+    """Whether there is a proof, and of what is tested now."""
+    path: Path | None = config.getoption("--proved")
+    return path is not None and path.exists() and json.loads(path.read_text())["of"] == config.getoption("--of")
 
 
 class Absent:
@@ -53,8 +59,8 @@ class Absent:
 class Recorder:
     """Writes a JSON object: nodes that passed --> names of modules looked for in vain; files whose nodes all passed."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.absent = path, Absent()
+    def __init__(self, path: Path, of: str) -> None:
+        self.path, self.of, self.absent = path, of, Absent()
         self.passed: dict[str, set[str]] = {}
         self.by_file: dict[Path, set[str]] = {}
         self.of_file: dict[str, set[str]] = {}  # collected nodes
@@ -88,7 +94,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         nodes = {node: sorted(names) for node, names in self.passed.items()}
         whole = sorted(file for file, collected in self.of_file.items() if collected <= nodes.keys())
-        self.path.write_text(json.dumps({"nodes": nodes, "files": whole}, indent=0))
+        self.path.write_text(json.dumps({"of": self.of, "nodes": nodes, "files": whole}, indent=0))
 
 
 class Proof:
@@ -129,4 +135,8 @@ def is_here(name: str) -> bool:
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     path: Path | None = config.getoption("--proved")
-    return f"once: without what passed in isolation, {path}" if path and path.exists() else None
+    if path is None:
+        return None
+    if is_believed(config):
+        return f"once: without what passed in isolation, {path}"
+    return f"once: all of it, as {path} is {'of other files' if path.exists() else 'not there'}"

@@ -1,0 +1,91 @@
+"""What noxfile.py's sessions run, by a session that only takes notes: nothing is installed, no test is run.
+
+noxfile.py, tools/checks --> Notes: the commands --> this file
+"""
+
+import importlib.util
+import sys
+
+import pytest
+from repository_helpers import PACKAGE_NAMES, ROOT
+
+nox = pytest.importorskip("nox", reason="nox is what runs these tests, but for who runs pytest by hand")
+
+
+@pytest.fixture(scope="module")
+def noxfile():
+    specification = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    module = importlib.util.module_from_spec(specification)
+    path = list(sys.path)
+    specification.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+
+
+class Notes:
+    """As much of nox's session as the sessions use; commands that hold a word of ``red`` fail."""
+
+    def __init__(self, *posargs, red=()):
+        self.posargs, self.red, self.commands = ["--system-torch", *posargs], red, []
+
+    def run(self, *command, success_codes=(0,), **_):
+        self.commands.append(command)
+        if any(word in part for word in self.red for part in command):
+            raise nox.command.CommandFailed(f"{command} failed")
+
+    def error(self, text):
+        raise RuntimeError(text)
+
+
+def test_full_goes_on_behind_a_red_package_and_lists_all_reds_at_the_end(noxfile):
+    notes = Notes(red=("packages/blending/", "ranktest"))
+    with pytest.raises(RuntimeError, match=r"red: blending, ranktest; "):
+        noxfile.full.func(notes)
+    wanted = [f"packages/{name}/tests" for name in PACKAGE_NAMES] + ["tools/ranktest/tests", "tests-integration"]
+    assert [command[5] for command in notes.commands] == [str(ROOT / place) for place in wanted]
+    assert all("--every-case" in command for command in notes.commands)
+    green = Notes()
+    noxfile.full.func(green)
+    assert green.commands == notes.commands
+
+
+@pytest.mark.parametrize("session", ["tests", "rest"])
+def test_only_ci_leaves_out_what_isolation_proved(noxfile, session):
+    by_hand, by_ci = Notes("-x"), Notes("-x", "--after-isolation")
+    run = getattr(noxfile, session).func
+    run(by_hand, "blending")
+    run(by_ci, "blending")
+    (hand,), (ci,) = by_hand.commands, by_ci.commands
+    assert not [part for part in hand if "proved" in part or "isolation" in part]
+    assert ci[: len(hand)] == hand
+    assert ci[len(hand) :: 2] == ("--proved", "--of")
+    turns = [arguments for turn in noxfile.turns_of_ci() for arguments in turn]
+    left = [arguments for arguments in turns if arguments[0].startswith(("tests(", "rest("))]
+    assert len(left) == len(PACKAGE_NAMES) and all(arguments[-1] == "--after-isolation" for arguments in left)
+
+
+def test_a_proof_is_of_the_files_that_were_tested(noxfile, tmp_path, monkeypatch):
+    from checks import commands
+
+    monkeypatch.setattr(commands, "source_of", lambda name: tmp_path / name)
+    tests = tmp_path / "blending/tests"
+    (tests / "__pycache__").mkdir(parents=True)
+    before = commands.tree_of("blending")
+    (tests / "test_new.py").write_text("def test_one(): pass\n")
+    after = commands.tree_of("blending")
+    assert after != before
+    (tests / "__pycache__/test_new.pyc").write_text("")
+    assert commands.tree_of("blending") == after
+
+
+def test_the_parts_import_only_what_stands_above_them():
+    import checks
+
+    order = [line.split()[0] for line in checks.__doc__.splitlines() if line.startswith("    ")]
+    assert sorted(order) == sorted(p.stem for p in (ROOT / "tools/checks").glob("*.py") if p.stem != "__init__")
+    for place, name in enumerate(order):
+        text = (ROOT / f"tools/checks/{name}.py").read_text()
+        used = {
+            line.split()[1].removeprefix("checks.") for line in text.splitlines() if line.startswith("from checks.")
+        }
+        assert used <= set(order[:place]), name

@@ -1,0 +1,63 @@
+"""Sessions beside each other: each a nox of its own, in lanes that take the next turn as they come free.
+
+turns_of_ci --> lanes --> run_in_lane: session by session (this file) --> .nox/ci/<session>.log
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from checks.commands import AFTER_ISOLATION
+from checks.places import LOGS, PACKAGES, ROOT, SESSION_DEADLINE_S, tests_of
+
+
+def turns_of_ci() -> list[list[list[str]]]:
+    """What follows ``nox -s``, in turns of one lane: those that take longest first, so that the lanes end together.
+
+    The tests of a package run alone where it is installed alone; what was skipped there, or looked for a module that
+    is not there, follows in the shared venv. Without the file, because isolation broke early, all of them do. Those of
+    several ranks run in the same process, but of the two packages with most of them beside all that in another lane.
+    """
+    by_files = sorted(PACKAGES, key=lambda name: -len(list(tests_of(name).rglob("test_*.py"))))
+    large, others = by_files[:2], by_files[2:]
+    apart = [[[f"isolation({name})"], [f"tests({name})", "--", AFTER_ISOLATION]] for name in large]
+    together = [[[f"isolation({name})"], [f"rest({name})", "--", AFTER_ISOLATION]] for name in others]
+    first, second, *rest_of_them = together  # the first begins without the shared venv, while it is installed
+    # Of the two largest the one with fewer files has the longer tests (240 s of a run, 180); so have the last two.
+    longest = [*([[f"ranks({name})"]] for name in large), second, apart[-1], [["integration"]], *apart[:-1]]
+    return [first, *longest, *reversed(rest_of_them), [["types"]], [["ranks(ranktest)"]], [["lint"]]]
+
+
+def run_in_lane(turn: list[list[str]]) -> list[str]:
+    """Sessions one after the other, whatever the first comes to: the names of those that failed."""
+    failed = []
+    for arguments in turn:
+        status, seconds, log = run_session(arguments)
+        print(
+            f"{log.read_text(errors='replace')}\n==> {arguments[0]}: status {status} after {seconds:.0f} s", flush=True
+        )
+        if status:
+            failed.append(arguments[0])
+    return failed
+
+
+def run_session(arguments: list[str]) -> tuple[int, float, Path]:
+    """One session in a nox of its own: its status, seconds, and the file with its output."""
+    log, start = LOGS / f"{arguments[0]}.log", time.monotonic()
+    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", *arguments]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(SESSION_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            status = -signal.SIGKILL
+            out.write(f"\nkilled: still running after {SESSION_DEADLINE_S:.0f} s\n".encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a session may have left behind
+            process.wait()
+    return status, time.monotonic() - start, log

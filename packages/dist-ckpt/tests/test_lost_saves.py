@@ -10,7 +10,7 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
-from sixfold.dist_ckpt.background import control, turn
+from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 from sixfold.dist_ckpt.stores.store import Part, complete
@@ -127,7 +127,7 @@ def job_of(store, monkeypatch):
 
 
 def test_a_trainer_that_dies_before_the_commit_begins_keeps_the_older_checkpoint(monkeypatch):
-    store, outcomes, whose = Acting(), [], turn.Turn()
+    store, outcomes, whose = Acting(), [], threading.Lock()
     dist_ckpt.save(state(1), store, group=None)
     job = job_of(store, monkeypatch)
     store.acts["<list>"] = lambda: outcomes.append(control.commit(job, [], whose))
@@ -138,7 +138,7 @@ def test_a_trainer_that_dies_before_the_commit_begins_keeps_the_older_checkpoint
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_trainer_that_dies_in_the_commit_waits_for_it_so_long(monkeypatch, is_slow):
-    store, whose = Acting(), turn.Turn()
+    store, whose = Acting(), threading.Lock()
     dist_ckpt.save(state(1), store, group=None)
     job = job_of(store, monkeypatch)
     word = threading.Thread(target=control.speak_for_trainer, args=(job, whose))
@@ -148,7 +148,7 @@ def test_a_trainer_that_dies_in_the_commit_waits_for_it_so_long(monkeypatch, is_
         word.join(30 if is_slow else 0.05)
         assert word.is_alive() != is_slow
 
-    monkeypatch.setattr(turn, "_COMMIT_S", 0.02 if is_slow else 30)
+    monkeypatch.setattr(control, "_COMMIT_S", 0.02 if is_slow else 30)
     store.acts["/metadata.json"] = die
     assert control.commit(job, [], whose).error is None
     word.join(30)

@@ -26,7 +26,6 @@ from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import MappedArena
 from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Job
-from sixfold.dist_ckpt.background.turn import Turn
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
@@ -34,7 +33,7 @@ from sixfold.dist_ckpt.road import saving
 _LAST_WORD_S = 10.0
 
 
-def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: Turn) -> Outcome:
+def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: threading.Lock) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if job.ranks == 1:
@@ -77,7 +76,7 @@ class _Parent:
         self._channel, self._pid = channel, pid
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self.current: Job | None = None
-        self.turn = Turn()
+        self.turn = threading.Lock()
 
     def listen(self) -> None:
         """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""

@@ -52,18 +52,7 @@ class LostPeerError(CheckpointError):
 
 
 #: How an error travels between ranks: by the name of its class.
-BY_NAME: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        ShardingError,
-        MismatchError,
-        CorruptError,
-        UnsafeError,
-        StorageError,
-        LostPeerError,
-    )
-}
+BY_NAME = {kind.__name__: kind for kind in [*CheckpointError.__subclasses__(), CheckpointError]}
 
 
 def retold(error: CheckpointError, text: str) -> CheckpointError:

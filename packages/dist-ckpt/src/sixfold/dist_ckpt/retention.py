@@ -19,11 +19,11 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -32,20 +32,17 @@ from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.by_pointer import visible
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
-_STEP = re.compile(r"step-(\d{8,})")
-# ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it.
-_REPLACED = re.compile(r"\.(step-\d{8,})\.old-.+")
-_PRUNED = re.compile(r"\.step-\d{8,}\.gone-.+")
-_UNFINISHED = re.compile(r"\.step-(\d{8,})\.(?:tmp|job)-(.+)")
+# ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
+# prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died.
+_NAME = re.compile(r"(\.)?step-(\d{8,})(?(1)\.(old|gone|tmp|job)-(.+))")
 _STILL_S = 3600.0  # see [Note: dead or slow]
+_Place = TypeVar("_Place", Path, ByPointer)
 
 
 @overload
-def step_path(root: Path, step: int) -> Path: ...
+def step_path(root: _Place, step: int) -> _Place: ...
 @overload
 def step_path(root: str, step: int) -> Path | str: ...
-@overload
-def step_path(root: ByPointer, step: int) -> ByPointer: ...
 def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer:
     """``root/step-%08d``, the place of a step; relative if ``root`` is.
 
@@ -68,11 +65,9 @@ def _is_integer(value: Any, least: int) -> bool:
 
 
 @overload
-def checkpoints(root: Path) -> list[tuple[int, Path]]: ...
+def checkpoints(root: _Place) -> list[tuple[int, _Place]]: ...
 @overload
 def checkpoints(root: str) -> list[tuple[int, Path | str]]: ...
-@overload
-def checkpoints(root: ByPointer) -> list[tuple[int, ByPointer]]: ...
 def checkpoints(root: str | Path | ByPointer) -> Sequence[tuple[int, Path | str | ByPointer]]:
     """Complete checkpoints as (step, place), ascending; metadata and sizes are looked at, not digests.
 
@@ -84,11 +79,9 @@ def checkpoints(root: str | Path | ByPointer) -> Sequence[tuple[int, Path | str 
 
 
 @overload
-def latest(root: Path) -> Path | None: ...
+def latest(root: _Place) -> _Place | None: ...
 @overload
 def latest(root: str) -> Path | str | None: ...
-@overload
-def latest(root: ByPointer) -> ByPointer | None: ...
 def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
     """The complete checkpoint of the highest step; None if there is none, also where there is no such root.
 
@@ -100,11 +93,9 @@ def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
 
 
 @overload
-def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> list[Path]: ...
+def prune(root: _Place, *, keep_last: int, keep_every: int | None = None) -> list[_Place]: ...
 @overload
 def prune(root: str, *, keep_last: int, keep_every: int | None = None) -> list[Path | str]: ...
-@overload
-def prune(root: ByPointer, *, keep_last: int, keep_every: int | None = None) -> list[ByPointer]: ...
 def prune(
     root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None
 ) -> Sequence[Path | str | ByPointer]:
@@ -124,7 +115,6 @@ def prune(
     if not _is_integer(keep_last, 0) or not (keep_every is None or _is_integer(keep_every, 1)):
         raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
     run = _run_at(root)
-    run.sweep()
     found = [step for step in run.steps() if run.is_complete(step)]
     old = found[: max(0, len(found) - keep_last)]
     deleted = []
@@ -133,32 +123,12 @@ def prune(
             continue
         typed(partial(run.delete, step))
         deleted.append(step_path(root, step))
-    if kept := found[len(old) :]:
-        run.delete_unfinished(before=kept[0])
+    kept = found[len(old) :]
+    run.delete_left(before=kept[0] if kept else 0)
     return deleted
 
 
-class _Run(Protocol):
-    """The checkpoints of one root."""
-
-    def steps(self) -> list[int]:
-        """Of all that could be a checkpoint, ascending."""
-        ...
-
-    def is_complete(self, step: int) -> bool: ...
-
-    def delete(self, step: int) -> None: ...
-
-    def sweep(self) -> None:
-        """Delete what a killed ``delete`` left."""
-        ...
-
-    def delete_unfinished(self, *, before: int) -> None:
-        """Delete what dead saves of earlier steps left."""
-        ...
-
-
-def _run_at(root: str | Path | ByPointer) -> _Run:
+def _run_at(root: str | Path | ByPointer) -> _LocalRun | _StoredRun:
     place = root if isinstance(root, ByPointer) else paths.located(root, "root")
     if isinstance(place, Path):
         return _LocalRun(place)
@@ -169,10 +139,19 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _numbers(names: Iterable[str]) -> list[int]:
-    """Of those among ``names`` that ``_name`` gives."""
-    found = {int(match.group(1)) for name in names if (match := _STEP.fullmatch(name))}
-    return sorted(step for step in found if _name(step) in names)
+class _Found(NamedTuple):
+    """What a name says: ``kind`` is None for a step itself, else what stands beside it; ``save`` is whose it is."""
+
+    step: int
+    kind: str | None
+    save: str | None
+
+
+def _read(name: str) -> _Found | None:
+    match = _NAME.fullmatch(name)
+    if match is None or _name(int(match[2])) not in name:  # with a zero more
+        return None
+    return _Found(int(match[2]), match[3], match[4])
 
 
 class _LocalRun:
@@ -180,15 +159,14 @@ class _LocalRun:
         self._root = root
 
     def steps(self) -> list[int]:
-        names = {path.name for path in self._named(_STEP)}
-        names |= {m.group(1) for path in self._named(_REPLACED) if (m := _REPLACED.fullmatch(path.name))}
-        return _numbers(names)
+        """Of all that could be a checkpoint, ascending."""
+        return sorted({found.step for found, _ in self._named(None, "old")})
 
     def is_complete(self, step: int) -> bool:
         return serialization.check_is_distributed_checkpoint(self._root / _name(step))
 
     def delete(self, step: int) -> None:
-        siblings = [path for path in self._named(_REPLACED) if path.name.startswith(f".{_name(step)}.")]
+        siblings = [path for found, path in self._named("old") if found.step == step]
         for folder in (self._root / _name(step), *siblings):
             if folder.is_symlink():
                 folder.unlink()
@@ -198,27 +176,22 @@ class _LocalRun:
                 folder.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def sweep(self) -> None:
-        for leftover in self._named(_PRUNED):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def delete_unfinished(self, *, before: int) -> None:
-        by_save: dict[tuple[str, ...], list[Path]] = {}
-        for leftover in self._named(_UNFINISHED):
-            if (match := _UNFINISHED.fullmatch(leftover.name)) and int(match.group(1)) < before:
-                by_save.setdefault(match.groups(), []).append(leftover)
+    def delete_left(self, *, before: int) -> None:
+        """Delete what killed deletions left, and what dead saves of earlier steps did."""
+        for _, path in self._named("gone"):
+            shutil.rmtree(path, ignore_errors=True)
+        by_save: dict[tuple[Any, ...], list[Path]] = {}
+        for found, path in self._named("tmp", "job"):
+            if found.step < before:
+                by_save.setdefault((found.step, found.save), []).append(path)
         for folders in by_save.values():
             if time.time() - max(map(_changed_at, folders)) > _STILL_S:
                 for folder in folders:
                     storage.discard(folder)
 
-    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        def listed() -> list[Path]:
-            if not self._root.exists():
-                return []
-            return [path for path in self._root.iterdir() if pattern.fullmatch(path.name)]
-
-        return typed(listed)
+    def _named(self, *kinds: str | None) -> list[tuple[_Found, Path]]:
+        names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
+        return [(found, self._root / name) for name in names if (found := _read(name)) and found.kind in kinds]
 
 
 def _changed_at(folder: Path) -> float:
@@ -241,7 +214,7 @@ class _StoredRun:
         self._deleted = set[int]()
 
     def steps(self) -> list[int]:
-        return _numbers({name.partition("/")[0] for name in self._store.list_files() if "/" in name})
+        return sorted({step for step, _ in self._files()})
 
     def is_complete(self, step: int) -> bool:
         return view.is_complete(self._store.child(_name(step)))
@@ -250,16 +223,18 @@ class _StoredRun:
         self._store.child(_name(step)).clear()
         self._deleted.add(step)
 
-    def sweep(self) -> None:
-        """Nothing has a name of its own."""
-
-    def delete_unfinished(self, *, before: int) -> None:
-        by_step: dict[str, set[str]] = {}
-        for name in self._store.list_files():
-            folder, _, rest = name.partition("/")
-            by_step.setdefault(folder, set()).add(rest)
-        for step in self.steps():
-            names = by_step.get(_name(step), set())
+    def delete_left(self, *, before: int) -> None:
+        by_step: dict[int, set[str]] = {}
+        for step, name in self._files():
+            by_step.setdefault(step, set()).add(name)
+        for step, names in sorted(by_step.items()):
             is_left = not visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
             if step < before and step not in self._deleted and is_left and not self.is_complete(step):
                 self._store.child(_name(step)).clear_unfinished()
+
+    def _files(self) -> Iterator[tuple[int, str]]:
+        """The step, and the name in its folder, of each file."""
+        for name in self._store.list_files():
+            folder, slash, rest = name.partition("/")
+            if slash and (found := _read(folder)) and found.kind is None:
+                yield found.step, rest

@@ -12,13 +12,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
-from sixfold.dist_ckpt.road import loading, looking, saving
+from sixfold.dist_ckpt.road import foreign, loading, looking, saving
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
@@ -94,21 +94,9 @@ def save(
         StorageError: full disk, a target that holds other files, any error of the system.
         LostPeerError: a rank is dead or late. Any error is raised on every rank.
     """
-    request = SaveRequest.made(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        validate_access_integrity,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        group=group,
-        if_exists=if_exists,
-        check_finite=check_finite,
-        metadata=metadata,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
+    arguments = dict(locals())
+    del arguments["async_sharded_save"]
+    request = SaveRequest.made(**arguments)
     if async_sharded_save and request.engine is not None:
         from sixfold.dist_ckpt.background import saver
 
@@ -118,8 +106,6 @@ def save(
     if request.engine is not None:
         saving.save(request)
         return None
-    from sixfold.dist_ckpt.road import foreign
-
     if async_sharded_save:
         return foreign.async_save(request)
     foreign.save(request)
@@ -174,7 +160,12 @@ def load(
     with told_to_all(group, timeout_s):
         # Who waits for this rank does so for timeout_s: a store that fails is told of before.
         store = store_at(checkpoint_dir, timeout_s / 2)
-        strategies, engine = _strategies_for(store, sharded_strategy, common_strategy)
+        sharded, common = _strategies(store.local_folder, sharded_strategy, common_strategy)
+        engine = _engine(sharded, common)
+        if engine is None and store.local_folder is None:
+            raise CheckpointError(
+                f"{store.name}: strategies of users read local folders; torch_dist and zarr come from any store"
+            )
         request = LoadRequest(
             state=sharded_state_dict,
             store=store,
@@ -187,46 +178,26 @@ def load(
             timeout_s=timeout_s,
             progress=progress,
         )
-    if strategies is not None:
-        sharded, common = strategies
-        from sixfold.dist_ckpt.road import foreign
-
+    if engine is None:
         return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
-    assert engine is not None, "strategies that load by themselves are foreign"
     return loading.load(request, engine)
 
 
-def _strategies_for(
-    store: Store, sharded_strategy: Any, common_strategy: Any
-) -> tuple[tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None, base.LoadEngine | None]:
-    """The strategies if they read by themselves, else what the built-in engine shall do."""
-    if store.local_folder is not None:
-        strategies = _foreign_strategies(store.local_folder, sharded_strategy, common_strategy)
-        if strategies is not None:
-            return strategies, None
-    engine = base.load_engine(sharded_strategy, common_strategy)
-    if engine is None:
-        raise CheckpointError(
-            f"{store.name}: strategies of users read local folders; torch_dist and zarr come from any store"
-        )
-    return None, engine
+def _strategies(
+    folder: Path | None, sharded_strategy: Any = None, common_strategy: Any = None
+) -> tuple[base.LoadShardedStrategy, base.LoadCommonStrategy]:
+    """The two loading strategies: as given, else as a folder's metadata.json names them, else torch_dist.
 
-
-def _foreign_strategies(
-    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any
-) -> tuple[base.LoadShardedStrategy, base.LoadCommonStrategy] | None:
-    """The two loading strategies if one of them reads by itself; None if the built-in engine does.
-
-    A folder that names no registered backend is left to the engine, whose error says what is wrong.
+    A folder that names no registered backend is left to torch_dist, whose error says what is wrong.
     """
-    config = read_config(checkpoint_dir)
+    config = None if folder is None else read_config(folder)
     pairs = config or (("torch_dist", 1), ("torch", 1))
     try:
-        sharded = base.find(StrategyAction.LOAD_SHARDED, sharded_strategy, pairs[0])
-        common = base.find(StrategyAction.LOAD_COMMON, common_strategy, pairs[1])
+        sharded: base.LoadShardedStrategy = base.find(StrategyAction.LOAD_SHARDED, sharded_strategy, pairs[0])
+        common: base.LoadCommonStrategy = base.find(StrategyAction.LOAD_COMMON, common_strategy, pairs[1])
     except CheckpointError:
         if sharded_strategy is None and common_strategy is None:
-            return None
+            return TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
         raise
     for given, strategy, (backend, version) in zip(
         (sharded_strategy, common_strategy), (sharded, common), pairs, strict=True
@@ -234,7 +205,12 @@ def _foreign_strategies(
         if config is not None and given is not None:
             strategy.check_backend_compatibility(backend)
             strategy.check_version_compatibility(version)
-    return None if sharded.engine() is not None and common.is_built_in else (sharded, common)
+    return sharded, common
+
+
+def _engine(sharded: base.LoadShardedStrategy, common: base.LoadCommonStrategy) -> base.LoadEngine | None:
+    """What the built-in engine shall do; None if one of the strategies reads by itself."""
+    return sharded.engine() if common.is_built_in else None
 
 
 def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
@@ -243,19 +219,16 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
     Raises: as ``load``. {} for a plain DCP folder.
     """
     with viewed(checkpoint_dir) as folder:
-        strategies = _foreign_strategies(folder, None, None)
-        if strategies is not None:
-            return strategies[1].load_common(folder)
-        return looking.load_common_state_dict(folder, safe_globals=safe_globals)
+        sharded, common = _strategies(folder)
+        if _engine(sharded, common) is not None:
+            return looking.load_common_state_dict(folder, safe_globals=safe_globals)
+        return common.load_common(folder)
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
     with viewed(checkpoint_dir) as folder:
-        strategies = _foreign_strategies(folder, sharded_strategy, None)
-        if strategies is not None:
-            return strategies[0].load_tensors_metadata(folder)
-        return looking.load_tensors_metadata(folder)
+        return _strategies(folder, sharded_strategy)[0].load_tensors_metadata(folder)
 
 
 def load_sharded_metadata(
@@ -266,12 +239,7 @@ def load_sharded_metadata(
     What it returns is a state dict to load with.
     """
     with viewed(checkpoint_dir) as folder:
-        strategies = _foreign_strategies(folder, sharded_strategy, common_strategy)
-        if strategies is not None:
-            from sixfold.dist_ckpt.road import foreign
-
-            return foreign.listing(folder, *strategies)
-        return looking.load_sharded_metadata(folder)
+        return foreign.listing(folder, *_strategies(folder, sharded_strategy, common_strategy))
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store) -> dict[str, Any]:
@@ -302,12 +270,9 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
     store = store_at(checkpoint_dir)
     try:
         with viewed(store) as folder:
-            strategies = _foreign_strategies(folder, None, None)
-            if strategies is None:
+            sharded, common = _strategies(folder)
+            if _engine(sharded, common) is not None:
                 return is_complete(folder)
-            from sixfold.dist_ckpt.road import foreign
-
-            sharded, common = strategies
             typed(lambda: foreign.listing(folder, sharded, common))
             return True
     except StorageError:
@@ -318,19 +283,16 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:
     """The strategy that ``(backend, version)`` stands for at save."""
-    strategy: base.SaveShardedStrategy = base.get(StrategyAction.SAVE_SHARDED, backend, version)
-    return strategy
+    return cast(base.SaveShardedStrategy, base.get(StrategyAction.SAVE_SHARDED, backend, version))
 
 
 def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -> base.SaveCommonStrategy:
     """The strategy that ``(backend, version)`` stands for at save of common data."""
-    strategy: base.SaveCommonStrategy = base.get(StrategyAction.SAVE_COMMON, backend, version)
-    return strategy
+    return cast(base.SaveCommonStrategy, base.get(StrategyAction.SAVE_COMMON, backend, version))
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
     with viewed(checkpoint_dir) as folder:
-        config = read_config(folder)
-    strategy: base.LoadShardedStrategy = base.get(StrategyAction.LOAD_SHARDED, *(config or (("torch_dist", 1),))[0])
-    return strategy
+        config = read_config(folder) or (("torch_dist", 1),)
+    return cast(base.LoadShardedStrategy, base.get(StrategyAction.LOAD_SHARDED, *config[0]))

@@ -3,7 +3,7 @@
     another process of this host --> inotify --> Bell.wait (this file) --> the turns of control.py
 
 The kernel tells of what its own processes do, and of nothing that other hosts do to a shared folder: those are found by
-looking, seldom. Where there is no inotify, or no instance of it is left, the wait is a pause.
+looking, seldom. Where no instance of inotify is left, the wait is a pause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import select
 import struct
 import time
 from collections.abc import Set as AbstractSet
-from functools import cache
 from pathlib import Path
 
 _EVENT = struct.Struct("iIII")  # of inotify(7): watch, mask, cookie, length of the name
@@ -73,23 +72,10 @@ class Bell:
 
 def _watch(folder: Path) -> int | None:
     """A handle that becomes readable when something changes in ``folder``; None if this system gives none."""
-    library = _libc()
-    if library is None:
-        return None
+    library = ctypes.CDLL(None)
     handle: int = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if handle < 0:
-        return None
-    if library.inotify_add_watch(handle, os.fsencode(folder), ctypes.c_uint32(_MASK)) < 0:
+    if handle >= 0 and library.inotify_add_watch(handle, os.fsencode(folder), ctypes.c_uint32(_MASK)) >= 0:
+        return handle
+    if handle >= 0:
         os.close(handle)
-        return None
-    return handle
-
-
-@cache
-def _libc() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None)
-        _ = library.inotify_init1, library.inotify_add_watch
-    except (OSError, AttributeError):
-        return None
-    return library
+    return None

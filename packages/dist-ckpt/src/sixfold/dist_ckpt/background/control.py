@@ -25,6 +25,10 @@ worker no longer. A first rank's worker whose trainer has been silent as long co
 committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
 verdict: the board lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
 outcome, so that all hear the same.
+
+[Note: whose turn] In a worker the commit, and the thread that takes all away when the trainer has died, exclude each
+other by a lock; who begins first goes first. Both at once could lose two checkpoints: the commit removes the older
+one, the other thread the newer.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.store_board import StoreBoard
-from sixfold.dist_ckpt.background.turn import Turn
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer
@@ -59,6 +63,7 @@ _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
 _ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
+_COMMIT_S = 8.0  # less than the trainer's last word may take: a kill leaves a commit whole or unseen
 _ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
 _HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
@@ -253,7 +258,7 @@ def board_of(job: Job) -> Board:
     return StoreBoard(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
-def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Turn) -> Outcome:
+def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Lock) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
     board = board_of(job)
 
@@ -356,12 +361,14 @@ def _told(board: Board) -> Outcome | None:
         return Outcome(error=error)
 
 
-def commit(job: Job, written: list[Any], turn: Turn) -> Outcome:
-    """Move the save into place, unless ``speak_for_trainer`` has begun to take it away."""
-    with turn.commit() as may_begin:
-        if not may_begin:
-            return Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
+def commit(job: Job, written: list[Any], turn: Lock) -> Outcome:
+    """Move the save into place, unless ``speak_for_trainer`` has begun to take it away. See [Note: whose turn]."""
+    if not turn.acquire(blocking=False):
+        return Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
+    try:
         return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
+    finally:
+        turn.release()
 
 
 def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
@@ -389,13 +396,13 @@ def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointE
     return outcome
 
 
-def speak_for_trainer(job: Job, turn: Turn) -> None:
+def speak_for_trainer(job: Job, turn: Lock) -> None:
     """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
 
     The first rank takes all away, which the others see; a commit that has begun ends first.
     """
     if job.rank == 0:
-        if not turn.take():
+        if not turn.acquire(timeout=_COMMIT_S):
             return
         abandon(job)
     if job.ranks == 1:

@@ -304,22 +304,7 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    request = SaveRequest.made(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
-        validate_access_integrity,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        group=group,
-        if_exists=if_exists,
-        check_finite=check_finite,
-        metadata=metadata,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
-    return start(request)
+    return start(SaveRequest.made(**locals()))
 
 
 def start(request: SaveRequest) -> AsyncSave:

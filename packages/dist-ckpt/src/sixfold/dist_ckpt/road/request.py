@@ -62,8 +62,8 @@ class SaveRequest:
     @classmethod
     def made(
         cls,
-        state: Mapping[Any, Any],
-        place: Any,
+        sharded_state_dict: Mapping[Any, Any],
+        checkpoint_dir: Any,
         sharded_strategy: Any = None,
         common_strategy: Any = None,
         validate_access_integrity: bool = True,
@@ -80,11 +80,11 @@ class SaveRequest:
             CheckpointError: what is wrong with any of it, on every rank.
         """
         with told_to_all(group, timeout_s):
-            store = store_at(place, timeout_s)
+            store = store_at(checkpoint_dir, timeout_s)
             sharded = find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
             common = find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
             return cls(
-                state=state,
+                state=sharded_state_dict,
                 store=store,
                 sharded=sharded,
                 common=common,

@@ -328,14 +328,6 @@ def owns_file(name: str) -> bool:
     )
 
 
-def load_engine(sharded_strategy: Any, common_strategy: Any) -> LoadEngine | None:
-    """What the built-in engine shall do for these strategies (None, tuples, objects); None: it is not asked."""
-    sharded = find(StrategyAction.LOAD_SHARDED, sharded_strategy, ("torch_dist", 1))
-    common = find(StrategyAction.LOAD_COMMON, common_strategy, ("torch", 1))
-    engine: LoadEngine | None = sharded.engine()
-    return engine if common.is_built_in else None
-
-
 def _action(action: StrategyAction | str) -> StrategyAction:
     try:
         return StrategyAction(action)

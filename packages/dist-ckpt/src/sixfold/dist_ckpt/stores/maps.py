@@ -3,7 +3,7 @@
     path --> Maps.get (this file) --> Mapped: bytes of the page cache, where sources.py, reader.py and tools look
 
 [Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed; Python's ``mmap``
-keeps one all the same, and a checkpoint may have more files than a process may open. So the call is made here. A map
+keeps one all the same, and a checkpoint may have more files than a process may open. So torch maps it. A map
 lives as long as any view of it: it is undone when the last one goes, and never by whoever made it.
 """
 
@@ -13,17 +13,18 @@ import ctypes
 import errno
 import mmap
 import os
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.stores.frame_file import libc
 
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 1 << 16  # less is not worth a system call
-_FAILED = ctypes.c_void_p(-1).value
 Arrives = Callable[[int, int], None]
 KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 
@@ -38,17 +39,12 @@ class Mapped:
     __slots__ = ("_arrives", "_memory", "_path", "data")
 
     def __init__(self, path: Path, arrives: Arrives | None = None) -> None:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            nbytes = os.fstat(handle).st_size
-            address = _map(handle, nbytes, path)
-        finally:
-            os.close(handle)
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            # Not by its name, which may be no text, or that of another file now.
+            self._memory = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=nbytes, dtype=torch.uint8)
         self._path, self._arrives = path, arrives
-        self._memory = (ctypes.c_char * nbytes).from_address(address)
-        # At the end of the process the kernel does it: a tensor may still be looked at then.
-        weakref.finalize(self._memory, _unmap, address, nbytes).atexit = False
-        self.data = memoryview(self._memory).cast("B")
+        self.data = tensor_bytes(self._memory)
 
     def at(self, start: int, stop: int) -> int:
         """Where bytes [start, stop) lie in memory, as long as the caller keeps this object.
@@ -58,16 +54,10 @@ class Mapped:
         """
         if self._arrives is not None:
             self._arrives(start, stop)
-        address = ctypes.addressof(self._memory)
-        if stop - start >= _POPULATE_BYTES:
-            first = start - start % mmap.PAGESIZE
-            if _call("madvise")(address + first, stop - first, _MADV_POPULATE_READ):
-                code = ctypes.get_errno()
-                if code != errno.EINVAL:  # Linux before 5.14 does not know it
-                    raise OSError(
-                        errno.EIO, f"the disk does not give these bytes ({os.strerror(code)})", str(self._path)
-                    )
-        return address + start
+        code = self._advise(start, stop, _MADV_POPULATE_READ) if stop - start >= _POPULATE_BYTES else 0
+        if code not in (0, errno.EINVAL):  # which Linux before 5.14 says
+            raise OSError(errno.EIO, f"the disk does not give these bytes ({os.strerror(code)})", str(self._path))
+        return self._memory.data_ptr() + start
 
     def view(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop) when they have arrived."""
@@ -77,9 +67,15 @@ class Mapped:
 
     def forget(self, start: int, stop: int) -> None:
         """Count the bytes [start, stop) no longer as memory of this process: the page cache keeps them."""
-        first, size = start - start % mmap.PAGESIZE, len(self.data)
-        if first < size:
-            _call("madvise")(ctypes.addressof(self._memory) + first, min(stop, size) - first, mmap.MADV_DONTNEED)
+        if start < len(self.data):
+            self._advise(start, min(stop, len(self.data)), mmap.MADV_DONTNEED)
+
+    def _advise(self, start: int, stop: int, advice: int) -> int:
+        """madvise(2) of the pages from byte ``start`` on; 0, or the number of its error."""
+        first, advise = start - start % mmap.PAGESIZE, libc("madvise")
+        assert advise is not None, "Linux"
+        place = ctypes.c_void_p(self._memory.data_ptr() + first)
+        return advise(place, ctypes.c_size_t(stop - first), advice) and ctypes.get_errno()
 
 
 class Maps:
@@ -118,32 +114,3 @@ class Maps:
             found = self._kept.get(name)
         if found is not None:
             found.forget(start, stop)
-
-
-def _map(handle: int, nbytes: int, path: Path) -> int:
-    if not nbytes:
-        raise OSError(errno.EINVAL, "an empty file cannot be mapped", str(path))
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _call("mmap")(None, nbytes, protection, mmap.MAP_PRIVATE, handle, 0)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(path))
-    return int(address)
-
-
-def _unmap(address: int, nbytes: int) -> None:
-    _call("munmap")(address, nbytes)
-
-
-@cache
-def _call(name: str) -> Any:
-    """A system call of the C library."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
-    function.argtypes = {
-        "mmap": (pointer, size, number, number, number, ctypes.c_longlong),
-        "munmap": (pointer, size),
-        "madvise": (pointer, size, number),
-    }[name]
-    function.restype = pointer if name == "mmap" else number
-    return function

@@ -2,42 +2,27 @@
 
     ranges --> in_flight (this file) --> (range, bytes), in the order of arrival --> mirror.py
 
-[Note: a range that fails] waits for a pause that grows, and is asked for again while others go on. One that gives
-nothing for ``STALL_S``, or a quarter of the deadline, counts as failed. From its first failure on a range has
-``timeout_s``; then one error says what was asked, how often and for how long.
+[Note: a range that fails] is asked for again by the store, after a pause that grows, while others go on. One that gives
+nothing for ``STALL_S``, or a quarter of the deadline, counts as failed.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.pool import Pool
 
 AT_ONCE = 16
 _LEAST_RANGE_BYTES, MOST_RANGE_BYTES = 4 << 20, 8 << 20
 STALL_S = 60.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_TICK_S = 0.05  # how often those that wait for their next try are looked at
-
-
-@dataclass(slots=True)
-class _Asked:
-    """One range: its request under way, or its failures so far."""
-
-    part: ByteRange
-    begun: float = 0.0
-    failures: int = 0
-    first_failure: float = 0.0
-    due: float = 0.0
 
 
 def stall_s(timeout_s: float) -> float:
@@ -45,61 +30,19 @@ def stall_s(timeout_s: float) -> float:
     return min(STALL_S, timeout_s / 4)
 
 
-def in_flight(
-    ask: Callable[[ByteRange], Future[Any]],
-    ranges: Sequence[ByteRange],
-    timeout_s: float,
-    passes: Callable[[BaseException], bool],
-    told: Callable[[BaseException, ByteRange, int, float], BaseException],
-) -> Iterator[tuple[ByteRange, bytes]]:
-    """The bytes of all ranges, ``AT_ONCE`` of them in flight. See [Note: a range that fails].
-
-    Args:
-        ask: begins to read a range.
-        passes: whether asking again may help.
-        told: makes the error that is raised from an error, its range, how often and for how many seconds it failed.
-    """
-    left, later, busy = deque(map(_Asked, ranges)), list[_Asked](), dict[Future[Any], _Asked]()
-    longest_s = stall_s(timeout_s)
-
-    def failed(asked: _Asked, error: BaseException) -> None:
-        now = time.monotonic()
-        asked.failures += 1
-        asked.first_failure = asked.first_failure or now
-        pause_s = min(_FIRST_PAUSE_S * 2 ** min(asked.failures - 1, 10), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-        if not passes(error) or now - asked.first_failure + pause_s > timeout_s:
-            raise told(error, asked.part, asked.failures, now - asked.first_failure) from error
-        asked.due = now + pause_s
-        later.append(asked)
-
+def in_flight(read: Callable[[ByteRange], bytes], ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
+    """The bytes of all ranges, ``AT_ONCE`` of them in flight. See [Note: a range that fails]."""
+    left, busy = deque(ranges), dict[Future[bytes], ByteRange]()
+    pool = Pool(AT_ONCE)
     try:
-        while left or later or busy:
-            now = time.monotonic()
-            due = [asked for asked in later if asked.due <= now]
-            while (due or left) and len(busy) < AT_ONCE:
-                asked = due.pop() if due else left.popleft()
-                if asked.failures:
-                    later.remove(asked)
-                asked.begun = now
-                busy[ask(asked.part)] = asked
-            if not busy:
-                time.sleep(_TICK_S)
-                continue
-            done, _ = wait(busy, _TICK_S if later else min(1.0, longest_s / 4), FIRST_COMPLETED)
-            for future in done:
-                asked, error = busy.pop(future), future.exception()
-                if error is not None:
-                    failed(asked, error)
-                else:
-                    yield asked.part, future.result()
-            for future, asked in list(busy.items()):
-                if time.monotonic() - asked.begun > longest_s and not future.done():
-                    del busy[future]
-                    future.cancel()
-                    failed(asked, TimeoutError(f"no answer within {longest_s:g} s"))
+        while left or busy:
+            while left and len(busy) < AT_ONCE:
+                part = left.popleft()
+                busy[pool.submit(read, part)] = part
+            for future in wait(busy, None, FIRST_COMPLETED).done:
+                yield busy.pop(future), future.result()
     finally:
-        for future in busy:
-            future.cancel()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callable[[], int]) -> list[Any]:

@@ -13,12 +13,10 @@ itself before that, request by request.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -109,21 +107,9 @@ class UrlStore(ByPointer, tells=True):
         return bytes(self._asked(lambda: fs.cat_file(self._path(name), **span, **limit), f"reading {name}"))
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
-        fs, _ = self._connection()
-        if not fs.async_impl:
-            yield from super().read_ranges(ranges)
-            return
-
-        def ask(part: ByteRange) -> Future[Any]:
-            request = fs._cat_file(self._path(part.file), start=part.offset, end=part.offset + part.length)
-            return asyncio.run_coroutine_threadsafe(request, fs.loop)
-
-        def told(error: BaseException, part: ByteRange, times: int, seconds: float) -> BaseException:
-            if isinstance(error, CheckpointError | FileNotFoundError) or not isinstance(error, Exception):
-                return error
-            return self._error(error, f"reading {part}", times, seconds)
-
-        yield from in_flight(ask, ranges, self._timeout_s, _passes, told)
+        if not self._connection()[0].async_impl:  # others may bear one call at a time
+            return super().read_ranges(ranges)
+        return in_flight(lambda part: self.read(part.file, part.offset, part.offset + part.length), ranges)
 
     def create(self, name: str, nbytes: int) -> Sink:
         block_bytes = max(BLOCK_BYTES, -(-nbytes // _MOST_PARTS))

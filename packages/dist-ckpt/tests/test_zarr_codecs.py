@@ -4,9 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
-import math
 import pickle
-import struct
 import sys
 import types
 import zlib
@@ -142,13 +140,13 @@ def test_codecs_of_the_standard_library_need_no_other(tmp_path, monkeypatch, nam
     assert torch.equal(dist_ckpt.load_plain_tensors(folder)["w"], WHOLE)
 
 
-def test_big_endian_and_column_major_chunks_need_no_library(tmp_path, monkeypatch):
-    for module in ("zarr", "numcodecs"):
-        monkeypatch.setitem(sys.modules, module, None)
-    parts = [WHOLE[:, 3 * i : 3 * i + 3].T.flatten().tolist() for i in range(2)]
-    chunks = {f"0.{i}": struct.pack(f">{len(part)}i", *part) for i, part in enumerate(parts)}
-    folder = folder_of(tmp_path, chunks, dtype=">i4", order="F")
-    assert torch.equal(dist_ckpt.load_plain_tensors(folder)["w"], WHOLE)
+@pytest.mark.parametrize(
+    "header", [{"dtype": ">i4"}, {"order": "F"}, {"dimension_separator": "/"}], ids=lambda header: next(iter(header))
+)
+def test_values_that_lie_otherwise_than_megatron_wrote_them_are_refused(tmp_path, header):
+    folder = folder_of(tmp_path, two_chunks(bytes), **header)
+    with pytest.raises(MismatchError, match=r"\.zarray: (dtype|zarr format 2, order)"):
+        dist_ckpt.load_plain_tensors(folder)
 
 
 def test_shuffled_bytes_are_put_back(tmp_path):
@@ -194,14 +192,13 @@ CODECS = ["Blosc", "Zstd", "LZ4", "Zlib", "GZip", "BZ2", "LZMA"]
 @pytest.mark.parametrize("name", CODECS)
 def test_what_numcodecs_writes_is_read(tmp_path, name):
     numcodecs = pytest.importorskip("numcodecs", reason="needs the numcodecs library (extra zarr)")
-    codec, delta, shuffle = getattr(numcodecs, name)(), numcodecs.Delta("<i4", "<i2"), numcodecs.Shuffle(2)
-
-    def encode(data):
-        array = torch.frombuffer(bytearray(data), dtype=torch.int32).numpy()
-        return bytes(codec.encode(shuffle.encode(delta.encode(array))))
-
-    filters = [delta.get_config(), shuffle.get_config()]
-    folder = folder_of(tmp_path, two_chunks(encode), compressor=codec.get_config(), filters=filters)
+    codec, shuffle = getattr(numcodecs, name)(), numcodecs.Shuffle(2)
+    folder = folder_of(
+        tmp_path,
+        two_chunks(lambda data: bytes(codec.encode(shuffle.encode(data)))),
+        compressor=codec.get_config(),
+        filters=[shuffle.get_config()],
+    )
     assert torch.equal(dist_ckpt.load_plain_tensors(folder)["w"], WHOLE)
 
 
@@ -238,31 +235,10 @@ def with_an_absent_chunk(path, dtype, **header):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("dtype", "fill"),
-    [
-        (torch.uint8, 300),
-        (torch.uint8, -1),
-        (torch.int64, 2**70),
-        (torch.int32, 1.5),
-        (torch.int32, math.nan),
-        (torch.int32, "NaN"),
-        (torch.float16, 1e30),
-        (torch.float32, 10**400),
-        (torch.bool, 7),
-    ],
-)
-def test_a_fill_value_that_the_dtype_does_not_hold_is_damage(tmp_path, dtype, fill):
-    path = with_an_absent_chunk(tmp_path / "c", dtype, fill_value=fill)
-    with pytest.raises(CorruptError, match=r"\.zarray: fill_value"):
-        dist_ckpt.load_plain_tensors(path)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("word", "number"), [("NaN", math.nan), ("Infinity", math.inf), ("-Infinity", -math.inf)])
-def test_fill_values_that_json_has_no_number_for_are_words(tmp_path, word, number):
-    loaded = dist_ckpt.load_plain_tensors(with_an_absent_chunk(tmp_path / "c", torch.float32, fill_value=word))["w"]
-    assert torch.equal(loaded.nan_to_num(7.0, 8.0, 9.0)[4:], torch.full((4,), number).nan_to_num(7.0, 8.0, 9.0))
+@pytest.mark.parametrize("fill", [None, 0.0, "NaN"])
+def test_a_chunk_that_is_absent_is_damage_and_no_fill_value(tmp_path, fill):
+    with pytest.raises(CorruptError, match=r"names 2 chunks|w/1 is missing"):
+        dist_ckpt.load_plain_tensors(with_an_absent_chunk(tmp_path / "c", torch.float32, fill_value=fill))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,7 @@
 """Compressors and filters of zarr chunks: a closed list, by name, and none of a library's registry.
 
     .zarray --> parse_coding (this file) --> Coding
-    bytes of a chunk file + Coding --> Coding.decode (this file) --> values as the header says they lie
+    bytes of a chunk file + Coding --> Coding.decode (this file) --> its values
 
 [Note: no codec by name] A ``.zarray`` is a file of a stranger, and numcodecs' registry has codecs that unpickle what
 they decode. So no configuration of a folder reaches a library: names stand in the list below, each is decoded by the
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import bz2
 import lzma
-import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -28,23 +27,20 @@ from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchErro
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 
 _LZMA_MEMORY_BYTES = 1 << 28  # the strongest preset needs a quarter of it
-_NUMBERS = frozenset(f"{order}{kind}" for order in "<>|" for kind in ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
-_DELTA_TYPES = _NUMBERS | frozenset(f"{order}f{size}" for order in "<>" for size in (2, 4, 8))
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How the chunks of an array were coded: ``filters`` in turn, then ``compressor``; None and empty: not at all."""
+    """How the chunks of an array were coded: bytes of so many-byte elements shuffled in turn, then compressed."""
 
-    compressor: Config | None = None
-    filters: tuple[Config, ...] = ()
+    compressor: str | None = None
+    shuffles: tuple[int, ...] = ()
 
     @property
     def is_none(self) -> bool:
         """Whether a chunk file is simply its values."""
-        return self.compressor is None and not self.filters
+        return self.compressor is None and not self.shuffles
 
     def decode(self, data: bytes, nbytes: int) -> bytes:
         """The ``nbytes`` of values of a chunk.
@@ -52,16 +48,14 @@ class Coding:
         Raises:
             CorruptError: damaged, or another number of bytes. MismatchError: numcodecs is needed and missing.
         """
-        lengths = [nbytes]
-        for config in self.filters:
-            lengths.append(_FILTERS[config["id"]][1](config, lengths[-1]))
         try:
             if self.compressor is not None:
-                data = _COMPRESSORS[self.compressor["id"]](data, lengths[-1])
-            _check_length(data, lengths[-1])
-            for config, length in zip(reversed(self.filters), reversed(lengths[:-1]), strict=True):
-                data = _FILTERS[config["id"]][0](config, data)
-                _check_length(data, length)
+                data = _COMPRESSORS[self.compressor](data, nbytes)
+            if len(data) != nbytes:
+                raise CorruptError(f"the chunk holds {len(data)} bytes and not the {nbytes} bytes of its shape")
+            for size in reversed(self.shuffles):
+                planes = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(size, -1)
+                data = bytes(tensor_bytes(planes.t().contiguous()))
         except CheckpointError:
             raise
         except Exception as error:  # decoders raise whatever they like on damage
@@ -69,39 +63,35 @@ class Coding:
         return data
 
 
-def parse_coding(compressor: Any, filters: Any) -> Coding:
-    """What a ``.zarray`` says of its chunks. See [Note: no codec by name].
+def parse_coding(compressor: Any, filters: Any, nbytes: int) -> Coding:
+    """What a ``.zarray`` says of its chunks of ``nbytes``. See [Note: no codec by name].
 
     Raises:
         UnsafeError: a codec outside the list. CorruptError: one of the list that cannot be as it is described.
     """
-    if compressor is not None:
-        _check_known(compressor, "compressor", frozenset(_COMPRESSORS))
+    name = None if compressor is None else _known(compressor, "compressor", _COMPRESSORS)
     if filters is not None and not isinstance(filters, list):
         raise UnsafeError(f"filters is {filters!r}, and no list of codecs")
+    sizes = []
     for config in filters or ():
-        _check_known(config, "filter", frozenset(_FILTERS))
-        _FILTERS[config["id"]][1](config, 0)
-    if compressor is not None and compressor["id"] == "lzma" and compressor.get("format", 1) == 3:
+        _known(config, "filter", ("shuffle",))
+        size = config.get("elementsize")
+        if type(size) is not int or not 0 < size <= 256 or nbytes % size:
+            raise CorruptError(f"a shuffle of elements of {size!r} bytes does not fit chunks of {nbytes} bytes")
+        sizes.append(size)
+    if name == "lzma" and compressor.get("format", 1) == 3:
         raise MismatchError("lzma chunks without a header (format 3) are not read; write them with format 1")
-    return Coding(compressor, tuple(filters or ()))
+    return Coding(name, tuple(sizes))
 
 
-def _check_known(config: Any, what: str, known: frozenset[str]) -> None:
+def _known(config: Any, what: str, known: Collection[str]) -> str:
     name = config.get("id") if isinstance(config, dict) else config
     if not isinstance(config, dict) or not isinstance(name, str) or name not in known:
         raise UnsafeError(
             f"the {what} is the codec {name!r}; only {', '.join(sorted(known))} are decoded, because a codec may run "
             "what it reads. Write the array with one of these, or without"
         )
-
-
-def _check_length(data: bytes, nbytes: int) -> None:
-    if len(data) != nbytes:
-        raise CorruptError(f"the chunk holds {len(data)} bytes and not the {nbytes} bytes of its shape")
-
-
-# ---- compressors: (data, bytes of its values) -> values
+    return name
 
 
 def _of_python(decoder: Callable[[], Any]) -> Callable[[bytes, int], bytes]:
@@ -109,25 +99,26 @@ def _of_python(decoder: Callable[[], Any]) -> Callable[[bytes, int], bytes]:
 
     def decompress(data: bytes, nbytes: int) -> bytes:
         found = decoder()
-        out = found.decompress(data, nbytes + 1)
-        return _ended(out, found.eof, nbytes)
+        out: bytes = found.decompress(data, nbytes + 1)
+        if len(out) > nbytes:
+            raise CorruptError(f"the chunk decompresses to more than the {nbytes} bytes of its shape")
+        if not found.eof:
+            raise CorruptError(f"the compressed chunk ends early, after {len(out)} of its {nbytes} bytes")
+        return out
 
     return decompress
-
-
-def _ended(out: bytes, eof: bool, nbytes: int) -> bytes:
-    if len(out) > nbytes:
-        raise CorruptError(f"the chunk decompresses to more than the {nbytes} bytes of its shape")
-    if not eof:
-        raise CorruptError(f"the compressed chunk ends early, after {len(out)} of its {nbytes} bytes")
-    return out
 
 
 def _of_numcodecs(name: str, kind: str, stated: Callable[[bytes], int]) -> Callable[[bytes, int], bytes]:
     """A decoder of numcodecs, asked only where the chunk itself states the length that its shape says."""
 
     def decompress(data: bytes, nbytes: int) -> bytes:
-        library = _library(f"numcodecs.{name}", name)
+        try:
+            library = import_module(f"numcodecs.{name}")  # of three names of this file, none of a folder
+        except ImportError as error:
+            raise MismatchError(
+                f"chunks coded with {name} need the numcodecs library: pip install 'sixfold-dist-ckpt[zarr]'"
+            ) from error
         length = stated(data)
         if length != nbytes:
             raise CorruptError(f"the chunk decompresses to {length} bytes and not to the {nbytes} bytes of its shape")
@@ -160,15 +151,6 @@ def _zstd_length(data: bytes) -> int:
     return _little(data, 5 + (1 - single) + (0, 1, 2, 4)[flags & 3], size) + (256 if field == 1 else 0)
 
 
-def _library(module: str, codec: str) -> Any:
-    try:
-        return import_module(module)  # of two names of this file, none of a folder
-    except ImportError as error:
-        raise MismatchError(
-            f"chunks coded with {codec} need the numcodecs library: pip install 'sixfold-dist-ckpt[zarr]'"
-        ) from error
-
-
 _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
     "zlib": _of_python(partial(zlib.decompressobj, zlib.MAX_WBITS)),
     "gzip": _of_python(partial(zlib.decompressobj, zlib.MAX_WBITS | 16)),
@@ -178,54 +160,3 @@ _COMPRESSORS: dict[str, Callable[[bytes, int], bytes]] = {
     "zstd": _of_numcodecs("zstd", "Zstd", _zstd_length),
     "lz4": _of_numcodecs("lz4", "LZ4", lambda data: _little(data, 0, 4)),
 }
-
-
-# ---- filters: (config, data) -> data, and (config, decoded bytes) -> encoded bytes, which also checks the config
-
-
-def _unshuffle(config: Config, data: bytes) -> bytes:
-    planes = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(config["elementsize"], -1)
-    return bytes(tensor_bytes(planes.t().contiguous()))
-
-
-def _shuffled_bytes(config: Config, nbytes: int) -> int:
-    size = config.get("elementsize")
-    if type(size) is not int or not 0 < size <= 256 or nbytes % size:
-        raise CorruptError(f"a shuffle of elements of {size!r} bytes does not fit chunks of {nbytes} bytes")
-    return nbytes
-
-
-def _sum_up(config: Config, data: bytes) -> bytes:
-    numpy = _library("numpy", "delta")
-    steps = numpy.frombuffer(data, dtype=config.get("astype", config["dtype"]))
-    values = numpy.empty(steps.shape, dtype=config["dtype"])
-    numpy.cumsum(steps, out=values)
-    return bytes(values.tobytes())
-
-
-def _delta_bytes(config: Config, nbytes: int) -> int:
-    dtypes = config.get("dtype"), config.get("astype", config.get("dtype"))
-    for dtype in dtypes:
-        if not isinstance(dtype, str) or dtype not in _DELTA_TYPES:
-            raise UnsafeError(f"the filter is the codec delta of the dtype {dtype!r}; it is of numbers")
-    decoded, encoded = (int(str(dtype)[2:]) for dtype in dtypes)
-    if nbytes % decoded:
-        raise CorruptError(f"a delta of {dtypes[0]} does not fit chunks of {nbytes} bytes")
-    return nbytes // decoded * encoded
-
-
-_FILTERS: dict[str, tuple[Callable[[Config, bytes], bytes], Callable[[Config, int], int]]] = {
-    "shuffle": (_unshuffle, _shuffled_bytes),
-    "delta": (_sum_up, _delta_bytes),
-}
-
-
-def to_row_major(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], *, big: bool, columns: bool) -> torch.Tensor:
-    """Decoded values as a contiguous tensor. ``big``: of big-endian numbers; ``columns``: column-major."""
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if big != (sys.byteorder == "big"):
-        raw = raw.view(-1, dtype.itemsize // (2 if dtype.is_complex else 1)).flip(1).reshape(-1)
-    values = raw.view(dtype)
-    if columns:
-        return values.view(shape[::-1]).permute(*reversed(range(len(shape)))).contiguous()
-    return values.view(shape)

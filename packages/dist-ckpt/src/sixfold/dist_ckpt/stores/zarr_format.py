@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
-from math import inf, isinf, nan, prod
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, MismatchError, ShardingError
-from sixfold.dist_ckpt.files.zarr_codecs import Coding, parse_coding, to_row_major
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import at as at_path
+from sixfold.dist_ckpt.files.zarr_codecs import Coding, parse_coding
 from sixfold.dist_ckpt.geometry.box import Box, Ints, intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.state.records import ShardedObject
@@ -46,26 +46,16 @@ _DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _MOST_CHUNKS = 1_000_000
 _PADDED_BYTES = 1 << 26  # a chunk may be larger than its array up to here: it is decompressed whole
-_FILLS = {"NaN": nan, "Infinity": inf, "-Infinity": -inf}  # words of zarr v2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a ``.zarray`` says. ``big``: of big-endian numbers; ``columns``: chunks are column-major."""
+    """What a ``.zarray`` says."""
 
     dtype: torch.dtype
     shape: Ints
     chunk: Ints
     coding: Coding
-    big: bool
-    columns: bool
-    separator: str
-    fill: int | float | bool | None
-
-    @property
-    def plain(self) -> bool:
-        """Whether chunk files are bare row-major little-endian values."""
-        return self.coding.is_none and not self.big and not self.columns
 
     @property
     def chunk_bytes(self) -> int:
@@ -84,12 +74,12 @@ class Header:
                 Box(tuple(i * n for i, n in zip(at, self.chunk, strict=True)), self.chunk), whole(self.shape)
             )
             assert box is not None, f"chunk {at} lies outside {self.shape}"
-            yield chunk_name(at, self.separator), box
+            yield chunk_name(at), box
 
 
-def chunk_name(at: Ints, separator: str = ".") -> str:
+def chunk_name(at: Ints) -> str:
     """File name of a chunk; ``0`` for an array without axes."""
-    return separator.join(map(str, at)) or "0"
+    return ".".join(map(str, at)) or "0"
 
 
 def array_header(dtype: torch.dtype, shape: Ints, chunk: Ints) -> bytes:
@@ -123,52 +113,25 @@ def parse_header(path: Path) -> Header:
     try:
         content = json.loads(storage.read_small(path))
         shape, chunk, name = tuple(content["shape"]), tuple(content["chunks"]), content["dtype"]
-        version, fill = content["zarr_format"], content["fill_value"]
-        compressor, filters, order = content["compressor"], content["filters"], content["order"]
-        separator = content.get("dimension_separator", ".")
+        version, compressor, filters = content["zarr_format"], content["compressor"], content["filters"]
+        order, separator = content["order"], content.get("dimension_separator", ".")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if version != 2:
-        raise MismatchError(f"{path}: zarr format {version}; megatron-core wrote 2")
+    if (version, order, separator) != (2, "C", "."):
+        raise MismatchError(
+            f"{path}: zarr format {version!r}, order {order!r}, separator {separator!r} are not read; "
+            "megatron-core wrote 2, 'C', '.'"
+        )
     counts = all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *chunk)) and len(shape) == len(chunk)
-    if not counts or 0 in chunk or separator not in (".", "/") or order not in ("C", "F"):
-        raise CorruptError(f"{path}: shape {shape}, chunks {chunk}, separator {separator!r}, order {order!r}")
-    try:
-        coding = parse_coding(compressor, filters)
-    except CheckpointError as error:
-        raise BY_NAME[type(error).__name__](f"{path}: {error}") from error
-    big = isinstance(name, str) and name.startswith(">")
-    dtype = _BY_NAME.get(name.replace(">", "<")) if isinstance(name, str) else None
+    if not counts or 0 in chunk:
+        raise CorruptError(f"{path}: shape {shape}, chunks {chunk}")
+    dtype = _BY_NAME.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise MismatchError(f"{path}: dtype {name!r}; known are {sorted(_BY_NAME)}")
+    coding = at_path(path, lambda: parse_coding(compressor, filters, prod(chunk) * dtype.itemsize))
     if prod(chunk) > max(prod(shape), _PADDED_BYTES // dtype.itemsize):
         raise CorruptError(f"{path}: chunks {chunk} of {dtype} are larger than the array, {shape}")
-    return Header(
-        dtype=dtype,
-        shape=shape,
-        chunk=chunk,
-        coding=coding,
-        big=big,
-        columns=order == "F",
-        separator=separator,
-        fill=_fill(path, fill, dtype),
-    )
-
-
-def _fill(path: Path, value: Any, dtype: torch.dtype) -> int | float | bool | None:
-    """The value of absent chunks, which the dtype holds; None if there may be none."""
-    number = _FILLS.get(value) if isinstance(value, str) else value
-    if not isinstance(number, int | float):
-        return None
-    try:
-        held = torch.full((), number, dtype=dtype, device="cpu").item()
-        rounded = dtype.is_floating_point or dtype.is_complex
-        fits = held == number or (rounded and isinf(abs(held)) == isinf(number))
-    except (RuntimeError, OverflowError):
-        fits = False
-    if not fits:
-        raise CorruptError(f"{path}: fill_value {value!r} is none of {dtype}")
-    return number
+    return Header(dtype=dtype, shape=shape, chunk=chunk, coding=coding)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -178,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptError: a damaged ``.zarray``, a missing chunk file, one of another size.
         MismatchError: what ``parse_header`` does not know.
     """
-    decoder = _Decoder()
+    decoder = _Decoder({})
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, ByteRange] = {}
     for place, folders, names in os.walk(folder):
@@ -207,7 +170,7 @@ def _array(folder: Path, key: str, names: set[str], decoder: _Decoder) -> Stored
     header_name = f"{key}/{HEADER_NAME}"
     header = parse_header(folder / header_name)
     count = prod(header.grid)
-    if count > _MOST_CHUNKS or (header.fill is None and header.separator == "." and count > len(names)):
+    if count > min(_MOST_CHUNKS, len(names)):
         raise CorruptError(f"{folder / header_name} names {count} chunks, and the folder has {len(names)} files")
     chunks = []
     for name, box in header.chunks():
@@ -215,17 +178,11 @@ def _array(folder: Path, key: str, names: set[str], decoder: _Decoder) -> Stored
         try:
             size = (folder / file).stat().st_size
         except FileNotFoundError:
-            if header.fill is None:
-                raise CorruptError(f"{folder / file} is missing; {header_name} names it") from None
-            # A chunk that was never written holds the fill value: the decoder makes it from the header alone.
-            frame = ByteRange(header_name, 0, (folder / header_name).stat().st_size)
-            decoder.absent[frame, box] = header
-            chunks.append(StoredChunk(box, frame))
-            continue
-        if header.plain and size != header.chunk_bytes:
+            raise CorruptError(f"{folder / file} is missing; {header_name} names it") from None
+        if header.coding.is_none and size != header.chunk_bytes:
             raise CorruptError(f"{folder / file} has {size} bytes; a chunk of {key} has {header.chunk_bytes}")
         frame = ByteRange(file, 0, size)
-        if not header.plain or box.size != header.chunk:
+        if not header.coding.is_none or box.size != header.chunk:
             decoder.special[frame] = header
         chunks.append(StoredChunk(box, frame))
     return StoredTensor(header.dtype, header.shape, tuple(chunks))
@@ -235,21 +192,17 @@ def _array(folder: Path, key: str, names: set[str], decoder: _Decoder) -> Stored
 class _Decoder:
     """Makes tensors of the chunks whose files are not simply their values."""
 
-    special: dict[ByteRange, Header] = field(default_factory=dict)
-    absent: dict[tuple[ByteRange, Box], Header] = field(default_factory=dict)
+    special: dict[ByteRange, Header]
 
     def is_plain(self, chunk: StoredChunk) -> bool:
-        return chunk.frame not in self.special and (chunk.frame, chunk.box) not in self.absent
+        return chunk.frame not in self.special
 
     def decode(self, folder: Path, chunk: StoredChunk) -> torch.Tensor:
-        absent = self.absent.get((chunk.frame, chunk.box))
-        if absent is not None:
-            return torch.full(chunk.box.size, absent.fill or 0, dtype=absent.dtype, device="cpu")
         header = self.special[chunk.frame]
         data = (folder / chunk.frame.file).read_bytes()
         if not header.coding.is_none:
             data = header.coding.decode(data, header.chunk_bytes)
         if len(data) != header.chunk_bytes:
             raise CorruptError(f"{chunk.frame} has {len(data)} bytes; a chunk has {header.chunk_bytes}")
-        padded = to_row_major(data, header.dtype, header.chunk, big=header.big, columns=header.columns)
+        padded = torch.frombuffer(bytearray(data), dtype=header.dtype).view(header.chunk)
         return padded[tuple(slice(0, length) for length in chunk.box.size)].contiguous()

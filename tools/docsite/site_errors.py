@@ -93,11 +93,11 @@ def speaks_of(words: str, message: Message) -> bool:
 def matches(template: str, said: str) -> bool:
     """Whether ``said`` is a text of this template: its fixed parts in order, anything where values stand.
 
-    A text that ends in "..." is the beginning of one.
+    A place may stand before it, as ``a.jsonl:3: `` does. A text that ends in "..." is the beginning of one.
     """
     said = " ".join(said.split())
     if not said.endswith("..."):
-        return re.fullmatch(_pattern(template) + ".*", said) is not None
+        return re.fullmatch("(.*: )?" + _pattern(template) + ".*", said) is not None
     begins = said.removesuffix("...").strip()
     ends = [end for end in range(len(template), 0, -1) if template[:end].count("{") == template[:end].count("}")]
     return any(re.fullmatch(_pattern(template[:end].strip()), begins) for end in ends)

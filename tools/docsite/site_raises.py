@@ -137,7 +137,7 @@ def messages(package: str, root: Path, listed: tuple[tuple[str, str], ...] = ())
     found = set()
     for kind, name in listed:
         for module, function in code.functions[name]:
-            texts = _long_texts(code, function)
+            texts = _rules(code, function) or _long_texts(code, function)
             found |= {Message(kind=kind, module=module, text=" ".join(text.split())) for text in texts}
     for kind in kinds(package, root):
         for module, inside, call in _makers(code, kind):
@@ -160,7 +160,7 @@ def _texts_of_error(code: Source, kind: str, inside: Function | None, call: ast.
     if last(call.func) == "broken":
         problem = _texts(code, inside, _assigned(inside, call), DEEPEST)
         remedies = _texts(code, inside, call.args[1], DEEPEST) if len(call.args) > 1 else []
-        found = [". ".join(filter(None, [text, *remedies[:1]])) for text in problem]
+        found = [". ".join(filter(None, [text, *remedies[:1]])) for text in problem or [_problem()]]
     else:
         found = _texts(code, inside, call.args[0], DEEPEST) if call.args else []
     return (found or _long_texts(code, inside))[:MOST_FORMS]
@@ -238,8 +238,7 @@ def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int)
 def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth: int) -> list[str]:
     name = last(call.func)
     if name == "Problem":
-        rule, where, value, expected = (_texts(code, inside, given, depth) or [PLACE] for given in call.args)
-        return [f"{where[0]}: found {value[0]}, expected {expected[0]} ({rule[0]})"]
+        return [_problem(*((_texts(code, inside, given, depth) or [PLACE])[0] for given in call.args))]
     if name == "join" and call.args and isinstance(call.args[0], ast.Name):
         return []
     found = []
@@ -252,9 +251,21 @@ def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth:
     return list(dict.fromkeys(found))
 
 
+def _problem(rule: str = PLACE, where: str = PLACE, value: str = PLACE, expected: str = PLACE) -> str:
+    return f"{where}: found {value}, expected {expected} ({rule})"
+
+
 def _given(call: ast.Call, name: str, position: int) -> ast.expr | None:
     named = [keyword.value for keyword in call.keywords if keyword.arg == name]
     return named[0] if named else call.args[position] if 0 <= position < len(call.args) else None
+
+
+def _rules(code: Source, function: Function) -> list[str]:
+    """Of a function that yields Problems, what each says: its rule is the first argument."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    given = [call.args[0] for call in calls if last(call.func) in ("Problem", "_first_break")]
+    found = [_problem(rule) for node in given for rule in _texts(code, function, node, DEEPEST)]
+    return list(dict.fromkeys(found))
 
 
 def _long_texts(code: Source, inside: Function | None) -> list[str]:
@@ -266,13 +277,13 @@ def _long_texts(code: Source, inside: Function | None) -> list[str]:
 
 
 def _outermost_texts(function: Function) -> Iterator[ast.Constant | ast.JoinedStr]:
-    """String expressions of a body in its order, without its docstring."""
+    """String expressions of a body in its order, without its docstring and what only an assert says."""
     todo: list[ast.AST] = list(function.body[1:] if ast.get_docstring(function) else function.body)
     while todo:
         node = todo.pop(0)
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             yield node
-        else:
+        elif not isinstance(node, ast.Assert):
             todo[:0] = ast.iter_child_nodes(node)
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.format import HEADER, Header
 
+DAMAGED = "Run `sixfold-data verify`, then write the pair again [see errors/indexed-data.html#a-damaged-pair]"
 BLOCK = 1 << 18  # sequences per step of a full check: temporaries stay in the cache and small beside the index
 
 Bytes = npt.NDArray[np.uint8]
@@ -83,7 +84,7 @@ class Index:
                 f"{length} tokens from byte {pointer}, so an end at byte {end}",
                 f"an end at byte {following} of {self.bin_bytes}",
             )
-            raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then write the pair again")
+            raise IndexedDataError.broken(problem, DAMAGED)
         return pointer // self.itemsize, length
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.index import Index, all_problems, open_problems
+from sixfold.indexed_data.index import DAMAGED, Index, all_problems, open_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix, path_text
 from sixfold.indexed_data.storage import (
     FileBytes,
@@ -75,10 +75,13 @@ class IndexedDataset:
                 source = FileBytes(prefix + ".bin")
             # A writer removes the old .idx before it touches .bin: the same .idx after opening .bin means one pair.
             if file_identity(prefix + ".idx") != before:
-                raise IndexedDataError(f"{prefix}: the pair was replaced while it was being opened; open it again")
+                raise IndexedDataError(
+                    f"{prefix}: the pair was replaced while it was being opened; open it again "
+                    "[see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+                )
         index = Index(raw, prefix, data.size if source is None else source.size, multimodal)
         for problem in open_problems(index):
-            raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then write the pair again")
+            raise IndexedDataError.broken(problem, DAMAGED)
         self._index: Index | None = index
         self._document_indices = index.boundaries_D
         self._dtype = dtype = index.header.dtype
@@ -201,7 +204,7 @@ class IndexedDataset:
     def check(self) -> None:
         """Check every rule of the index, O(S); IndexedDataError for the first one broken."""
         for problem in all_problems(self._opened()[0]):
-            raise IndexedDataError.broken(problem, "Write the pair again")
+            raise IndexedDataError.broken(problem, "Write the pair again [see errors/indexed-data.html#a-damaged-pair]")
 
     # lifetime
 

@@ -71,7 +71,7 @@ def _run_side_by_side(
                 except BrokenProcessPool as error:
                     raise IndexedDataError(
                         f"a worker died before {part_name(slices)} was done (out of memory, or killed); finished parts "
-                        "are kept, the same command goes on from them"
+                        "are kept, the same command goes on from them [see errors/indexed-data.html#a-worker-died]"
                     ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -122,7 +122,7 @@ class _Crew:
             raise IndexedDataError(
                 f"no worker (processes {pids}) has done anything for {self._timeout_s:g} s, and {part} is not done: "
                 "they were stopped, or wait for a file system. They were ended; finished parts are kept, the same "
-                "command goes on from them"
+                "command goes on from them [see errors/indexed-data.html#workers-stand-still]"
             )
 
     def leave(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 
@@ -62,6 +63,25 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same, found, expected))
     return type(found) is type(expected) and bool(found == expected)
+
+
+def entries(metadata: dcp.Metadata) -> dict[str, Any]:
+    """``state_dict_metadata`` without chunks that hold nothing, of which only torch's writer keeps a place."""
+    found = metadata.state_dict_metadata
+    for entry in found.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+    return found
+
+
+def places(metadata: dcp.Metadata) -> dict[Any, tuple[str, int, int]]:
+    """``storage_data`` of those."""
+    kept = {(key, tuple(c.offsets)) for key, entry in entries(metadata).items() for c in getattr(entry, "chunks", ())}
+    return {
+        index: (info.relative_path, info.offset, info.length)
+        for index, info in metadata.storage_data.items()
+        if index.offset is None or (index.fqn, tuple(index.offset)) in kept
+    }
 
 
 @contextmanager

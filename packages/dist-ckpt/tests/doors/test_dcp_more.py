@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardingError, dcp
-from sixfold.dist_ckpt.doors import dcp_write
+from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.stores import MemoryStore
 
@@ -249,7 +249,7 @@ class ManyStreams(MemoryStore):
 
 
 def test_a_store_that_takes_several_files_gets_them_and_a_planner_that_fails_leaves_none(monkeypatch):
-    monkeypatch.setattr(dcp_write, "_PART_BYTES", 10_000)
+    monkeypatch.setattr(plan, "_LEAST_FILE_BYTES", 10_000)
     store = ManyStreams()
     dcp_save(contents(), dcp.Writer(store))
     parts = [name for name in store.files if name.endswith(".distcp")]
@@ -267,18 +267,3 @@ def test_a_store_that_takes_several_files_gets_them_and_a_planner_that_fails_lea
     dcp_save(contents(3), dcp.Writer(store))
     assert everything(dcp.Reader(store))["step"] == 3
     assert not set(parts) & store.files.keys()  # what it replaced is gone
-
-
-@pytest.mark.parametrize("streams", [1, 2, 5, 100])
-def test_items_are_cut_into_runs_of_about_equal_bytes(monkeypatch, streams):
-    monkeypatch.setattr(dcp_write, "_PART_BYTES", 1 << 16)
-    planner = torch_dcp.DefaultSavePlanner()
-    planner.set_up_planner({f"t{n}": torch.zeros(1000 * (n % 7)) for n in range(40)} | {"step": 1}, is_coordinator=True)
-    items = planner.create_local_plan().items
-    groups = dcp_write._groups(items, streams)
-    assert [item for group in groups for item in group] == items
-    assert len(groups) <= streams
-    assert all(groups)
-    sizes = [sum(map(dcp_write._nbytes, group)) for group in groups]
-    assert max(sizes) - min(sizes) <= 3 * 40_000
-    assert dcp_write._groups([], streams) == []

@@ -53,11 +53,9 @@ def part_of(value: Any, item: ReadItem) -> torch.Tensor:
     """What an item wants of a whole chunk."""
     if not isinstance(value, torch.Tensor):
         raise CorruptError(f"{item.storage_index.fqn} is stored as a {type(value).__name__} and not as a tensor")
-    tensor: torch.Tensor = value
-    for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if length != tensor.shape[axis]:
-            tensor = tensor.narrow(axis, start, length)
-    return tensor
+    if tuple(value.shape) == tuple(item.lengths):
+        return value
+    return value[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
 
 
 def check_whole(planner: LoadPlanner, items: Iterable[ReadItem], manifest: Manifest) -> None:

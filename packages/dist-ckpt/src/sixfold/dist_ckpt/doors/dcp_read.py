@@ -21,8 +21,9 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,62 +35,102 @@ from torch.futures import Future
 from sixfold.dist_ckpt.doors import dcp_metadata
 from sixfold.dist_ckpt.doors.dcp_items import box_of, check_whole, is_writable, outside, part_of
 from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
-from sixfold.dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    MismatchError,
-    at,
-    retold,
-    typed,
-)
-from sixfold.dist_ckpt.files import frame as frames
-from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.files.integrity import Span, spans_of
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, at, typed
+from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
-from sixfold.dist_ckpt.road import hosts, loading
+from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
-from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.leases import Host, check_room
+from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint
+from sixfold.dist_ckpt.stores.leases import Host
 from sixfold.dist_ckpt.stores.mirror import Mirror
 
 _Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
 
 class _Wish(NamedTuple):
-    """What a rank tells the first one, in the ``storage_data`` of its plan."""
+    """What a rank tells the first one, in the ``storage_data`` of its plan; the last three are of its mirror."""
 
     touched: list[Span]
     cpus: tuple[str, int]
     save_id: str | None
-    seen: _Seen | None = None
-
-
-class _Seen(NamedTuple):
-    """A rank's mirror."""
-
-    host: Host
+    room: tuple[str, int] | None
+    host: Host | None
     token: str
-    room: tuple[str, int]  # where it lies, and the bytes that are free there
-
-
-class _Mates(NamedTuple):
-    """The ranks of a host, whose mirror becomes one: by rank the tokens of their mirrors and what each fetches."""
-
-    rank: int
-    tokens: dict[int, str]
-    shares: dict[int, list[Span]]
 
 
 class _Share(NamedTuple):
-    """What the first rank answers: the blocks that this rank hashes, with how many threads it works, and with whom."""
+    """What the first rank answers: which blocks this rank, and those whose mirrors become one with its own, hash and
+    fetch; how many threads it has; by rank the tokens of those mirrors."""
 
-    spans: list[Span]
+    rank: int
+    blocks: Shares
     threads: int
-    mates: _Mates | None = None
+    tokens: dict[int, str]
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A checkpoint that is open, until its ``mirrors`` are closed."""
+
+    seen: Seen
+    checkpoint: Checkpoint
+    mirrors: ExitStack
+    wished: list[Span] = field(default_factory=list)
+
+    def stored(self, item: ReadItem) -> tuple[Stored, StoredChunk]:
+        """The tensor and the chunk that an item is of."""
+        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        stored = self.checkpoint.manifest.tensors.get(key)
+        if stored is not None:
+            for chunk in stored.near(Box(offset, (1,) * len(offset))):
+                if chunk.box.offset == offset:
+                    return stored, chunk
+        raise MismatchError(f"{key}: the planner asks for a chunk at {offset}, which the checkpoint does not hold")
+
+    def frame(self, item: ReadItem) -> ByteRange:
+        """Where an item lies."""
+        key, objects = item.storage_index.fqn, self.checkpoint.manifest.objects
+        if item.type != LoadItemType.BYTE_IO:
+            return self.stored(item)[1].frame
+        if key not in objects:
+            raise MismatchError(f"{key}: the planner asks for bytes, which the checkpoint does not hold")
+        return objects[key]
+
+    def touched(self, items: Iterable[ReadItem]) -> list[Span]:
+        """The blocks of these items that are hashed, or come into a mirror."""
+        return self.seen.touched(self.checkpoint, {self.frame(item) for item in items}, 1)
+
+    def arriving(self, share: _Share) -> tuple[Seen, Checkpoint]:
+        """The checkpoint whose bytes arrive from now on, if it is a mirror. See [Note: mirrors that become one]."""
+        seen, checkpoint, mirror = self.seen, self.checkpoint, self.seen.mirror
+        if mirror is None:
+            return seen, checkpoint
+        first = next(iter(share.tokens.values()))
+        if mirror.token != first:
+            mirror = self.mirrors.enter_context(_held(Mirror(seen.store, first, share.rank)))
+            mirror.attach()
+            seen = replace(seen, folder=mirror.folder, mirror=mirror)
+            checkpoint = seen.opened(checkpoint.verify)
+        mirror.share(share.rank, share.tokens)
+        mirror.start(share.blocks, block_bytes(checkpoint))
+        return seen, checkpoint
+
+
+@contextmanager
+def _held(mirror: Mirror) -> Iterator[Mirror]:
+    """A mirror until it is closed; who shares it hears of an error."""
+    try:
+        yield mirror
+    except BaseException as error:
+        mirror.give_up(error)
+        raise
+    finally:
+        mirror.close()
 
 
 class Reader(StorageReader):
@@ -128,23 +169,12 @@ class Reader(StorageReader):
         self.path = path
         self.verify, self.dtype_policy, self.safe_globals = verify, dtype_policy, tuple(safe_globals)
         self.load_id = str(uuid.uuid4())
-        self._checkpoint: Checkpoint | None = None
-        self._mirror: Mirror | None = None
-        self._at_end: weakref.finalize[..., Reader] | None = None  # it keeps the mirrors
-        self._mirrors: list[Mirror] = []
+        self._now: _Opened | None = None
+        self._at_end: weakref.finalize[..., Reader] | None = None  # closes the mirrors
         self._failure: CheckpointError | None = None
-        self._wished: list[Span] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_checkpoint": None,
-            "_mirror": None,
-            "_at_end": None,
-            "_mirrors": [],
-            "_failure": None,
-            "_wished": [],
-        }
+        return {**self.__dict__, "_now": None, "_at_end": None, "_failure": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -156,7 +186,7 @@ class Reader(StorageReader):
         if checkpoint_id:
             self.path = checkpoint_id
         self.load_id = str(uuid.uuid4())
-        self._checkpoint = self._failure = None
+        self._now = self._failure = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -185,40 +215,29 @@ class Reader(StorageReader):
         return found
 
     def _open(self) -> Metadata:
-        store = store_at(self.path)
-        self._checkpoint = None
-        self._drop_mirror()
+        store, mirrors = store_at(self.path), ExitStack()
+        self._close()
+        self._at_end = weakref.finalize(self, mirrors.close)  # also where nothing is read
+        seen = Seen(store, store.local_folder or Path(), None, ((0,),), 0)
         if store.local_folder is None:
-            self._mirror = Mirror(store)
-            self._mirrors = [self._mirror]
-            self._at_end = weakref.finalize(self, _close_all, self._mirrors)  # also where nothing is read
-            self._mirror.create()
-        with self._named():
-            place = self._mirror.folder if self._mirror is not None else store.name
-            checkpoint = open_checkpoint(place, verify=self.verify)
-            if self._mirror is not None:
-                checkpoint.fill_by(self._mirror.arrives)
+            mirror = mirrors.enter_context(_held(Mirror(store)))
+            mirror.create()
+            seen = replace(seen, folder=mirror.folder, mirror=mirror)
+        with seen.told():
+            checkpoint = seen.opened(self.verify)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
             found = at(
                 checkpoint.folder / ".metadata",
                 lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
             )
-        self._checkpoint = checkpoint
+        self._now = _Opened(seen, checkpoint, mirrors)
         return found
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors inside name the URL and not its mirror."""
-        try:
-            yield
-        except CheckpointError as error:
-            if self._mirror is None:
-                raise
-            text = str(error)
-            for mirror in self._mirrors:
-                text = text.replace(str(mirror.folder), str(self.checkpoint_id))
-            raise retold(error, text) from error
+    def _close(self) -> None:
+        if self._at_end is not None:
+            self._at_end()
+        self._now = self._at_end = None
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Each rank. The metadata is that of ``read_metadata``, which has opened the folder."""
@@ -226,36 +245,28 @@ class Reader(StorageReader):
             raise self._failure
         self._opened()
 
-    def _opened(self) -> Checkpoint:
-        if self._checkpoint is None:
+    def _opened(self) -> _Opened:
+        if self._now is None:
             raise CheckpointError("read_metadata opens the checkpoint; torch's load calls it first, on the same Reader")
-        return self._checkpoint
+        return self._now
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Each rank: which blocks its items touch goes with its plan."""
-        checkpoint = self._opened()
-        self._wished = self._touched(plan.items)
-        cpus, mirror = (socket.gethostname(), len(os.sched_getaffinity(0))), self._mirror
-        seen = None if mirror is None else _Seen(Host.here(), mirror.token, (mirror.place, mirror.free_bytes))
-        return replace(plan, storage_data=_Wish(self._wished, cpus, checkpoint.manifest.save_id, seen))
-
-    def _touched(self, items: Iterable[ReadItem]) -> list[Span]:
-        """The blocks of these items that are hashed, or come into a mirror."""
-        checkpoint = self._opened()
-        integrity = None if self.verify == "off" else checkpoint.integrity
-        if integrity is None and self._mirror is None:
-            return []
-        if integrity is not None and self.verify == "full":
-            return integrity.all_spans()
-        return spans_of({self._frame(item) for item in items}, hosts.block_bytes(checkpoint))
+        now = self._opened()
+        now.wished, mirror = now.touched(plan.items), now.seen.mirror
+        mine = (None, "") if mirror is None else (Host.here(), mirror.token)
+        cpus = (socket.gethostname(), len(os.sched_getaffinity(0)))
+        return replace(
+            plan, storage_data=_Wish(now.wished, cpus, now.checkpoint.manifest.save_id, now.seen.room(), *mine)
+        )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The first rank: share out who hashes which block.
+        """The first rank: share out who hashes which block, each to one rank of those that see the same folder.
 
         Raises:
             CorruptError: the ranks see different checkpoints under the path.
         """
-        wishes = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Wish)]
+        now, wishes = self._opened(), [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Wish)]
         if len(wishes) < len(plans):
             return plans  # a planner has made others: then each rank hashes what it touches
         if len({wish.save_id for wish in wishes}) > 1:
@@ -263,14 +274,17 @@ class Reader(StorageReader):
                 f"the ranks see different checkpoints under {self.path}: they share no file system, or a save replaced "
                 "it while they opened it. Load it again"
             )
-        shares = plans_of(wishes)
-        for share in {id(s.mates.shares): s for s in shares if s.mates is not None}.values():
-            assert self._mirror is not None and share.mates is not None, "mates share a mirror"
-            room = wishes[share.mates.rank].seen
-            assert room is not None, "of a mirror"
-            nbytes = hosts.block_bytes(self._opened())
-            needed = sum(self._mirror.nbytes_of(spans, nbytes) for spans in share.mates.shares.values())
-            check_room(str(self.checkpoint_id), room.room[0], needed, room.room[1])
+        by_host: dict[Host | None, list[int]] = {}
+        for rank, wish in enumerate(wishes):
+            by_host.setdefault(wish.host, []).append(rank)
+        seen = replace(now.seen, hosts=tuple(map(tuple, by_host.values())))
+        blocks = seen.shares([wish.touched for wish in wishes])
+        seen.check_room(blocks, [wish.room for wish in wishes], block_bytes(now.checkpoint))
+        threads = loading.threads_of([wish.cpus for wish in wishes])
+        shares = [
+            _Share(rank, own, threads, {mate: wishes[mate].token for mate in own})
+            for rank, own in enumerate(seen.parts(blocks))
+        ]
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -281,158 +295,82 @@ class Reader(StorageReader):
             fit. UnsafeError: a value names a class that was not allowed. StorageError: the folder was replaced
             meanwhile.
         """
-        checkpoint, share, touched = self._opened(), plan.storage_data, self._touched(plan.items)
-        if not isinstance(share, _Share):
-            share = _Share(touched, 1)
-        elif more := outside(touched, self._wished):  # a planner has added items
-            share = share._replace(spans=[*share.spans, *more])
+        now, share = self._opened(), plan.storage_data
+        touched, mirror = now.touched(plan.items), now.seen.mirror
+        if isinstance(share, _Share):  # a planner may have added items
+            hashed = [*share.blocks[share.rank], *outside(touched, now.wished)]
+        else:
+            hashed, share = touched, _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
+            now.seen.check_room([touched], [now.seen.room()], block_bytes(now.checkpoint))
         try:
-            with self._named():
-                checkpoint = self._filling(checkpoint, share)
-                typed(lambda: self._read(checkpoint, plan.items, planner, share))
-        except BaseException as error:
-            for mirror in self._mirrors:
-                mirror.give_up(error)
-            raise
+            with now.mirrors, now.seen.told():
+                try:
+                    seen, checkpoint = now.arriving(share)
+                    with seen.told():
+                        typed(lambda: self._read(now, checkpoint, plan.items, planner, hashed, share.threads))
+                finally:  # another save that has taken the place meanwhile explains any other error too
+                    now.checkpoint.check_unchanged()
+                    now.seen.check_unchanged()
         finally:
-            self._close(checkpoint)
+            self._close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _filling(self, checkpoint: Checkpoint, share: _Share) -> Checkpoint:
-        """The checkpoint whose bytes arrive from now on, if it is a mirror. See [Note: mirrors that become one]."""
-        if self._mirror is None:
-            return checkpoint
-        nbytes = hosts.block_bytes(checkpoint)
-        if share.mates is None:
-            self._mirror.check_room({0: share.spans}, nbytes)
-            self._mirror.start({0: share.spans}, nbytes)
-            return checkpoint
-        rank, tokens, shares = share.mates
-        shared, first = self._mirror, next(iter(tokens.values()))
-        if shared.token != first:
-            shared = Mirror(store_at(self.path), first, rank)
-            shared.attach()
-            self._mirrors.insert(0, shared)
-            checkpoint = open_checkpoint(shared.folder, verify=self.verify)
-            checkpoint.fill_by(shared.arrives)
-        shared.share(rank, tokens)
-        shared.start(shares, nbytes)
-        return checkpoint
-
-    def _close(self, checkpoint: Checkpoint) -> None:
-        """Let go of maps and mirror. StorageError if another save has taken the place meanwhile: that explains all."""
-        self._checkpoint = None
-        if self._mirror is None:
-            checkpoint.check_unchanged()
-            return
-        try:
-            self._mirror.check_unchanged()
-        finally:
-            self._drop_mirror()
-
-    def _drop_mirror(self) -> None:
-        if self._at_end is not None:
-            self._at_end()  # closes it, and keeps it no longer
-        self._mirror, self._mirrors, self._at_end = None, [], None
-
-    def _read(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner, share: _Share) -> None:
+    def _read(
+        self,
+        now: _Opened,
+        checkpoint: Checkpoint,
+        items: Sequence[ReadItem],
+        planner: LoadPlanner,
+        hashed: Sequence[Span],
+        threads: int,
+    ) -> None:
         check_whole(planner, items, checkpoint.manifest)
+        reader = engine.Reader(checkpoint, self.dtype_policy, threads)
         reads, records, filled, whole = list[plans.Read](), list[ShardedTensor](), list[_Goal](), list[_Goal]()
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
-            stored, chunk = self._stored(checkpoint, item)
+            key, (stored, chunk) = item.storage_index.fqn, now.stored(item)
             tensor = planner.resolve_tensor(item).detach()
             box = box_of(item, chunk, tensor)
-            self._check_dtype(item, stored, tensor)
-            if not is_writable(item.storage_index.fqn, tensor):
+            is_strict = self.dtype_policy == "strict" and tensor.dtype != stored.dtype
+            if is_strict or tensor.dtype.is_complex != stored.dtype.is_complex:
+                raise MismatchError(f"{key}: asked for {tensor.dtype}, stored is {stored.dtype}")
+            if not is_writable(key, tensor):
                 whole.append((item, tensor))
                 continue
-            key = item.storage_index.fqn
             step = (len(records), key, Piece(box, None), chunk, box, stored.dtype, stored.shape)
             reads.append(plans.Read(*step))
             records.append(ShardedTensor(key, tensor, tensor.dtype, box.size, stored.shape, box.offset, None))
             filled.append((item, tensor))
         reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
         planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
-        reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
         has_digests = checkpoint.integrity is not None and self.verify != "off"
-        blocks = [block for span in share.spans for block in span.blocks()] if has_digests else []
+        blocks = [block for span in hashed for block in span.blocks()] if has_digests else []
         reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
-            tensor.copy_(part_of(self._value(checkpoint, item)[1], item))
+            tensor.copy_(part_of(self._value(reader, now, item)[1], item))
             planner.commit_tensor(item, tensor)
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(self._bytes(checkpoint, item)))
+                planner.load_bytes(item, self._bytes(*self._value(reader, now, item)))
         if reader.cast_keys and self.dtype_policy == "cast":
             keys = ", ".join(sorted(reader.cast_keys))
             warnings.warn(f"values were converted to another dtype in {keys}", stacklevel=2)
 
-    def _check_dtype(self, item: ReadItem, stored: Stored, tensor: torch.Tensor) -> None:
-        asked = tensor.dtype
-        if asked.is_complex != stored.dtype.is_complex or (self.dtype_policy == "strict" and asked != stored.dtype):
-            raise MismatchError(f"{item.storage_index.fqn}: asked for {asked}, stored is {stored.dtype}")
+    def _value(self, reader: engine.Reader, now: _Opened, item: ReadItem) -> tuple[bytes, Any]:
+        return reader.read_value(item.storage_index.fqn, now.frame(item), self.safe_globals)
 
-    def _stored(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[Stored, StoredChunk]:
-        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        stored = checkpoint.manifest.tensors.get(key)
-        if stored is not None:
-            for chunk in stored.near(Box(offset, (1,) * len(offset))):
-                if chunk.box.offset == offset:
-                    return stored, chunk
-        raise MismatchError(f"{key}: the planner asks for a chunk at {offset}, which the checkpoint does not hold")
-
-    def _frame(self, item: ReadItem) -> ByteRange:
-        checkpoint, key = self._opened(), item.storage_index.fqn
-        if item.type != LoadItemType.BYTE_IO:
-            return self._stored(checkpoint, item)[1].frame
-        if key not in checkpoint.manifest.objects:
-            raise MismatchError(f"{key}: the planner asks for bytes, which the checkpoint does not hold")
-        return checkpoint.manifest.objects[key]
-
-    def _bytes(self, checkpoint: Checkpoint, item: ReadItem) -> bytes:
+    def _bytes(self, data: bytes, value: Any) -> io.BytesIO:
         """What the planner may ``torch.load`` without rules: it was read by torch's weights-only rules before.
 
         Where those put stand-ins in the place of numpy's own functions, the value is written anew.
         """
-        data, value = self._value(checkpoint, item)
         if b"numpy" not in data:
-            return data
+            return io.BytesIO(data)
         again = io.BytesIO()
         torch.save(value, again)
-        return again.getvalue()
-
-    def _value(self, checkpoint: Checkpoint, item: ReadItem) -> tuple[bytes, Any]:
-        """The bytes of a frame, and what weights-only rules make of them."""
-        key, frame = item.storage_index.fqn, self._frame(item)
-        name = f"{checkpoint.folder / frame.file}: {key}"
-        view = checkpoint.frame(frame)
-        if self.verify != "off":
-            try:
-                frames.check_records(view)
-            except CorruptError as error:
-                raise CorruptError(f"{name}: {error}") from error
-        data = bytes(view)
-        return data, weights_only.load(data, name, self.safe_globals)
-
-
-def plans_of(wishes: Sequence[_Wish]) -> list[_Share]:
-    """Each block that is touched to one rank that touches it, of those that see the same folder."""
-    threads = loading.threads_of([wish.cpus for wish in wishes])
-    found = [_Share([], threads)] * len(wishes)
-    for host in dict.fromkeys(wish.seen and wish.seen.host for wish in wishes):
-        ranks = [rank for rank, wish in enumerate(wishes) if (wish.seen and wish.seen.host) == host]
-        shares = dict(zip(ranks, plans.assign([wishes[rank].touched for rank in ranks]), strict=True))
-        tokens = {rank: seen.token for rank in ranks if (seen := wishes[rank].seen) is not None}
-        for rank in ranks:
-            found[rank] = _Share(shares[rank], threads, _Mates(rank, tokens, shares) if tokens else None)
-    return found
-
-
-def _close_all(mirrors: list[Mirror]) -> None:
-    """The shared one first: who waits for this rank's blocks looks at the lock in its own."""
-    for mirror in mirrors:
-        mirror.close()
+        again.seek(0)
+        return again

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -40,17 +41,16 @@ from sixfold.dist_ckpt.files import metadata as schema
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
-from sixfold.dist_ckpt.plans.plan import Write
+from sixfold.dist_ckpt.plans.plan import Write, file_counts
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.request import check_if_exists
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
-from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import Content, Part, PartFile, Save, complete, part_name
 
-_PART_BYTES = 1 << 26  # a rank's file is cut into as many of these as its store takes at once
 Place = str | os.PathLike[str] | Store
+_Places = list[tuple[MetadataIndex, ByteRange]]  # of a file, in its order
 
 
 @dataclass(slots=True)
@@ -245,41 +245,36 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self, store: Store, save: Save, number: int, items: Sequence[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         """As many files at once as the store takes, each with the next items of the plan."""
-        groups = _groups(items, store.streams)
-        work = [partial(self._write_part, store, save, part_name(number, n), planner) for n in range(len(groups))]
-        if len(groups) < 2:
-            return [result for part, group in zip(work, groups, strict=True) for result in part(group)]
-        with Pool(len(groups), thread_name_prefix="sixfold-part") as pool:
-            parts = [pool.submit(part, group) for part, group in zip(work, groups, strict=True)]
-            return [result for part in parts for result in part.result()]
-
-    def _write_part(
-        self, store: Store, save: Save, name: str, planner: SavePlanner, items: Sequence[WriteItem]
-    ) -> list[WriteResult]:
-        places: list[tuple[MetadataIndex, ByteRange]] = []
-
-        def fill(file: PartFile) -> None:
-            places.clear()  # a store may ask again
-            copies = transfer.Copies()
-            for item in items:
-                start = file.position
-                try:
-                    data: Any = planner.resolve_data(item)
-                except Exception as error:
-                    raise _PlannerError(f"{item.index.fqn}: {type(error).__name__}: {error}") from error
-                if item.type == WriteItemType.BYTE_IO:
-                    file.append(_readable(item.index.fqn, data))
-                else:
-                    self._add_tensor(file, item, data, copies)
-                places.append((item.index, ByteRange(name, start, file.position - start)))
-                del data
-
-        part = Part(name=name, fill=fill, nbytes=sum(map(_nbytes, items)), threads=self.thread_count)
-        digest = store.write_part(save, part)
+        parts, places, left = list[Part](), dict[str, _Places](), iter(items)
+        for n, count in enumerate(file_counts([*map(_nbytes, items)], store.streams) if items else ()):
+            own = [*islice(left, count)]
+            fill = partial(self._fill, part_name(number, n), own, planner, places)
+            parts.append(
+                Part(name=part_name(number, n), fill=fill, nbytes=sum(map(_nbytes, own)), threads=self.thread_count)
+            )
         return [
             WriteResult(index, frame.length, _Placed(frame, save, None if n else digest))
-            for n, (index, frame) in enumerate(places)
+            for part, digest in zip(parts, transfer.write_parts(store, save, parts), strict=True)
+            for n, (index, frame) in enumerate(places[part.name])
         ]
+
+    def _fill(
+        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, places: dict[str, _Places], file: PartFile
+    ) -> None:
+        found, copies = _Places(), transfer.Copies()
+        for item in items:
+            start = file.position
+            try:
+                data: Any = planner.resolve_data(item)
+            except Exception as error:
+                raise _PlannerError(f"{item.index.fqn}: {type(error).__name__}: {error}") from error
+            if item.type == WriteItemType.BYTE_IO:
+                file.append(_readable(item.index.fqn, data))
+            else:
+                self._add_tensor(file, item, data, copies)
+            found.append((item.index, ByteRange(name, start, file.position - start)))
+            del data
+        places[name] = found
 
     def _add_tensor(self, file: Any, item: WriteItem, data: torch.Tensor, copies: transfer.Copies) -> None:
         planned, key = item.tensor_data, item.index.fqn
@@ -326,7 +321,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             index = dcp_metadata.index_of(metadata, places, save.save_id)
         small: dict[str, Content] = {
             ".metadata": lambda: schema.encode_parts(index),
-            compact.FILE_NAME: lambda: compact.encode(dcp_metadata.by_place(index)),
+            compact.FILE_NAME: lambda: compact.encode(index),
             "common.pt": weights_only.dump({}, "common data"),
         }
         for_torch = partial(schema.encode_parts, index.within(save.inside)) if save.inside else None
@@ -366,18 +361,6 @@ def _nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + 6144
-
-
-def _groups(items: Sequence[WriteItem], streams: int) -> list[list[WriteItem]]:
-    """The items cut into runs of about equal bytes, ``streams`` at most; none without items."""
-    count = max(1, min(streams, sum(map(_nbytes, items)) // _PART_BYTES))
-    share, groups, filled = sum(map(_nbytes, items)) / count, list[list[WriteItem]](), 0
-    for item in items:
-        if filled >= len(groups) * share and len(groups) < count:
-            groups.append([])
-        groups[-1].append(item)
-        filled += _nbytes(item)
-    return groups
 
 
 def _readable(key: str, data: Any) -> bytes:

@@ -251,22 +251,22 @@ def _deal(span: Span, ranks: list[int], load: list[int], shares: list[list[Span]
         own.append(part)
 
 
-def file_counts(writes: Sequence[Write], streams: int) -> tuple[int, ...]:
-    """How many of the writes, one after the other, go into each file of a rank: one number if one file does.
+def file_counts(sizes: Sequence[int], streams: int) -> tuple[int, ...]:
+    """How many frames of these bytes, one after the other, go into each file of a rank: one number if one file does.
 
     Files are about equally large, of at least 32 MiB and at most 1 GiB as far as frames go, which lie in one file each.
     """
-    total = sum(write.nbytes for write in writes) if streams > 1 else 0
+    total = sum(sizes) if streams > 1 else 0
     files = max(min(streams, total // _LEAST_FILE_BYTES), -(-total // _MOST_FILE_BYTES))
     if files < 2:
-        return (len(writes),)
+        return (len(sizes),)
     counts, done = [0], 0
-    for write in writes:
+    for nbytes in sizes:
         # By the middle of the frame, so that a large one leaves files to those behind it.
-        if counts[-1] and len(counts) < files and done + write.nbytes // 2 >= len(counts) * total / files:
+        if counts[-1] and len(counts) < files and done + nbytes // 2 >= len(counts) * total / files:
             counts.append(0)
         counts[-1] += 1
-        done += write.nbytes
+        done += nbytes
     return tuple(counts)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.errors import CorruptError, MismatchError
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, at
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block, Hasher
@@ -177,16 +177,18 @@ class Reader:
                 pool.shutdown(cancel_futures=True)
             self._open(set())
 
-    def read_object(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> Any:
-        """The object of a frame; ours and megatron's are lists of one."""
+    def read_value(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> tuple[bytes, Any]:
+        """The bytes of a frame, and what torch's weights-only rules make of them."""
         view = self._checkpoint.frame(frame)
         name = f"{self._checkpoint.folder / frame.file}: {stored_key}"
         if self._checkpoint.verify != "off":  # of ours too: damage is told as such, not as what it makes of the object
-            try:
-                frames.check_records(view)
-            except CorruptError as error:
-                raise CorruptError(f"{name}: {error}") from error
-        value = weights_only.load(bytes(view), name, safe_globals)
+            at(name, lambda: frames.check_records(view))
+        data = bytes(view)
+        return data, weights_only.load(data, name, safe_globals)
+
+    def read_object(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> Any:
+        """The object of a frame; ours and megatron's are lists of one."""
+        _, value = self.read_value(stored_key, frame, safe_globals)
         # A zarr object is a file of its own, without a list, and so is what plain DCP wrote.
         in_list = self._checkpoint.manifest.decoder is None and not isinstance(record_of(stored_key), PlainObject)
         return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value

@@ -94,14 +94,15 @@ def write(
     store, records, plan, objects = content.store, content.records, content.writes, content.objects
     if not plan and not objects:
         return Written(content.table)
-    counts = file_counts(plan, store.streams)
+    counts = file_counts([step.nbytes for step in plan], store.streams)
     parts, copies, failed, at = list[_Part](), Copies(), Event(), 0
     for number, count in enumerate(counts):
         own_objects = objects if number + 1 == len(counts) else ()
         steps, at = plan[at : at + count], at + count
         name = part_name(rank, number)
         parts.append(_Part(name, records, steps, own_objects, rank, check_finite, copies, failed))
-    digests = _write_parts(store, save, parts, content.threads, moved)
+    own = [Part(name=p.name, fill=p.fill, nbytes=p.nbytes, threads=content.threads, moved=moved) for p in parts]
+    digests = write_parts(store, save, own, failed)
     return Written(
         content.table,
         places=b"".join(part.places.tobytes() for part in parts),
@@ -111,26 +112,19 @@ def write(
     )
 
 
-def _write_parts(
-    store: Store, save: Save, parts: Sequence[_Part], threads: int, moved: Callable[[int], None] | None
-) -> list[FileDigest]:
-    """Several files at once, as many as the store takes; after the first error no frame is begun any more."""
-
-    def write_one(part: _Part) -> FileDigest:
-        return store.write_part(
-            save, Part(name=part.name, fill=part.fill, nbytes=part.nbytes, threads=threads, moved=moved)
-        )
-
-    if len(parts) == 1:
-        return [write_one(parts[0])]
+def write_parts(store: Store, save: Save, parts: Sequence[Part], failed: Event | None = None) -> list[FileDigest]:
+    """Several files at once, as many as the store takes; ``failed`` is set by the first error."""
+    if len(parts) < 2:
+        return [store.write_part(save, part) for part in parts]
     with Pool(min(store.streams, len(parts)), thread_name_prefix="sixfold-part") as pool:
-        running = [pool.submit(write_one, part) for part in parts]
+        running = [pool.submit(store.write_part, save, part) for part in parts]
         try:
             for done in wait(running, return_when=FIRST_EXCEPTION).done:
                 done.result()
             return [future.result() for future in running]
         except BaseException:
-            parts[0].failed.set()
+            if failed is not None:
+                failed.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -2,13 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import site_pages
-from repository_helpers import PACKAGES, ROOT, Package
+from repository_helpers import PACKAGE_NAMES, PACKAGES, ROOT, Package
 from warm_helpers import start_warm
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -67,8 +68,26 @@ def test_an_example_runs_and_prints(example, tmp_path, pytestconfig):
 
 
 @each_package
-def test_a_readme_says_how_to_install_the_package_alone(package: Package):
-    assert f"sixfold-{package.name}" in (package.folder / "README.md").read_text()
+def test_a_readme_and_its_page_install_from_folders_that_have_all_siblings(package: Package):
+    """True before a publication and after one: an index is named only as one that has a release."""
+    wanted = {package.name, *(PACKAGE_NAMES if package.name == "gpt" else ())}
+    for page in (package.folder / "README.md", ROOT / f"docs/start/{package.name}.md"):
+        lines = re.findall(r"pip install ([^\n`#]*\./packages/[^\n`#]*)", page.read_text())
+        assert lines, f"{page} does not say how to install the package"
+        for line in lines:
+            patterns = [re.sub(r"\[.*\]$", "", argument).removeprefix("./") for argument in shlex.split(line)]
+            folders = [path.name for pattern in patterns for path in ROOT.glob(pattern)]
+            assert wanted | ({"indexed-data"} if "[indexed]" in line else set()) == set(folders), line
+
+
+def test_no_page_takes_a_package_from_an_index_without_saying_when():
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]
+        for line in path.read_text().splitlines()
+        if re.search(r'pip install "?sixfold-[a-z-]+\b(?! @)', line) and "an index that has a release" not in line
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("command", ["pip install nox && nox -s demo", "pip install nox && nox"])

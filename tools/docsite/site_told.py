@@ -1,0 +1,109 @@
+"""Numbers that pages tell, beside the rows of results that they are of.
+
+    docs/told.toml, benchmarks/results/*.md --> Told (this file): what a page says, what its row says --> test_moves.py
+
+An entry has the page's words, each number in braces, and for each number where it stands: a row by its first words and
+a column by its head (or its number, where heads repeat), or, where that is empty, a sentence's words before it.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from decimal import ROUND_HALF_DOWN, ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+from site_figures import plain
+
+NUMBER = re.compile(r"(?<![\w.])(-?\d[\d,]*(?:\.\d+)?)(?: ?(k|ns|us|ms|s|min|x|%|points)(?!\w))?(?![\w.]*\d)")
+BRACES = re.compile(r"\{([^{}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """One number, or some that belong together, of one page."""
+
+    page: str
+    says: str  # the page's words without braces
+    number: str
+    file: str
+    row: str
+    column: str | int  # empty: what follows `row` in a sentence
+    under: str  # a heading, where a row stands in several tables
+
+
+def told(root: Path) -> list[Told]:
+    found = []
+    for page, entries in tomllib.loads((root / "docs/told.toml").read_text()).items():
+        for entry in entries["says"]:
+            numbers = BRACES.findall(entry["words"])
+            rows = entry["row"] if isinstance(entry["row"], list) else [entry["row"]] * len(numbers)
+            columns = entry.get("columns", [""] * len(numbers))
+            says, under = BRACES.sub(r"\1", entry["words"]), entry.get("under", "")
+            for number, row, column in zip(numbers, rows, columns, strict=True):
+                one = Told(page=page, says=says, number=number, file=entry["file"], row=row, column=column, under=under)
+                found.append(one)
+    return found
+
+
+def fault(one: Told, root: Path) -> str:
+    """What is wrong with one entry; empty if nothing is."""
+    if plain(one.says) not in plain((root / one.page).read_text()):
+        return f"{one.page} does not say {one.says!r}"
+    text = section(read_results(one.file, root), one.under)
+    cells = cells_of(text, one.row, one.column) if one.column else sentences_of(text, one.row)
+    if len(cells) != 1:
+        return f"{one.file}: {len(cells)} places are {one.row!r}, {one.column!r}; an entry names one"
+    wanted, there = numbers_in(one.number), numbers_in(cells[0])
+    if not wanted:
+        return f"{one.page}: {one.number!r} has no number"
+    if len(there) < len(wanted) or not all(map(agrees, wanted, there)):
+        return f"{one.page} says {one.number!r} of {one.row!r}; {one.file} says {cells[0]!r}"
+    return ""
+
+
+def read_results(file: str, root: Path) -> str:
+    return (root / f"benchmarks/results/{file}.md").read_text()
+
+
+def section(text: str, under: str) -> str:
+    """What stands below the heading that begins with ``under``, up to the next one; all of it without."""
+    if not under:
+        return text
+    parts = re.split(r"^#+ +", text, flags=re.MULTILINE)
+    return "\n".join(part for part in parts if part.startswith(under))
+
+
+def cells_of(text: str, row: str, column: str | int) -> list[str]:
+    """The cells in ``column`` of rows whose cells, one after the other, begin with ``row``."""
+    found: list[str] = []
+    head: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            head = []
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not head:
+            head = cells
+        elif plain(" ".join(cells)).startswith(plain(row)):
+            place = column - 1 if isinstance(column, int) else head.index(column) if column in head else -1
+            found += cells[place : place + 1] if place >= 0 else []
+    return found
+
+
+def sentences_of(text: str, words: str) -> list[str]:
+    """What follows ``words``, wherever they stand."""
+    return plain(text).split(plain(words))[1:]
+
+
+def numbers_in(text: str) -> list[tuple[str, str]]:
+    """Numbers with their units, which may be empty."""
+    return [(number.replace(",", ""), unit) for number, unit in NUMBER.findall(text)]
+
+
+def agrees(told: tuple[str, str], measured: tuple[str, str]) -> bool:
+    """Whether a number is the measured one, rounded to the digits that are told; units where both have one."""
+    (said, unit), (found, unit_there) = told, measured
+    if unit and unit_there and unit != unit_there:
+        return False
+    step = Decimal(1).scaleb(-len(said.partition(".")[2]))
+    return Decimal(said) in {Decimal(found).quantize(step, rule) for rule in (ROUND_HALF_UP, ROUND_HALF_DOWN)}

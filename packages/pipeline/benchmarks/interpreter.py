@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from sixfold.pipeline.action import COMPUTE, Kind
@@ -74,10 +75,10 @@ def bare_split(stages: int) -> Callable[[], object]:
     x, y = torch.randn(M, ROWS, WIDTH), torch.randn(M, ROWS, WIDTH)
     share = torch.tensor(1 / M)
 
-    def within(store: GradientStore, k: int, call: Callable[[], Tensor | None], *, i: bool = False) -> Tensor | None:
-        (store.open_backward if i else store.open)(k)
+    def within(store: GradientStore, k: int, module: nn.Module, leaf: Tensor) -> Tensor:
+        store.open(k)
         try:
-            return call()
+            return module(leaf)
         finally:
             store.close()
 
@@ -88,13 +89,13 @@ def bare_split(stages: int) -> Callable[[], object]:
                 leaf = hidden.detach()
                 if pairs:
                     leaf.requires_grad_()
-                hidden = within(store, k, lambda module=module, leaf=leaf: module(leaf))
+                hidden = within(store, k, module, leaf)
                 pairs.append((leaf, hidden))
             gradient = share
             for number in range(stages - 1, -1, -1):
                 leaf, output = pairs[number]
                 root = loss(output, y[k]) if number == stages - 1 else output
-                within(stores[number], k, lambda root=root, gradient=gradient: engine(root, gradient), i=True)
+                stores[number].backward(k, (get_gradient_edge(root),), (gradient,))
                 gradient = leaf.grad
             for store in stores:
                 store.weigh(k)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pipeline_helpers import gradients
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import Stage
 from sixfold.pipeline.store import GradientStore
@@ -77,11 +78,7 @@ def split(
                 store.close()
         elif action[0] == "I":
             output = outputs.pop(k)
-            store.open(k)
-            try:
-                torch.autograd.backward(output, seeded(output, k))
-            finally:
-                store.close()
+            store.backward(k, (get_gradient_edge(output),), (seeded(output, k),))
             x = leaves.pop(k)
             found[k] = [one.grad for one in (x if isinstance(x, tuple) else (x,))]
         elif action[0] == "W":

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.nested import joins, task
 
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
@@ -132,7 +133,8 @@ class _Later(Function):
         store, entries, targets, make = ctx.held
         if _graph_is_made():
             store.refuse_create_graph()
-        entries.append((_users_gradients, targets, make, gradients[0]))
+        if task() == store.task or joins(store, entries, targets):
+            entries.append((_users_gradients, targets, make, gradients[0]))
         return gradients[0], None, None
 
 

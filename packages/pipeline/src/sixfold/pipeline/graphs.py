@@ -138,6 +138,10 @@ class Graphed:
         if self._roots:
             torch.autograd.backward(self._roots, self._arriving)
         self._entries = entries[before:]
+        if slot is not None and len({slot.passes.pop(at, None) for at in range(before, len(entries))}) > 1:
+            raise ScheduleError(
+                f"stage {self._stage.index} has cuda_graphs and runs a backward of its own; make it without cuda_graphs"
+            )
         del entries[before:]
         self._of_inputs = [value.grad for value in self._inputs]
         self._now = [p for p in parameters if p.grad is not None]  # those that do not wait for W

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from sixfold.pipeline.linear import LINEAR_GRADIENTS, linear
+from sixfold.pipeline.nested import joins, task
 from sixfold.pipeline.waiting import PLAIN, Operator, applied, changed, graph_is_made, looked_after, open_slot
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Ten
             store.watch(slot, layer, (weight,))
         looked_after(slot)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        return apply(input, store.leaf, (store, slot.entries, weight, padding, module.scale_grad_by_freq))
+        held = (store, slot.entries, weight, weight.shape[0], padding, module.scale_grad_by_freq)
+        return apply(input, store.leaf, held)
 
     return forward
 
@@ -136,18 +138,20 @@ class _Embedding(Function):
         ctx.set_materialize_grads(False)
         ctx.held = held
         ctx.save_for_backward(indices)
-        return torch.embedding(held[2], indices, held[3], held[4], False).data  # [Note: no view]
+        return torch.embedding(held[2], indices, held[4], held[5], False).data  # [Note: no view]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         gradient = gradients[0]
         if gradient is not None:
-            store, entries, weight, padding, by_frequency = ctx.held
+            store, entries, weight, rows, padding, by_frequency = ctx.held
             if graph_is_made():
                 store.refuse_create_graph()
+            if task() != store.task and not joins(store, entries, (weight,)):
+                return None, None, None
             indices = ctx.saved_tensors[0]
             version = indices._version, gradient._version
-            saved = (indices, weight.shape[0], padding, by_frequency)
+            saved = (indices, rows, padding, by_frequency)
             entries.append((_embedding_gradient, (weight,), (saved, version), gradient))
         return None, None, None
 

@@ -24,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from sixfold.pipeline.defer import AGAIN
+from sixfold.pipeline.nested import joins, task
 from sixfold.pipeline.waiting import PLAIN, Cast, Entry, Slot, applied, changed, graph_is_made, looked_after, open_slot
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LINEAR_GRADIENTS", "linear"]
 
+_TWICE = "_sixfold_pipeline_twice"  # in the __dict__ of a bias' leaf that holds the gradients of several passes
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _saved_by: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -199,10 +201,14 @@ def _arrived(
     gradient = gradients[0]
     if gradient is None:
         return
+    store, _, _, targets = held
     if graph_is_made():
-        held[0].refuse_create_graph()
-    targets = held[3]
+        store.refuse_create_graph()
+    if task() != store.task and not joins(store, entries, targets):
+        return
     if leaf is not None:
+        if leaf.grad is not None:
+            leaf.__dict__[_TWICE] = True
         entries.append((_leaf_gradients, targets, (rows, gradient, (version, gradient._version), leaf), gradient))
     elif rows is None:
         entries.append((_bias_gradient, targets, (gradient, gradient._version), gradient))
@@ -237,8 +243,11 @@ class _Linear(Function):
         if graph_is_made():
             store.refuse_create_graph()
         input = saved[0]
+        wanted = task() == store.task or joins(store, ctx.entries, targets)
         flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        if targets[0] is None:
+        if not wanted:
+            pass
+        elif targets[0] is None:
             ctx.entries.append((_bias_gradient, targets, (flat, gradient._version), gradient))
         elif input is None:
             ctx.entries.append((_linear_gradients_again, targets, (ctx.promise(), flat, gradient._version), gradient))
@@ -268,7 +277,9 @@ def _leaf_gradients(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor,
     rows, flat, version, leaf = saved
     if version != (rows._version, gradient._version):
         changed()
-    of_bias, leaf.grad = leaf.grad, None  # once: a graph that is kept may come here again
+    if _TWICE in leaf.__dict__:
+        return flat.t().mm(rows), flat.sum(0)
+    of_bias, leaf.grad = leaf.grad, None  # which a graph that is kept may add to
     return flat.t().mm(rows), of_bias
 
 

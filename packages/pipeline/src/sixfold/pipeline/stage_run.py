@@ -44,8 +44,8 @@ class Store(Protocol):
     def open(self, k: int) -> object:
         """From here on layers of the stage put their weight gradients under slot ``k``."""
 
-    def open_backward(self, k: int) -> object:
-        """The same for a backward, in which forwards may run again."""
+    def backward(self, k: int, roots: Roots, gradients: Tensors) -> object:
+        """I of slot ``k``, in which forwards may run again."""
 
     def close(self) -> object:
         """No longer."""
@@ -66,8 +66,9 @@ class WholeBackward:
     def open(self, k: int) -> None:
         """Nothing is deferred."""
 
-    def open_backward(self, k: int) -> None:
-        """Nothing is deferred."""
+    def backward(self, k: int, roots: Roots, gradients: Tensors) -> None:
+        """All of it."""
+        run_backward(roots, gradients)
 
     def close(self) -> None:
         """Nothing is deferred."""
@@ -261,11 +262,7 @@ class StageRun:
         self.gradients[k] = None
         self._roots[k] = ()
         if roots:
-            self.store.open_backward(k)
-            try:
-                _engine(roots, gradients, False, False, (), True, True)  # as run_backward
-            finally:
-                self.store.close()
+            self.store.backward(k, roots, gradients)
         inputs = self._inputs[k]
         self._inputs[k] = None
         self.hand_back(k, inputs)

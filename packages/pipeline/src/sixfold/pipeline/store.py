@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from gc import get_referents as _held_by
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from sixfold.pipeline.defer import OPEN
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.layers import MAKES_ITS_OWN, Layer, deferrable
+from sixfold.pipeline.nested import NOBODY, Asked, joins, task
 from sixfold.pipeline.stage import Stage
-from sixfold.pipeline.waiting import Cast, Entry, Operator, Slot
+from sixfold.pipeline.waiting import Cast, Entry, Operator, Slot, add_up, as_it_is, summed
 
 __all__ = ["GradientStore"]
 
 _FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
 _show, _hide = torch._C._stash_obj_in_tls, torch._C._remove_obj_from_tls
 _graph_is_made, _make_graph = torch.is_grad_enabled, torch._C._set_grad_enabled
-_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_engine: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_backward = _engine  # W's
 
 
 class GradientStore:
@@ -50,6 +53,8 @@ class GradientStore:
     Attributes:
         slot: what is open now, None while closed.
         alone: nobody else looks after the stage's gradients.
+        task, thread: autograd's number of the I that runs, once it reached a layer, and who runs it.
+        inner: the last pass inside of another, and what it was asked for.
         leaf: stands for the parameters of deferred layers where nothing else wants a gradient.
     """
 
@@ -71,6 +76,8 @@ class GradientStore:
         self._seen: dict[int, int] = {}  # where the gradients of the others lie
         self._placed = False  # the layers' forwards are
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
+        self.task, self.thread = NOBODY, 0
+        self.inner: tuple[int, Asked] = NOBODY, None
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
 
     def open(self, k: int) -> None:
@@ -88,26 +95,24 @@ class GradientStore:
         self._placed = True
         _show(OPEN, self)
 
-    def open_backward(self, k: int) -> None:
-        """``open`` for I: no layer is put in its place where no part of the forward runs again.
+    def backward(self, k: int, roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+        """I: the backward of what was made under ``k``; weight gradients wait there.
 
-        What is shown to a thread is handed to each node of its backward, at 1 us a node.
-
-        Raises:
-            ScheduleError: a backward ran inside of the forward.
+        No layer is put in its place where no part of the forward runs again. What is shown to a thread is handed to
+        each node of its backward, at 1 us a node.
         """
         slot = self._slots.get(k)
-        if slot is not None and slot.entries:
-            raise ScheduleError(
-                f"stage {self.index}: its forward runs a backward of its own (torch.autograd.grad, Tensor.backward) "
-                "through layers whose weight gradients wait for W, which cannot tell whether they are wanted; run a "
-                "program whose backwards are B"
-            )
         if slot is None or slot.again:
             self.open(k)
-            return
-        self.slot = slot
-        self._before = len(slot.entries)
+        else:
+            self.slot = slot
+            self._before = len(slot.entries)
+        self.thread = get_ident()
+        try:
+            _engine(roots, gradients, False, False, (), True, True)  # as stage_run.run_backward
+        finally:
+            self.task = NOBODY
+            self.close()
 
     def close(self) -> None:
         """The layers are as they were."""
@@ -133,8 +138,8 @@ class GradientStore:
         grads = _graph_is_made()
         _make_graph(False)  # torch.no_grad() is four times as long
         try:
-            if self._large:
-                self._weigh_in_parts(slot.entries)
+            if self._large or slot.passes:
+                self._weigh_in_parts(slot.entries, {} if self._accumulate else slot.passes)
             else:
                 self._weigh_at_once(slot.entries)
         finally:
@@ -158,7 +163,7 @@ class GradientStore:
         again = len(entries) > 1 and len(set(map(id, targets))) < len(targets)
         entries.clear()
         if again or not fresh:
-            targets, gradients = _summed(targets, gradients)
+            targets, gradients = summed(targets, gradients)
         if not fresh:
             self._deliver(targets, gradients)
             return
@@ -190,27 +195,34 @@ class GradientStore:
             else:
                 others.append((target, gradient))
         if len(there) > 2:
-            _add_up(there, arriving)
+            add_up(there, arriving)
         else:
             for before, gradient in zip(there, arriving, strict=True):
                 before.add_(gradient)
         if others:
             self._deliver(*map(list, zip(*others, strict=True)))
 
-    def _weigh_in_parts(self, entries: list[Entry]) -> None:
-        """Each input is free once its gradient was made, and each gradient soon after its last part was."""
-        awaited = Counter(id(target) for entry in entries for target in entry[1] if target is not None)
-        sums: dict[int, Tensor] = {}
+    def _weigh_in_parts(self, entries: list[Entry], passes: Mapping[int, int]) -> None:
+        """Each input is free once its gradient was made, and each gradient soon after its last part was.
+
+        Args:
+            passes: by place of an entry, which pass made it; I's are not there. [Note: a pass inside of a pass]
+        """
+        last = len(entries) - 1
+        wanted_of = ((passes.get(at), entry[1]) for at, entry in enumerate(entries))
+        awaited = Counter((of, id(target)) for of, wanted in wanted_of for target in wanted if target is not None)
+        sums: dict[tuple[int | None, int], Tensor] = {}
         targets: list[Any] = []
         gradients: list[Tensor] = []
         pending = 0
         entries.reverse()
         while entries:
+            of = passes.get(last - len(entries) + 1)
             make, wanted, saved, arrived = entries.pop()
             for target, gradient in zip(wanted, make(saved, arrived, wanted), strict=True):
                 if target is None:
                     continue
-                key = id(target)
+                key = of, id(target)
                 awaited[key] -= 1
                 if key in sums:
                     before = sums.pop(key)
@@ -220,6 +232,9 @@ class GradientStore:
                 if awaited[key]:
                     sums[key] = gradient
                     continue
+                if passes and any(target is one for one in targets):  # autograd would add the two first
+                    self._deliver(targets, gradients)
+                    targets, gradients, pending = [], [], 0
                 targets.append(target)
                 gradients.append(gradient)
                 pending += gradient.nbytes
@@ -282,7 +297,9 @@ class GradientStore:
         if slot is None:  # a W, or a B of the same stage
             return False
         if gradient is not None:
-            slot.entries.append((_as_it_is, (target,), None, gradient))
+            if task() != self.task and not joins(self, slot.entries, ()):
+                slot.passes[len(slot.entries)] = task()  # it was asked for this one by name
+            slot.entries.append((as_it_is, (target,), None, gradient))
             slot.caught |= {id(target.parameter if type(target) is Cast else target)}
         return True
 
@@ -383,32 +400,6 @@ class GradientStore:
             f"stage {self.index}: a backward with create_graph runs while weight gradients are deferred, and would not "
             "see them; run a program whose backwards are B"
         )
-
-
-def _summed(targets: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Each target once, with the sum of what came for it, in that order; without those that want or get none."""
-    sums: dict[int, Tensor] = {}
-    found: dict[int, Any] = {}
-    for target, gradient in zip(targets, gradients, strict=True):
-        if target is None or gradient is None:
-            continue
-        key = id(target)
-        sums[key] = sums[key] + gradient if key in sums else gradient
-        found[key] = target
-    return list(found.values()), list(sums.values())
-
-
-def _add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
-    """``add_`` of each, in one call: one kernel on a GPU and half of the host's time; of two it would be no gain."""
-    if len({before.data_ptr() for before in there}) == len(there):
-        torch._foreach_add_(there, arriving)
-        return
-    for before, gradient in zip(there, arriving, strict=True):  # of parameters that share a gradient's memory
-        before.add_(gradient)
-
-
-def _as_it_is(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:
-    return (gradient,)
 
 
 def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], Any]:

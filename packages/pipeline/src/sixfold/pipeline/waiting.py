@@ -1,6 +1,6 @@
 """What layers leave to W: entries in a slot, by operators that defer all of their parameters or none.
 
-linear.py, layers.py, defer.py --> Slot, Operator, Cast (this file) --> store.py
+linear.py, layers.py, defer.py --> Slot, Operator, Cast (this file) --> nested.py, store.py
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ __all__ = [
     "Entry",
     "Operator",
     "Slot",
+    "add_up",
     "applied",
+    "as_it_is",
     "changed",
     "graph_is_made",
     "looked_after",
     "open_slot",
+    "summed",
 ]
 
 # How to make the gradients, of what (parameter, Cast or None each), from what was saved, and the output's gradient.
@@ -50,14 +53,16 @@ class Slot:
         watched: layers that go through their first I, with what they deferred.
         caught: ids of parameters that got a gradient by another way.
         casts: by id of autograd's node, the casts of autocast.
+        passes: by place of an entry, the pass that made it where that was not I. [Note: a pass inside of a pass]
     """
 
-    __slots__ = ("again", "casts", "caught", "entries", "refused", "watched")
+    __slots__ = ("again", "casts", "caught", "entries", "passes", "refused", "watched")
 
     def __init__(self, refused: frozenset[tuple[int, str]]) -> None:
         self.again = False
         self.entries: list[Entry] = []
         self.refused = refused
+        self.passes: dict[int, int] = {}
         self.watched: tuple[tuple[Operator, tuple[Any, ...]], ...] = ()  # nothing is made that most do not need
         self.caught: frozenset[int] = frozenset()
         self.casts: dict[int, Cast] | None = None
@@ -131,3 +136,30 @@ def changed() -> NoReturn:
     raise ScheduleError(
         "a layer's input or the gradient of its output was changed in place before W, which still needed it"
     )
+
+
+def summed(targets: list[Any], gradients: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Each target once, with the sum of what came for it, in that order; without those that want or get none."""
+    sums: dict[int, Tensor] = {}
+    found: dict[int, Any] = {}
+    for target, gradient in zip(targets, gradients, strict=True):
+        if target is None or gradient is None:
+            continue
+        key = id(target)
+        sums[key] = sums[key] + gradient if key in sums else gradient
+        found[key] = target
+    return list(found.values()), list(sums.values())
+
+
+def add_up(there: list[Tensor], arriving: list[Tensor]) -> None:
+    """``add_`` of each, in one call: one kernel on a GPU and half of the host's time; of two it would be no gain."""
+    if len({before.data_ptr() for before in there}) == len(there):
+        torch._foreach_add_(there, arriving)
+        return
+    for before, gradient in zip(there, arriving, strict=True):  # of parameters that share a gradient's memory
+        before.add_(gradient)
+
+
+def as_it_is(saved: Any, gradient: Tensor, targets: Any) -> tuple[Tensor]:
+    """What makes a gradient that is there."""
+    return (gradient,)

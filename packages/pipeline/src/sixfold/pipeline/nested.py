@@ -1,0 +1,90 @@
+"""Whose backward reaches a layer: the I that a runner runs, or one that somebody runs inside of it or of the forward.
+
+    a node of autograd --> the frame that entered autograd (this file) --> store.py
+
+[Note: a pass inside of a pass] A hook, a Function's backward or a forward may run a backward of its own through layers
+whose weight gradients wait for W (an implicit layer's solver, an attack, a reentrant checkpoint). Autograd's number of
+the graph task tells it apart from I; what it was asked for only its caller knows: torch's function that enters
+autograd, on this thread or, where a device's thread runs the nodes, on the one that runs I. A pass that was given
+``inputs`` makes no gradient of a weight. One without accumulates into all, by itself: plain autograd adds what a pass
+made for a parameter as soon as that pass is done with it, so W keeps the sums of passes apart, in that order.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import graph
+
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.waiting import Cast, Entry
+
+if TYPE_CHECKING:
+    from sixfold.pipeline.store import GradientStore
+
+__all__ = ["NOBODY", "Asked", "joins", "task"]
+
+NOBODY = -2  # no graph task's number, and not that of no graph task
+Asked = frozenset[int] | None  # ids of the tensors that a backward is to give gradients of; None: of all leaves
+task = torch._C._current_graph_task_id
+_ENTRY = graph._engine_run_backward.__code__
+
+
+def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) -> bool:
+    """A pass that is not known to be ``store``'s I reached a layer: whether W is to make its weight gradients.
+
+    They are next in ``entries`` then. [Note: a pass inside of a pass]
+
+    Raises:
+        ScheduleError: the pass is asked for a gradient of ``targets`` itself, or nobody knows what it is asked for.
+    """
+    now, slot = task(), store.slot
+    here = slot is not None and slot.entries is entries
+    if now != store.inner[0]:
+        own = type(store).backward.__code__
+        frame = _entered(sys._getframe(1), own) or _entered(sys._current_frames().get(store.thread), own)
+        if frame is None or frame.f_code is own:
+            if frame is None or store.task != NOBODY or not here:
+                raise _unseen(store, "and nothing tells which gradients it is to make")
+            store.task = now
+            return True
+        store.inner = now, _asked_of(frame)
+    asked = store.inner[1]
+    if asked is None:
+        if slot is None or not here:
+            raise _unseen(store, "outside of its microbatch")
+        slot.passes[len(entries)] = now
+        return True
+    if any(id(target.parameter if type(target) is Cast else target) in asked for target in targets):
+        raise _unseen(store, "and asks for the gradient of a weight of theirs")
+    return False
+
+
+def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
+    """The innermost frame from ``frame`` outwards that entered autograd: torch's, or that of ``own``."""
+    while frame is not None and frame.f_code is not _ENTRY and frame.f_code is not own:
+        frame = frame.f_back
+    return frame
+
+
+def _asked_of(frame: FrameType) -> Asked:
+    """What torch's ``frame`` was asked for."""
+    given = frame.f_locals
+    inputs = (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0]
+    return frozenset(map(_identity, inputs)) if inputs else None
+
+
+def _identity(one: Any) -> int:
+    """Of the tensor, or of that which an edge of the graph leads to."""
+    return id(getattr(getattr(one, "node", None), "variable", one))
+
+
+def _unseen(store: GradientStore, what: str) -> ScheduleError:
+    return ScheduleError(
+        f"stage {store.index}: a backward of its own (torch.autograd.grad, Tensor.backward) runs through layers whose "
+        f"weight gradients wait for W, {what}; run a program whose backwards are B, or make those layers of a "
+        "subclass: their gradients are made in I"
+    )

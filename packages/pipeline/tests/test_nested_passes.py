@@ -1,0 +1,260 @@
+"""Backwards inside of a backward or a forward (an implicit layer's solver, an attack, a checkpoint): plain loop's bits.
+
+The runner's I goes through layers whose weight gradients wait for W; another pass through them has gradients of its
+own to make, or none. The oracle is autograd, microbatch by microbatch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipeline_helpers import batch, equal_bits, gradients, plain_loop, square_loss
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, one_f_one_b, zb_h1, zb_v
+
+WIDTH, M = 8, 4
+PROGRAMS = [one_f_one_b(2, M), zb_h1(2, M), zb_h1(1, M), zb_v(2, M)]
+
+
+class Pair(nn.Module):
+    """Two layers; what is between and around them is the tests'."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.f, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class Implicit(Pair):
+    """A deep equilibrium layer: its backward is solved for in a hook, through a graph that F made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(3):
+                z = torch.tanh(self.f(z) * 0.3 + x)
+        z = torch.tanh(self.f(z) * 0.3 + x)
+        start = z.detach().clone().requires_grad_()
+        once = torch.tanh(self.f(start) * 0.3 + x.detach())
+
+        def solve(g: Tensor) -> Tensor:
+            y = g
+            for _ in range(3):
+                y = torch.autograd.grad(once, start, y, retain_graph=True)[0] + g
+            return y
+
+        z.register_hook(solve)
+        return self.o(z)
+
+
+class ImplicitLast(Implicit):
+    """The solver runs before any other layer's backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        o, self.o = self.o, nn.Identity()  # type: ignore[assignment]
+        try:
+            return super().forward(o(x))
+        finally:
+            self.o = o
+
+
+class Saved(torch.autograd.Function):
+    """Its backward goes through a graph that its forward kept, by ``how``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, how: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.how = how
+        with torch.enable_grad():
+            ctx.start = x.detach().requires_grad_()
+            ctx.inner = layer(ctx.start)
+        return ctx.inner.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.how(ctx.inner, ctx.start, gradients[0]), None, None
+
+
+def of_input(inner: Tensor, start: Tensor, g: Tensor) -> Tensor:
+    return torch.autograd.grad(inner, start, g)[0]
+
+
+def of_all(inner: Tensor, start: Tensor, g: Tensor) -> Tensor:
+    inner.backward(g)
+    assert start.grad is not None
+    return start.grad
+
+
+def of_all_twice(inner: Tensor, start: Tensor, g: Tensor) -> Tensor:
+    torch.autograd.backward(inner, g * 0.3, retain_graph=True)
+    torch.autograd.backward(inner, g * 0.6)
+    assert start.grad is not None
+    return start.grad
+
+
+def of_named(inner: Tensor, start: Tensor, g: Tensor) -> Tensor:
+    torch.autograd.backward(inner, g, inputs=[start])
+    assert start.grad is not None
+    return start.grad
+
+
+def of_many(inner: Tensor, start: Tensor, g: Tensor) -> Tensor:
+    return torch.autograd.grad(inner, start, torch.stack([g, g * 0.5]), is_grads_batched=True)[0].sum(0)
+
+
+class Kept(Pair):
+    """A Function with a graph of its own in front of a layer, which is used outside of it too."""
+
+    how = staticmethod(of_input)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.tanh(Saved.apply(x, self.f, self.how) + self.f(x)))
+
+
+def kept(how: Callable[..., Tensor]) -> Callable[[int], nn.Module]:
+    def make(seed: int) -> nn.Module:
+        module = Kept(seed)
+        module.how = how  # type: ignore[method-assign,assignment]
+        return module
+
+    return make
+
+
+class Penalty(Pair):
+    """A hook adds the gradients of a penalty, of a forward and a gradient of a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.f(x))
+
+        def penalty(g: Tensor) -> None:
+            with torch.enable_grad():
+                start = hidden.detach().requires_grad_()
+                [slope] = torch.autograd.grad(torch.tanh(self.o(start)).sum(), start, create_graph=True)
+                (slope**2).sum().backward()
+
+        hidden.register_hook(penalty)
+        return self.o(hidden)
+
+
+class Attack(Pair):
+    """Inputs moved along the sign of their gradients, in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x.detach().clone().requires_grad_()
+        [g] = torch.autograd.grad(self.o(torch.tanh(self.f(start))).sum(), start)
+        return self.o(torch.tanh(self.f(x + 0.1 * g.sign())))
+
+
+class Auxiliary(Pair):
+    """The forward runs a backward into its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.tanh(self.f(x.detach())).mean().backward()
+        return self.o(torch.tanh(self.f(x)))
+
+
+class Segments(Pair):
+    """One layer in two checkpoints, and outside of them."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda x: torch.tanh(self.o(self.f(x))), x, use_reentrant=self.reentrant)
+        return self.f(self.o(x))
+
+
+class SegmentsAgain(Segments):
+    reentrant = False
+
+
+class Deep(Pair):
+    """Reentrant checkpoints in each other, so many that autograd goes on with a thread of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.inside(x, 64))
+
+    def inside(self, x: Tensor, depth: int) -> Tensor:
+        return checkpoint(self.inside, x, depth - 1, use_reentrant=True) if depth else torch.tanh(self.f(x))
+
+
+MODULES = {
+    "implicit": Implicit,
+    "implicit last": ImplicitLast,
+    "input": kept(of_input),
+    "all": kept(of_all),
+    "twice": kept(of_all_twice),
+    "named": kept(of_named),
+    "batched": kept(of_many),
+    "attack": Attack,
+    "penalty": Penalty,
+    "reentrant": Segments,
+    "non-reentrant": SegmentsAgain,
+}
+
+
+def check(make: Callable[[int], nn.Module], program: Program, steps: int = 2) -> None:
+    """Gradients over some steps; the first of a step goes through layers that are watched."""
+    ours = [make(seed) for seed in range(program.stages)]
+    oracle = copy.deepcopy(ours)
+    runner = PipelineRunner(program, [Stage(m, i) for i, m in enumerate(ours)], loss_fn=square_loss)
+    for seed in range(steps):
+        x, y = batch(3 * program.microbatches, seed)
+        x.requires_grad_()  # a reentrant checkpoint wants one
+        runner.step(list(x.split(3)), y)
+        plain_loop(oracle, list(x.detach().requires_grad_().split(3)), list(y.split(3)))
+    for stage, (mine, other) in enumerate(zip(ours, oracle, strict=True)):
+        names = [name for name, _ in mine.named_parameters()]
+        for name, a, b in zip(names, gradients(mine), gradients(other), strict=True):
+            assert equal_bits([a], [b]), f"{name} of stage {stage}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.name}-{len(p.ranks)}")
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_pass_inside_of_another_makes_the_gradients_that_it_was_asked_for(kind, program):
+    check(MODULES[kind], program)
+
+
+def test_a_pass_on_a_thread_of_autograds_is_known_by_who_runs_i():
+    check(Deep, zb_h1(1, 1), steps=1)
+
+
+def test_a_backward_in_a_forward_is_added_in_the_order_of_microbatches():
+    check(Auxiliary, zb_h1(2, M))  # where B adds what it makes at once, so that later forwards come before
+
+
+class Named(Pair):
+    """What a hook asks for, beside the input."""
+
+    def __init__(self, seed: int, asked: Callable[[Named], Any], **options: Any) -> None:
+        super().__init__(seed)
+        self.asked, self.options = asked, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x.detach().requires_grad_()
+        inner = torch.tanh(self.f(start))
+        hidden = self.f(x)
+        hidden.register_hook(lambda g: torch.autograd.grad(inner, [start, self.asked(self)], g, **self.options)[0])
+        return self.o(hidden)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [lambda module: module.f.weight, lambda module: torch.autograd.graph.get_gradient_edge(module.f.bias)],
+    ids=["tensor", "edge"],
+)
+def test_a_pass_that_asks_for_a_weight_that_waits_is_refused(asked):
+    def step(program: Program) -> None:
+        modules = [Named(seed, asked, allow_unused=True) for seed in range(2)]
+        stages = [Stage(module, i) for i, module in enumerate(modules)]
+        PipelineRunner(program, stages, loss_fn=square_loss).step(*batch(2 * M))
+
+    step(one_f_one_b(2, M))
+    with pytest.raises(ScheduleError, match=r"stage 1: a backward of its own .* whose backwards are B"):
+        step(zb_h1(2, M))

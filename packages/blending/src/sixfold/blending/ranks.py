@@ -24,7 +24,8 @@ def _gathered(mine: object, group: "ProcessGroup", what: str) -> list[Any]:
         all_gather_object(every, mine, group=group)
     except RuntimeError as error:  # torch's DistError is one
         raise BlendingError(
-            f"rank {get_rank(group)} of {len(every)} waited for the others, {what}, and one did not come: {error}"
+            f"rank {get_rank(group)} of {len(every)} waited for the others, {what}, and one did not come: {error} "
+            "[see errors/blending.html#a-rank-did-not-come]"
         ) from error
     return every
 

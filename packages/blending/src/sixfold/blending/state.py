@@ -131,7 +131,8 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
         where, was, now = difference
         raise BlendingError(
             f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
-            f"{current['position']} positions already given; {_remedy(where, saved, current, datasets)}"
+            f"{current['position']} positions already given; {_remedy(where, saved, current, datasets)} "
+            "[see errors/blending.html#the-saved-stream-does-not-continue-here]"
         )
 
 

@@ -73,7 +73,8 @@ class _Crew(Generic[S, T]):
                     what = ", ".join(str(self.items[number]) for number in sorted(self._under_way)[:8])
                     raise BlendingError(
                         f"builder threads have ended nothing for {deadline_s} s, at work on {what}: look at the "
-                        "storage that this data and its cache are on"
+                        "storage that this data and its cache are on "
+                        "[see errors/blending.html#builder-threads-stand-still]"
                     )
             if self._errors:
                 raise self._errors[min(self._errors)]

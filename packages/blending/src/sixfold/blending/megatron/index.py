@@ -152,7 +152,8 @@ class IndexOrder:
             at = short[0]
             raise BlendingError(
                 f"{self.part.label}: sample {sample_P[at]} of the index has fewer than its {length_P[at]} tokens; the "
-                "data changed under the index: build it again"
+                "data changed under the index: build it again "
+                "[see errors/blending.html#the-data-changed-under-the-index]"
             )
         some = np.flatnonzero(length_K)
         none = np.full(some.size, -1, dtype=np.int64)

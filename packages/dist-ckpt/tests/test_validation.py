@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
-from sixfold.dist_ckpt.plans.plan import report
-from sixfold.dist_ckpt.plans.validation import object_problems, raise_problems, tensor_problems
-from sixfold.dist_ckpt.road.saving import object_report
+from sixfold.dist_ckpt.plans.table import merge, tabulate
+from sixfold.dist_ckpt.plans.validation import object_problems, raise_problems, table_problems
 
 
 def shard(key, offset, size, shape, *, replica=0, dtype=torch.float32):
-    return report(ShardedTensor(key, None, dtype, size, shape, offset, None, replica))
+    return ShardedTensor(key, None, dtype, size, shape, offset, None, replica)
+
+
+def tensor_problems(by_rank, verb):
+    return table_problems(merge([tabulate(records)[0].encode() for records in by_rank]), verb)
 
 
 def test_a_whole_cover_has_no_problem():
@@ -71,7 +74,7 @@ def test_all_problems_are_in_one_error():
 
 def test_object_grids_need_each_cell_once():
     def cell(offset, shape, replica=0):
-        return object_report(ShardedObject("o", None, shape, offset, replica))
+        return ShardedObject("o", None, shape, offset, replica)
 
     assert object_problems([[cell((0,), (2,))], [cell((1,), (2,)), cell((0,), (2,), 1)]], "saved") == []
     (empty,) = object_problems([[cell((0,), (2,))]], "saved")

@@ -7,7 +7,6 @@ from sixfold.dist_ckpt.plans.validation import (
     parse_strict,
     raise_problems,
     table_problems,
-    tensor_problems,
 )
 
 parse_strict_flag = parse_strict  # under megatron-core's name
@@ -20,5 +19,4 @@ __all__ = [
     "parse_strict_flag",
     "raise_problems",
     "table_problems",
-    "tensor_problems",
 ]

@@ -26,26 +26,6 @@ DTYPE_POLICIES = ("exact", "cast", "strict")
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 1 << 25, 1 << 30
 
 
-class ShardReport(NamedTuple):
-    """What other ranks must know of a shard; small, because it travels."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    main: bool
-
-
-class ObjectReport(NamedTuple):
-    """The same of a ShardedObject."""
-
-    key: str
-    stored_key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    main: bool
-
-
 class Write(NamedTuple):
     """One box to write: a piece of record number ``record`` of this rank."""
 
@@ -119,12 +99,6 @@ class LoadPlan:
     def frames(self) -> set[ByteRange]:
         """Every frame that is touched."""
         return {read.chunk.frame for read in self.reads}
-
-
-def report(record: ShardedTensor) -> ShardReport:
-    """What travels of a shard."""
-    boxes = tuple(piece.box for piece in record.pieces())
-    return ShardReport(record.key, record.dtype, record.global_shape, boxes, is_main_replica(record.replica_id))
 
 
 def plan_save(records: Sequence[ShardedTensor], pieces: Sequence[Sequence[Piece]]) -> tuple[Write, ...]:

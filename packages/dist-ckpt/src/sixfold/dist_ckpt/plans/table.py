@@ -10,19 +10,19 @@ the same tensors have the same names, which are then read once. Pure: no files, 
 from __future__ import annotations
 
 import pickle
+import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.files.dcp_pickle import sort_key
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.plans.plan import ShardReport
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
 _AT_ONCE = 1 << 18  # rows that stay in the cache
@@ -36,27 +36,26 @@ class Kind(NamedTuple):
     shape: Ints
 
 
+class Row(NamedTuple):
+    """A box of a kind, whose replica it is, and the rank that has it."""
+
+    rank: int
+    kind: Kind
+    main: bool
+    box: Box
+
+
 class Encoded(NamedTuple):
-    """A table as it travels; ``names`` are equal bytes on ranks with equal kinds."""
+    """A table as it travels; ``names`` are compressed, and equal bytes on ranks with equal kinds."""
 
     names: bytes
     dims: int
-    rows: bytes | memoryview
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if protocol < 5:
-            return Encoded, (bytes(self.names), self.dims, bytes(self.rows))
-        return _encoded, (pickle.PickleBuffer(self.names), self.dims, pickle.PickleBuffer(self.rows))
+    rows: bytes
 
     @property
     def digest(self) -> str:
         """Equal for equal tables."""
         return sha256(b"%d %d " % (len(self.names), self.dims) + self.names + self.rows).hexdigest()
-
-
-def _encoded(names: bytes | memoryview, dims: int, rows: bytes | memoryview) -> Encoded:
-    """What ``Encoded`` is unpickled by: its rows stay where they were received."""
-    return Encoded(bytes(names), dims, rows)
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,13 @@ class Table:
         shapes = [(*kind.shape, *(1,) * (self.dims - len(kind.shape))) for kind in self.kinds]
         return torch.tensor(shapes, dtype=torch.int64, device="cpu").view(len(shapes), self.dims)
 
-    def report(self, index: int) -> tuple[int, ShardReport]:
-        """One row read back: its rank, and the shard with that box alone, or with none if it has no elements."""
+    def row(self, index: int) -> Row:
+        """One row read back."""
         number, main, *numbers = self.rows_NW[index].tolist()
-        key, dtype, shape = self.kinds[number]
-        box = Box(tuple(numbers[: len(shape)]), tuple(numbers[self.dims : self.dims + len(shape)]))
-        boxes = (box,) if box.volume or not shape else ()
-        return int(self.ranks_N[index]), ShardReport(key, dtype, shape, boxes, bool(main))
+        kind = self.kinds[number]
+        axes = len(kind.shape)
+        box = Box(tuple(numbers[:axes]), tuple(numbers[self.dims : self.dims + axes]))
+        return Row(int(self.ranks_N[index]), kind, bool(main), box)
 
     def main_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of main replicas that have elements, by kind and then by place in the tensor, and their order.
@@ -119,7 +118,8 @@ class Table:
     def encode(self) -> Encoded:
         """The bytes that travel."""
         keys, dtypes, shapes = zip(*self.kinds, strict=True) if self.kinds else ((), (), ())
-        return Encoded(pickle.dumps((keys, dtypes, shapes), 4), self.dims, bytes(tensor_bytes(self.rows_NW)))
+        names = zlib.compress(pickle.dumps((keys, dtypes, shapes), 4), 1)
+        return Encoded(names, self.dims, bytes(tensor_bytes(self.rows_NW)))
 
 
 def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]]:
@@ -157,7 +157,8 @@ def merge(tables: Sequence[Encoded]) -> Table:
     ranks_N = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     own: dict[bytes, list[Kind]] = {}
     for names in dict.fromkeys(table.names for table in tables):
-        own[names] = [Kind(*kind) for kind in zip(*pickle.loads(names), strict=True)]  # from a rank of this job
+        # From a rank of this job.
+        own[names] = [Kind(*kind) for kind in zip(*pickle.loads(zlib.decompress(names)), strict=True)]
     kinds = sorted({kind for known in own.values() for kind in known}, key=lambda kind: sort_key(kind.key))
     number = {kind: n for n, kind in enumerate(kinds)}
     known = {
@@ -168,7 +169,7 @@ def merge(tables: Sequence[Encoded]) -> Table:
     for table, count in zip(tables, counts, strict=True):
         if count:
             part, more = rows_NW[at : at + count], dims - table.dims
-            rows = torch.frombuffer(_writable(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
+            rows = torch.frombuffer(bytearray(table.rows), dtype=torch.int64).view(count, 2 + 2 * table.dims)
             part[:, : 2 + table.dims] = rows[:, : 2 + table.dims]
             part[:, 2 + dims : 2 + dims + table.dims] = rows[:, 2 + table.dims :]
             if more:
@@ -177,11 +178,6 @@ def merge(tables: Sequence[Encoded]) -> Table:
             part[:, 0] = known[table.names][rows[:, 0]]
             at += count
     return Table(tuple(kinds), dims, rows_NW, ranks_N)
-
-
-def _writable(data: bytes | memoryview) -> bytearray | memoryview:
-    """Memory that torch takes without a warning: what was received is not copied."""
-    return data if isinstance(data, memoryview) and not data.readonly else bytearray(data)
 
 
 def covered_once(table: Table) -> torch.Tensor:

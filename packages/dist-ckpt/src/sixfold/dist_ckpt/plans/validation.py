@@ -12,14 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import product
-from math import prod
 
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
-from sixfold.dist_ckpt.geometry.box import Box, describe, holes, overlaps
-from sixfold.dist_ckpt.plans.plan import ObjectReport, ShardReport
-from sixfold.dist_ckpt.plans.table import Table, covered_once, inside
+from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
+from sixfold.dist_ckpt.plans.table import Row, Table, covered_once, inside
+from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
 
 _MOST_GUESSES = 8  # each looks at all stored keys
 
@@ -93,112 +92,83 @@ def _like(key: str, stored: Sequence[str]) -> str:
 
 
 def table_problems(table: Table, verb: str) -> list[str]:
-    """``tensor_problems`` of a merged table: the same lines, in the order of the kinds.
+    """Everything wrong with the shards of all ranks together, one line each, in the order of the kinds.
 
-    Cost: linear in the rows, a few array operations; only keys that fail are looked at one by one.
+    Per key: one dtype, one global shape, boxes inside it, and main replicas that cover each element
+    exactly once. ``verb`` is "saved" or "asked for".
+    Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
     """
     fine = (covered_once(table) & inside(table)).tolist()
     keys = Counter(kind.key for kind in table.kinds)
     bad = {kind.key for kind, ok in zip(table.kinds, fine, strict=True) if not ok or keys[kind.key] > 1}
-    if not bad:
-        return []
-    numbers = [number for number, kind in enumerate(table.kinds) if kind.key in bad]
-    found: dict[str, list[tuple[int, ShardReport]]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
-    for index in torch.isin(table.rows_NW[:, 0], torch.tensor(numbers, device="cpu")).nonzero().flatten().tolist():
-        rank, shard = table.report(index)
-        found[shard.key].append((rank, shard))
-    return [problem for key, shards in found.items() for problem in _key_problems(key, shards, verb)]
+    found: dict[str, list[Row]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
+    numbers = torch.tensor([number for number, kind in enumerate(table.kinds) if kind.key in bad], device="cpu")
+    for index in torch.isin(table.rows_NW[:, 0], numbers).nonzero().flatten().tolist() if bad else ():
+        row = table.row(index)
+        found[row.kind.key].append(row)
+    return [problem for rows in found.values() for problem in _key_problems(rows, verb)]
 
 
-def tensor_problems(by_rank: Sequence[Sequence[ShardReport]], verb: str) -> list[str]:
-    """Everything wrong with the shards of all ranks together, one line each.
-
-    Per key: one dtype, one global shape, boxes inside it, and main replicas that cover each element
-    exactly once. ``verb`` is "saved" or "asked for".
-    Cost: near linear in the boxes for grids and flattened ranges; holes are worked out only where
-    the count of elements says that there are some.
-    """
-    shards: dict[str, list[tuple[int, ShardReport]]] = defaultdict(list)
-    for rank, reports in enumerate(by_rank):
-        for report in reports:
-            shards[report.key].append((rank, report))
-    return [problem for key, found in shards.items() for problem in _key_problems(key, found, verb)]
-
-
-def _key_problems(key: str, found: list[tuple[int, ShardReport]], verb: str) -> list[str]:
-    first_rank, first = found[0]
-    for name in ("dtype", "shape"):
-        for rank, report in found:
-            ours, theirs = getattr(first, name), getattr(report, name)
+def _key_problems(rows: list[Row], verb: str) -> list[str]:
+    key, dtype, shape = rows[0].kind
+    for label, number in (("dtype", 1), ("global shape", 2)):
+        for row in rows:
+            ours, theirs = rows[0].kind[number], row.kind[number]
             if ours != theirs:
-                label = "global shape" if name == "shape" else name
-                return [f"{key}: rank {first_rank} says {label} {ours}, rank {rank} says {theirs}; all ranks agree"]
+                return [f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; all ranks agree"]
+    full = [row for row in rows if row.box.volume]
     outside = [
-        f"{describe(key, box, first.shape)}: rank {rank}'s box leaves the global shape {first.shape}"
-        for rank, report in found
-        for box in report.boxes
-        if not box.within(first.shape)
+        f"{describe(key, row.box, shape)}: rank {row.rank}'s box leaves the global shape {shape}"
+        for row in full
+        if not row.box.within(shape)
     ]
     if outside:
         return outside
-    owners = [(rank, box) for rank, report in found if report.main for box in report.boxes]
-    boxes = [box for _, box in owners]
-    problems = [_overlap(key, first.shape, owners[a], owners[b], verb) for a, b in overlaps(boxes)]
-    if problems or sum(box.volume for box in boxes) < prod(first.shape):
-        left = holes(first.shape, boxes)
-        if left:
-            problems.append(_hole(key, first.shape, left, owners, found, verb))
+    owners = [row for row in full if row.main]
+    boxes = [row.box for row in owners]
+    problems = [
+        f"{describe(key, boxes[a], shape)} of rank {owners[a].rank} and {describe(key, boxes[b], shape)} of rank "
+        f"{owners[b].rank} overlap, and both are main replicas: each element is {verb} by one; give the copies another "
+        "replica_id than 0 (of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
+        for a, b in overlaps(boxes)
+    ]
+    if left := holes(shape, boxes):
+        problems.append(_hole(left, owners, rows, verb))
     return problems
 
 
-def _overlap(key: str, shape: tuple[int, ...], a: tuple[int, Box], b: tuple[int, Box], verb: str) -> str:
-    return (
-        f"{describe(key, a[1], shape)} of rank {a[0]} and {describe(key, b[1], shape)} of rank {b[0]} overlap, and "
-        f"both are main replicas: each element is {verb} by one; give the copies another replica_id than 0 "
-        "(of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
-    )
-
-
-def _hole(
-    key: str,
-    shape: tuple[int, ...],
-    left: list[Box],
-    owners: list[tuple[int, Box]],
-    found: list[tuple[int, ShardReport]],
-    verb: str,
-) -> str:
+def _hole(left: list[Box], owners: list[Row], rows: list[Row], verb: str) -> str:
+    key, _, shape = rows[0].kind
     where = ", ".join(describe(key, box, shape) for box in left[:4]) + (", ..." if len(left) > 4 else "")
     if owners:
-        owned = ", ".join(f"rank {rank} has {describe('', box, shape)}" for rank, box in owners[:4])
+        owned = ", ".join(f"rank {row.rank} has {describe('', row.box, shape)}" for row in owners[:4])
         more = ", ..." if len(owners) > 4 else ""
         return f"{where}: {verb} by no main replica ({owned}{more}). A rank or a shard is missing from the state dict"
-    if any(report.main for _, report in found):
+    if any(row.main for row in rows):
         return f"{where}: {verb} by no rank; only empty shards of {key} were given. A rank or a shard is missing"
-    ranks = sorted({rank for rank, _ in found})
+    ranks = sorted({row.rank for row in rows})
     return f"{where}: {verb} by no main replica; ranks {ranks} hold replicas only. One rank needs replica_id 0"
 
 
-def object_problems(by_rank: Sequence[Sequence[ObjectReport]], verb: str) -> list[str]:
+def object_problems(by_rank: Sequence[Sequence[ShardedObject]], verb: str) -> list[str]:
     """The same for grids of objects: one shape per key, each cell held by one main replica."""
-    cells: dict[str, list[tuple[int, ObjectReport]]] = defaultdict(list)
-    for rank, reports in enumerate(by_rank):
-        for report in reports:
-            cells[report.key].append((rank, report))
+    shapes: dict[str, set[Ints]] = defaultdict(set)
+    holders: dict[str, dict[Ints, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, record in ((rank, record) for rank, records in enumerate(by_rank) for record in records):
+        shapes[record.key].add(record.global_shape)
+        if is_main_replica(record.replica_id):
+            holders[record.key][record.global_offset].append(rank)
     problems = []
-    for key, found in cells.items():
-        shapes = {report.shape for _, report in found}
-        if len(shapes) > 1:
-            problems.append(f"{key}: ranks name the object grids {sorted(shapes)}; all ranks agree")
+    for key, (shape, *others) in shapes.items():
+        if others:
+            problems.append(f"{key}: ranks name the object grids {sorted((shape, *others))}; all ranks agree")
             continue
-        holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank, report in found:
-            if report.main:
-                holders[report.offset].append(rank)
-        twice = {cell: ranks for cell, ranks in holders.items() if len(ranks) > 1}
         problems += [
-            f"{key}: cell {cell} is {verb} by ranks {ranks}; one is the main replica" for cell, ranks in twice.items()
+            f"{key}: cell {cell} is {verb} by ranks {ranks}; one is the main replica"
+            for cell, ranks in holders[key].items()
+            if len(ranks) > 1
         ]
-        empty = [cell for cell in product(*map(range, shapes.pop())) if cell not in holders]
+        empty = [cell for cell in product(*map(range, shape)) if cell not in holders[key]]
         if empty:
             problems.append(f"{key}: cells {empty[:8]} are {verb} by no main replica; a rank or its object is missing")
     return problems

@@ -31,7 +31,6 @@ from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
 from sixfold.dist_ckpt.road.looking import common_data
 from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.road.request import LoadRequest
-from sixfold.dist_ckpt.road.saving import object_report
 from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
@@ -53,7 +52,7 @@ class _Report(NamedTuple):
     """What a rank tells the first one before anything is read."""
 
     table: Encoded
-    objects: list[plan.ObjectReport]
+    objects: list[ShardedObject]  # without data
     unexpected: set[str]
     mismatches: list[str]
     touched: list[Span]
@@ -245,7 +244,7 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     return _Report(
         wanted.table,
-        [object_report(record) for record in objects],
+        [record.without_data() for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
         looked.seen.touched(checkpoint, _frames(looked, objects), exchange.ranks),
@@ -298,7 +297,7 @@ def _agree(
             "while they opened it. Load it again"
         )
     table = merge([report.table for report in reports])
-    asked = table.keys | {cell.stored_key for report in reports for cell in report.objects}
+    asked = table.keys | {cell.unique_key for report in reports for cell in report.objects}
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
     manifest = reports[0].manifest
     assert manifest is not None, "the first rank's report"

@@ -44,7 +44,7 @@ class _Report(NamedTuple):
 
     table: Encoded | None
     token: str
-    objects: list[plan.ObjectReport]
+    objects: list[ShardedObject]  # without data
     nbytes: int
     common_digest: int
     target: str = ""
@@ -205,7 +205,7 @@ def check_together(tables: list[Encoded], reports: list[_Report], kept: Kept | N
         table = merge(tables)
         problems, keys = validation.table_problems(table, "saved"), table.keys
     problems += validation.object_problems(objects, "saved")
-    problems += validation.name_clashes(keys, (cell.stored_key for cells in objects for cell in cells))
+    problems += validation.name_clashes(keys, (cell.unique_key for cells in objects for cell in cells))
     validation.raise_problems(problems, "saved", ShardingError)
     return keys
 
@@ -248,7 +248,7 @@ def describe(
     report = _Report(
         None if known else encoded,
         kept.token if kept is not None and known else "",
-        [object_report(record) for record in objects],
+        [record.without_data() for record in objects],
         nbytes,
         agreement.summary(agreement.digests(common, request.preprocess)),
     )
@@ -256,12 +256,6 @@ def describe(
         request.store, tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count
     )
     return content, report, parts
-
-
-def object_report(record: ShardedObject) -> plan.ObjectReport:
-    """What travels of an object."""
-    main = is_main_replica(record.replica_id)
-    return plan.ObjectReport(record.key, record.unique_key, record.global_shape, record.global_offset, main)
 
 
 def write(

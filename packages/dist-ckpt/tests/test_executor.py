@@ -108,6 +108,13 @@ def test_a_save_after_one_that_failed_in_more_files_says_where_its_own_lie(tmp_p
     }
 
 
+def test_names_are_a_small_part_of_what_a_table_sends():
+    records = [one(f"decoder.layers.{i // 10}.mlp.linear_fc{i % 10}.weight", torch.zeros(2, 3)) for i in range(2000)]
+    encoded = tabulate(records)[0].encode()
+    assert len(encoded.names) < sum(len(record.key) for record in records) / 4
+    assert [kind.key for kind in merge([encoded]).kinds] == sorted(record.key for record in records)
+
+
 def test_a_table_gives_back_its_rows():
     records = [one("a", torch.zeros(2, 3)), one("b", torch.zeros(4), replica_id=2), one("s", torch.zeros(()))]
     table = merge([tabulate(records[:1])[0].encode(), tabulate([])[0].encode(), tabulate(records[1:])[0].encode()])

@@ -110,12 +110,14 @@ def table_problems(table: Table, verb: str) -> list[str]:
 
 
 def _key_problems(rows: list[Row], verb: str) -> list[str]:
-    key, dtype, shape = rows[0].kind
+    key, _, shape = rows[0].kind
     for label, number in (("dtype", 1), ("global shape", 2)):
         for row in rows:
             ours, theirs = rows[0].kind[number], row.kind[number]
             if ours != theirs:
-                return [f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; all ranks agree"]
+                return [
+                    f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; all ranks agree"
+                ]
     full = [row for row in rows if row.box.volume]
     outside = [
         f"{describe(key, row.box, shape)}: rank {row.rank}'s box leaves the global shape {shape}"

@@ -3,15 +3,14 @@
     each rank's report --> together, apart (this file) --> one decision on every rank, or one error on every rank
 
 Reports go to the first rank of the group, its decision goes back, each rank's own part of it to that rank. Point to
-point, so that a wait that fails names the peer. Arrays in a report travel as they are (parcel.py). It runs on CPU
+point, so that a wait that fails names the peer. It runs on CPU
 tensors: on the given group where that has a CPU back end, else on a gloo subgroup derived from it once; never an object
 collective over NCCL. This is the one file of the package that looks up the default process group, for
 ``group="world"``.
 
 [Note: star and tree] Up to ``STAR_RANKS`` ranks each sends to the first one. More are cut into runs of about the square
-root of their number: the first rank of a run collects the reports of its run, unread, and sends them on as one, in
-which equal arrays stand once; the decision goes back the same way. So no rank speaks with more than ``2 * sqrt(ranks)``
-others, and the names of tensors, which are the same on most ranks, reach the first one once for each run. At 1,024
+root of their number: the first rank of a run collects the reports of its run, unread, and sends them on as one; the
+decision goes back the same way. So no rank speaks with more than ``2 * sqrt(ranks)`` others. At 1,024
 ranks 62 messages come in one after the other, where a star has 1,023. Below the limit a star has one wait less on its
 way, and 63 small messages cost some 3 ms. Who waits for the first rank of a run waits a little longer than that one
 does for its own. A rank that dies is named to all; of one that is late the first rank of its run says who it is, the
@@ -25,15 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import ceil, sqrt
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, StorageError, typed
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, typed
 from sixfold.dist_ckpt.files.frame import tensor_bytes
-from sixfold.dist_ckpt.ranks.parcel import Bundle, Parcel, decode_index, encode_index, pack, unpack
 
 Mine = TypeVar("Mine")
 Message = TypeVar("Message")
@@ -105,18 +103,16 @@ class Exchange:
         own = Outcome.of(keep_mine, f"rank {self.rank}")
         above, below = self._neighbours()
         if above is None:
-            decision, parts = self._decide([own, *self._gather(below)], decide)
+            decision, parts = _decided([own, *map(Outcome.decode, self._collected(below))], decide)
         else:
-            decision, parts = self._report(above, own, self._collected(below))
-        whole = decision.pack()
+            decision, parts = self._reported(above, [own.encode(), *self._collected(below)])
         for peer in below:
-            sent, at = Bundle(), peer - self.rank
-            for parcel in (whole, *parts[at : at + self._spoken_for_by(peer)]):
-                sent.add(parcel)
-            self._send(peer, sent, best_effort=decision.error is not None)
+            at = peer - self.rank
+            told = [decision.encode(), *parts[at : at + self._spoken_for_by(peer)]]
+            self._send(peer, told, best_effort=decision.error is not None)
         if decision.error is not None:
             raise decision.error from (own.error.__cause__ if own.error is not None else None)
-        return kept[0], decision.value, unpack(parts[0]) if parts else None
+        return kept[0], decision.value, pickle.loads(parts[0]) if parts else None
 
     def hear(self) -> None:
         """Raise what another rank tells by ``told_to_all``.
@@ -125,18 +121,15 @@ class Exchange:
         """
         self.together(lambda: (None, None), lambda _: None)
 
-    def _report(self, above: int, own: Outcome, collected: Sequence[Parcel]) -> tuple[Outcome, list[Parcel]]:
+    def _reported(self, above: int, heard: list[bytes]) -> tuple[Outcome, list[bytes]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
-        bundle = Bundle()
-        for parcel in (own.pack(), *collected):
-            bundle.add(parcel)
         try:
-            self._send(above, bundle)
-            decision, *parts = self._receive(above).parcels()
-            return Outcome.unpack(decision), parts
+            self._send(above, heard)
+            decision, *parts = self._receive(above)
+            return Outcome.decode(decision), parts
         except LostPeerError:
-            for parcel in collected:  # past a deadline gloo has closed all connections: whom it was for is what counts
-                if (outcome := Outcome.unpack(parcel)).is_lost:
+            for outcome in map(Outcome.decode, heard):
+                if outcome.is_lost:  # past a deadline gloo has closed all connections: whom it was for is what counts
                     return outcome, []
             raise
 
@@ -158,66 +151,38 @@ class Exchange:
         """Ranks of which the first one speaks for all."""
         return self.ranks if self.ranks <= STAR_RANKS else ceil(sqrt(self.ranks))
 
-    def _collected(self, peers: list[int]) -> list[Parcel]:
+    def _collected(self, peers: list[int]) -> list[bytes]:
         """What the ranks below have sent, in rank order; for one that is lost, that it is."""
-        found: list[Parcel] = []
+        found: list[bytes] = []
         for peer in peers:
+            # The first rank waits longer for one that waits for others itself.
+            waits = self.rank == 0 and peer >= self._run
             try:
-                found += self._receive(peer, 0.0 if self.rank else self._slack_s(peer)).parcels()
+                found += self._receive(peer, min(5.0, self.timeout_s / 4) if waits else 0.0)
             except LostPeerError as error:
                 # The others are still heard, so that they all get this error and none waits in vain.
-                found.append(Outcome(error=error, is_lost=True).pack())
+                found.append(Outcome(error=error, is_lost=True).encode())
         return found
 
-    def _slack_s(self, peer: int) -> float:
-        """What the first rank waits longer for one that waits for others itself."""
-        alone = peer < self._run
-        return 0.0 if alone else min(5.0, self.timeout_s / 4)
-
-    def _gather(self, peers: list[int]) -> list[Outcome]:
-        return [Outcome.unpack(parcel) for parcel in self._collected(peers)]
-
-    def _decide(
-        self, outcomes: list[Outcome], decide: Callable[[list[Any]], tuple[Any, Sequence[Any]]]
-    ) -> tuple[Outcome, list[Parcel]]:
-        for outcome in outcomes:
-            if outcome.is_lost:
-                return Outcome(error=outcome.error), []
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
-        if failed:
-            # Damage that one rank has found explains what others ran into.
-            return min(failed, key=lambda outcome: not isinstance(outcome.error, CorruptError)), []
-        decided = Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
-        if decided.error is not None:
-            return decided, []
-        return Outcome(decided.value[0]), [pack(part) for part in decided.value[1]]
-
-    def _send(self, peer: int, bundle: Bundle, *, best_effort: bool = False) -> None:
-        index = encode_index(bundle)
-        tensors = [torch.tensor([len(index)], device="cpu")]
-        tensors += [_as_tensor(part) for part in (index, *bundle.arrays) if len(part)]
+    def _send(self, peer: int, texts: list[bytes], *, best_effort: bool = False) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(texts)), dtype=torch.uint8)
         try:
-            for tensor in tensors:
+            for tensor in (torch.tensor([len(data)], device="cpu"), data):
                 self._wait(dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAG), peer)
         except RuntimeError as error:
             if not best_effort:
                 raise self._lost(peer, error) from error
 
-    def _receive(self, peer: int, slack_s: float = 0.0) -> Bundle:
-        header, bundle = torch.zeros(1, dtype=torch.int64, device="cpu"), Bundle()
+    def _receive(self, peer: int, slack_s: float = 0.0) -> list[bytes]:
+        header = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
             self._wait(dist.irecv(header, group=self._group, group_src=peer, tag=_TAG), peer, slack_s)
-            bundle.heads, lengths = decode_index(bytes(self._received(peer, int(header))))
-            bundle.arrays += [self._received(peer, length) for length in lengths]
+            data = torch.empty(int(header), dtype=torch.uint8, device="cpu")
+            self._wait(dist.irecv(data, group=self._group, group_src=peer, tag=_TAG), peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        return bundle
-
-    def _received(self, peer: int, nbytes: int) -> memoryview:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if nbytes:
-            self._wait(dist.irecv(tensor, group=self._group, group_src=peer, tag=_TAG), peer)
-        return tensor_bytes(tensor)
+        texts: list[bytes] = pickle.loads(tensor_bytes(data))  # from a rank of this job, as all that is unpickled here
+        return texts
 
     def _wait(self, work: dist.Work | None, peer: int, slack_s: float = 0.0) -> None:
         if work is None:
@@ -257,11 +222,12 @@ def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
         raise
 
 
-class Outcome:
+class Outcome(NamedTuple):
     """What a rank has to say: a value or an error."""
 
-    def __init__(self, value: Any = None, error: CheckpointError | None = None, *, is_lost: bool = False) -> None:
-        self.value, self.error, self.is_lost = value, error, is_lost
+    value: Any = None
+    error: CheckpointError | None = None
+    is_lost: bool = False
 
     @classmethod
     def of(cls, action: Callable[[], Any], who: str) -> Outcome:
@@ -275,41 +241,30 @@ class Outcome:
             return cls(error=wrapped)
 
     def encode(self) -> bytes:
-        """As one text."""
-        return pickle.dumps(self._parts())
+        """As it travels; an error of a class that is not of this package as its base."""
+        known = self.error is None or type(self.error) in BY_NAME.values()
+        return pickle.dumps(self if known else self._replace(error=CheckpointError(str(self.error))))
 
     @classmethod
     def decode(cls, data: bytes) -> Outcome:
         """What ``encode`` gave: from a rank of this job, never from a file."""
-        return cls._of_parts(*pickle.loads(data))
-
-    def pack(self) -> Parcel:
-        """As it travels between ranks."""
-        return pack(self._parts())
-
-    @classmethod
-    def unpack(cls, parcel: Parcel) -> Outcome:
-        """What ``pack`` gave."""
-        return cls._of_parts(*unpack(parcel))
-
-    def _parts(self) -> tuple[Any, Any, bool]:
-        error = self.error and (type(self.error).__name__, str(self.error), getattr(self.error, "errno", None))
-        return self.value, error, self.is_lost
-
-    @classmethod
-    def _of_parts(cls, value: Any, error: Any, is_lost: bool) -> Outcome:
-        if error is None:
-            return cls(value=value)
-        name, text, errno = error
-        kind = BY_NAME.get(name, CheckpointError)
-        found = StorageError(text, errno) if kind is StorageError else kind(text)
-        return cls(error=found, is_lost=is_lost)
+        outcome: Outcome = pickle.loads(data)
+        return outcome
 
 
-def _as_tensor(data: bytes | memoryview) -> torch.Tensor:
-    """Bytes as a tensor; what was received is not copied."""
-    is_received = isinstance(data, memoryview) and not data.readonly
-    return torch.frombuffer(data if is_received else bytearray(data), dtype=torch.uint8)
+def _decided(
+    outcomes: list[Outcome], decide: Callable[[list[Any]], tuple[Any, Sequence[Any]]]
+) -> tuple[Outcome, list[bytes]]:
+    """What the first rank decides, and the part of each rank, or the error that goes before the others."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        # Who is lost, then damage that one rank has found: it explains what others ran into.
+        first = min(failed, key=lambda outcome: (not outcome.is_lost, not isinstance(outcome.error, CorruptError)))
+        return Outcome(error=first.error), []
+    decided = Outcome.of(lambda: typed(lambda: decide([outcome.value for outcome in outcomes])), "rank 0")
+    if decided.error is not None:
+        return decided, []
+    return Outcome(decided.value[0]), [pickle.dumps(part) for part in decided.value[1]]
 
 
 def _resolve(group: Group) -> dist.ProcessGroup | None:

@@ -85,8 +85,7 @@ def encoded_tables(ranks, tensors):
 
 def save_sixfold(written, folder):
     """The first rank's part; what it writes opens as a checkpoint."""
-    reports = [saving._Report(part.table, "", [], 0, 0) for part in written]
-    saving.check_together([report.table for report in reports], reports, None)
+    saving.check_together([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
     digests = {name: digest for part in written for name, digest in part.files.items()}
     small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
     for name, content in (index.index_of(written, SAVE_ID, None) | small).items():

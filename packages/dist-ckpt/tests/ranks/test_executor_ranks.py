@@ -18,9 +18,9 @@ def repeated_saves(rank, ranks, folder):
     """Bytes that this rank sent in each save: the same records thrice, one rank's changed, then the same again."""
     sent, plain, strategy = [], Exchange._send, TorchDistSaveShardedStrategy()
 
-    def send(exchange, peer, bundle, **options):
-        sent[-1] += bundle.nbytes
-        return plain(exchange, peer, bundle, **options)
+    def send(exchange, peer, texts, **options):
+        sent[-1] += sum(map(len, texts))
+        return plain(exchange, peer, texts, **options)
 
     Exchange._send = send
     for turn, extra in enumerate((0, 0, 0, 1, 1)):
@@ -38,7 +38,8 @@ def repeated_saves(rank, ranks, folder):
 def test_a_repeated_save_sends_no_plan_and_a_change_on_one_rank_is_seen(tmp_path):
     first, second, third, changed, last = run_ranks(repeated_saves, 2, tmp_path)[1]
     assert first > 50 * TENSORS
-    assert second < 2_000 and third < 2_000 and last < 2_000
+    places = 16 * TENSORS  # where each frame came to lie
+    assert second < 2_000 + places and third < 2_000 + places and last < 2_000 + places
     assert changed > 50 * TENSORS
     for turn in range(5):
         plain = dist_ckpt.load_plain_tensors(tmp_path / str(turn))

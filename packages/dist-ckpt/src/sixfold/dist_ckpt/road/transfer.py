@@ -44,13 +44,13 @@ COPY_BYTES = 1 << 22
 class Written:
     """What one rank wrote.
 
-    ``places`` are int64 pairs, start and length of the frame of each write of the plan. ``table`` is the rank's
-    table, whose main replicas are these writes in their order; the two are None where the first rank has them.
+    ``table`` is the rank's table, whose main replicas are the writes of its plan in their order.
+    ``places`` are int64 pairs, start and length of the frame of each of them.
     ``counts``: how many of the writes lie in each of ``files``, in their order; empty: all in the first.
     """
 
-    table: Encoded | None = None
-    places: bytes | None = b""
+    table: Encoded
+    places: bytes = b""
     objects: list[tuple[str, ByteRange]] = field(default_factory=list)
     files: dict[str, FileDigest] = field(default_factory=dict)
     counts: tuple[int, ...] = ()

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
         folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
         exchange = Exchange(self._group, self._timeout_s)
-        saving.share_of_records(sharded_state_dict, folder, exchange, secrets.token_hex(8)).index()
+        saving.share_of_records(sharded_state_dict, folder, exchange).index()
 
     def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
         """The same in steps: copies of the tensors are written when the request is scheduled, its last function
@@ -90,7 +89,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
         folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
         exchange = Exchange(self._group, self._timeout_s)
         copies = dict_list_map_outplace(_copied, sharded_state_dict)
-        share = saving.share_of_records(copies, folder, exchange, secrets.token_hex(8))
+        share = saving.share_of_records(copies, folder, exchange)
         return AsyncRequest(share.write, (), [share.index])
 
 

@@ -45,7 +45,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.background.channel import Gauge
-from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer
@@ -255,7 +254,7 @@ def board_of(job: Job) -> Board:
     if store.local_folder is not None:
         return FolderBoard(Path(save.target), save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
     # Another kind of store was refused by the call.
-    return StoreBoard(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
+    return Board.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
 def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Lock) -> Outcome:

@@ -38,7 +38,6 @@ from sixfold.dist_ckpt.background.control import Job
 from sixfold.dist_ckpt.background.flight import Flight
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.process import Worker
-from sixfold.dist_ckpt.background.store_board import StoreBoard
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
@@ -62,7 +61,7 @@ class _Mine:
     def make(self, store: Store, save: Save, timeout_s: float) -> None:
         """The first rank's board in a store, made by a thread while tensors are copied."""
         assert isinstance(store, ByPointer), f"{store.name} was refused before"
-        board = self.board = StoreBoard(store, save, b"", timeout_s=timeout_s)
+        board = self.board = Board.at(store, save, b"", timeout_s=timeout_s)
         pool = ThreadPoolExecutor(1)
         self.made = pool.submit(board.make)
         pool.shutdown(wait=False)

@@ -227,12 +227,21 @@ def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int)
         found += _texts(code, inside, value, depth)
     if inside and name in (parameters := [a.arg for a in [*inside.args.args, *inside.args.kwonlyargs]]):
         skipped = parameters[0] in ("self", "cls")
-        for _, where, call in code.calls.get(inside.name, []):
+        for _, where, call in _calls_of(code, inside):
             given = _given(call, name, parameters.index(name) - skipped)
             found += _texts(code, where, given, depth) if given is not None else []
     if not found:
         found = [text for value in code.constants.get(name, []) for text in _texts(code, None, value, depth)]
     return list(dict.fromkeys(found))
+
+
+def _calls_of(code: Source, function: Function) -> list[tuple[str, Function | None, ast.Call]]:
+    """Calls by its name; those of a private one stand in its own module."""
+    found = code.calls.get(function.name, [])
+    if not function.name.startswith("_"):
+        return found
+    own = next(module for module, one in code.functions[function.name] if one is function)
+    return [call for call in found if call[0] == own]
 
 
 def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth: int) -> list[str]:

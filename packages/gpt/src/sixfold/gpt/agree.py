@@ -103,7 +103,7 @@ def memory_errors(rank: int, config: TrainConfig) -> Iterator[None]:
         raise FinalError(
             f"rank {rank}: memory ran out: {asked[1]} could not be allocated. The model has "
             f"{config.model.num_parameters:,} parameters; more ranks, a smaller train.micro_batch_size or "
-            f'data.seq_length, or train.recompute = "full" takes less'
+            f'data.seq_length, or train.recompute = "full" takes less [see errors/gpt.html#memory-ran-out]'
         ) from error
 
 
@@ -115,4 +115,7 @@ def wire_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not lost(error):
             raise
-        raise TrainError(f"{what}: another rank died or did not answer in time: {error}") from error
+        raise TrainError(
+            f"{what}: another rank died or did not answer in time: {error} "
+            "[see errors/gpt.html#a-rank-died-or-did-not-come]"
+        ) from error

@@ -230,7 +230,7 @@ def _await_sight(rank: int, folder: Path, limit_s: float) -> None:
         if time.monotonic() > deadline:
             raise TrainError(
                 f"rank {rank} does not see {folder}, which rank 0 chose, within {limit_s:g} s; all ranks of a run need "
-                f"run.dir on one file system"
+                f"run.dir on one file system [see errors/gpt.html#a-rank-does-not-see-a-checkpoint]"
             )
         time.sleep(SEEN_POLL_S)
 

@@ -24,7 +24,7 @@ _SCHEDULES = tuple(entry.name for entry in registered())
 
 # What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
 _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("pipeline.steps", lambda value: value == 2, "no such key", "pipedream_2bw, which alone reads it,"),
+    ("pipeline.steps", lambda value: value == 2, "2, or no such key", "another number of batches in a program"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     (
         "data.changes",

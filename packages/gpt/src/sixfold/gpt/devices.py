@@ -135,7 +135,7 @@ def device_of_machine(path: str | Path) -> Device:
         sizes = {key: int(found[key]) for key in ("memory_bytes", "per_node") if found.get(key) is not None}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no file that `sixfold doctor --json` wrote ({type(error).__name__}: {error}); run it on the "
+            f"{path} is no file that `sixfold doctor` wrote ({type(error).__name__}: {error}); run it on the "
             "machine that is planned for"
         ) from error
     bad = [key for key, value in (numbers | sizes).items() if not (math.isfinite(value) and value > 0)]

@@ -140,7 +140,8 @@ class Run:
             batch = ahead.result(limit)
         except TimeoutError as error:
             raise TrainError(
-                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there?"
+                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there? "
+                "[see errors/gpt.html#data-did-not-come]"
             ) from error
         for microbatch in batch:
             microbatch.arrive()
@@ -286,7 +287,8 @@ class Run:
         self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
         raise FinalError(
             f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "
-            f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it"
+            f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it "
+            "[see errors/gpt.html#a-value-is-not-finite]"
         )
 
     def loop(self, flag: StopFlag) -> str:

@@ -102,8 +102,8 @@ class MetricsWriter:
         except OSError as error:
             written, why, full = 0, str(error.strerror), error.errno in (errno.ENOSPC, errno.EDQUOT)
         if written < len(line):
-            error_type = FinalError if full else TrainError
-            raise error_type(f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}")
+            said = f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}"
+            raise FinalError(said) if full else TrainError(said)
         return record
 
     def close(self) -> None:

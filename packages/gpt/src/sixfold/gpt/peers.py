@@ -54,5 +54,6 @@ def among(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise TrainError(
             f"{what} of ranks {', '.join(map(str, ranks))}: rank {ranks[group.rank()]} waited {seconds:.1f} s and one "
             f"of the others died or did not come: look at what rank {others} says and whether its process runs; a rank "
-            f"that is only slow needs a longer run.timeout_seconds: {error}"
+            f"that is only slow needs a longer run.timeout_seconds: {error} "
+            "[see errors/gpt.html#a-rank-died-or-did-not-come]"
         ) from error

@@ -206,8 +206,10 @@ def _silent_end(rank: int, exit_code: int | None) -> Failure:
     if exit_code is not None and exit_code < 0:
         number = signal.Signals(-exit_code)
         hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
-        return Failure(rank=rank, time=now, text=f"rank {rank} was killed by {number.name}{hint}", killed_by=number)
-    return Failure(rank=rank, time=now, text=f"rank {rank} ended with exit status {exit_code} and no message")
+        text = f"rank {rank} was killed by {number.name}{hint} [see errors/gpt.html#a-rank-was-killed]"
+        return Failure(rank=rank, time=now, text=text, killed_by=number)
+    text = f"rank {rank} ended with exit status {exit_code} and no message [see errors/gpt.html#a-rank-was-killed]"
+    return Failure(rank=rank, time=now, text=text)
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -172,7 +172,7 @@ def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
         folder, why = next(iter(damaged.items()))
         raise FinalError(
             f"{root} holds no whole checkpoint; the newest is damaged: {why}. Restore one, or move {folder.name} away "
-            f"to start anew"
+            f"to start anew [see errors/gpt.html#all-checkpoints-are-damaged]"
         )
     if resume == "must" and newest is None:
         raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')

@@ -7,25 +7,24 @@ One plain process, no group. Tensors pass in batches of rows, so that memory sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from math import prod
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state import tree
-from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.by_name import PlainObject
+from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, safetensors_folder
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
-from sixfold.dist_ckpt.tools import conversion, probe, standin
+from sixfold.dist_ckpt.tools import conversion, probe
+from sixfold.dist_ckpt.tools.safetensors_export import nbytes_of
+from sixfold.dist_ckpt.tools.standin import equal
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
 
@@ -48,46 +47,31 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
 
 
 def _inspect(folder: Path, keys: str) -> dict[str, Any]:
-    config = read_config(folder)
+    config, checkpoint = read_config(folder), conversion.opened(folder)
     backend, version = config[0] if config else ("torch_dist", None)
-    backend = safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend
-    is_ours = backend in ("torch_dist", safetensors_folder.BACKEND)
-    checkpoint = open_checkpoint(folder) if is_ours else None
-    chunks = {} if checkpoint is None else {k: len(t.chunks) for k, t in checkpoint.manifest.tensors.items()}
-    tensors = [
-        {
-            "key": key,
-            "dtype": str(record.dtype).removeprefix("torch."),
-            "shape": list(record.global_shape),
-            "nbytes": conversion.nbytes_of(record),
-            "chunks": chunks.get(key, probe.count_chunks(folder, key)),
-        }
-        for key, record in sorted(serialization.load_tensors_metadata(folder).items())
-        if fnmatchcase(key, keys)
-    ]
+    tensors, objects = conversion.listed(folder, keys)
+    stored = {} if checkpoint is None else checkpoint.manifest.tensors
+    grids = {o.key: [] if isinstance(o, PlainObject) else list(o.global_shape) for o in objects.values()}
     return {
-        "backend": backend,
+        "backend": safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend,
         "version": version,
         "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
-        "nbytes": sum(entry["nbytes"] for entry in tensors),
-        "tensors": tensors,
-        "objects": [entry for entry in _objects(folder) if fnmatchcase(entry["key"], keys)],
-        "common": [str(key) for key in standin.load_common(folder)],
+        "nbytes": sum(map(nbytes_of, tensors.values())),
+        "tensors": [
+            {
+                "key": key,
+                "dtype": str(record.dtype).removeprefix("torch."),
+                "shape": list(record.global_shape),
+                "nbytes": nbytes_of(record),
+                "chunks": stored[key].chunk_count if key in stored else None,
+            }
+            for key, record in tensors.items()
+        ],
+        "objects": [{"key": key, "shape": shape} for key, shape in sorted(grids.items())],
+        "common": [str(key) for key in conversion.common_data(folder)],
         "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
         "integrity": checkpoint is not None and checkpoint.integrity is not None,
     }
-
-
-def _objects(folder: Path) -> list[dict[str, Any]]:
-    grids: dict[str, list[int]] = {}
-    for stored_key in conversion.object_keys(folder):
-        try:
-            record = ShardedObject.empty_from_unique_key(stored_key)
-        except ShardingError:  # bytes of plain DCP have no grid
-            grids[stored_key] = []
-            continue
-        grids[record.key] = list(record.global_shape)
-    return [{"key": key, "shape": shape} for key, shape in sorted(grids.items())]
 
 
 def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
@@ -144,10 +128,9 @@ def convert(
     if to != "torch_dist":
         paths.local(dst, f"{to} is written into a local folder; upload it")
     with probe.opened(src, whole=True) as source:
-        wanted = {k: r for k, r in serialization.load_tensors_metadata(source).items() if fnmatchcase(k, keys)}
-        objects = [key for key in conversion.object_keys(source) if fnmatchcase(_name(key), keys)]
+        wanted, objects = conversion.listed(source, keys)
         _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
-        total = sum(map(conversion.nbytes_of, wanted.values()))
+        total = sum(map(nbytes_of, wanted.values()))
         meter = Meter(progress, lambda: total)
         if to == "safetensors":
             target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, meter)
@@ -161,13 +144,6 @@ def _check_matches(keys: str, where: str | Path | Store, matches: Collection[str
     """A mistyped glob is told, and not taken for a checkpoint without tensors."""
     if keys != "*" and not matches:
         raise MismatchError(f"keys is {keys!r}, which matches nothing of {where}; inspect lists what there is")
-
-
-def _name(stored_key: str) -> str:
-    try:
-        return ShardedObject.empty_from_unique_key(stored_key).key
-    except ShardingError:
-        return stored_key
 
 
 def diff(
@@ -197,53 +173,47 @@ def diff(
 
 
 def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress | None) -> dict[str, Any]:
-    left, right = (_all_keys(folder, keys) for folder in folders)
+    left, right = ({**tensors, **objects} for tensors, objects in (conversion.listed(f, keys) for f in folders))
     _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
     different: list[dict[str, Any]] = []
     same: dict[str, ShardedTensor] = {}
     objects = []
     for key in sorted(left.keys() & right.keys()):
         one, other = left[key], right[key]
-        if one is None or other is None:
+        if not isinstance(one, ShardedTensor) or not isinstance(other, ShardedTensor):
             objects.append(key)
         elif one.global_shape != other.global_shape or one.dtype != other.dtype:
-            reason = "shape" if one.global_shape != other.global_shape else "dtype"
-            different.append({"key": key, "reason": reason, "count": None, "max_abs": None})
+            different.append(_entry(key, "shape" if one.global_shape != other.global_shape else "dtype"))
         else:
             same[key] = one
     different += _different_values(folders, same, rtol, progress)
-    for key in objects:
-        if not standin.equal(*(standin.load_object(folder, key) for folder in folders)):
-            different.append({"key": key, "reason": "values", "count": None, "max_abs": None})
+    values = [conversion.read(f, [side[k] for k in objects]) for f, side in zip(folders, (left, right), strict=True)]
+    different += [_entry(key, "values") for key, x, y in zip(objects, *values, strict=True) if not equal(x, y)]
     found = {
         "only_in_a": sorted(left.keys() - right.keys()),
         "only_in_b": sorted(right.keys() - left.keys()),
         "different": sorted(different, key=lambda entry: str(entry["key"])),
-        "common_differs": _differing_paths(*(standin.load_common(folder) for folder in folders)),
+        "common_differs": _differing_paths(*map(conversion.common_data, folders)),
     }
     return {"equal": not any(found.values()), **found}
 
 
-def _all_keys(folder: Path, keys: str) -> dict[str, ShardedTensor | None]:
-    tensors: dict[str, ShardedTensor | None] = dict(serialization.load_tensors_metadata(folder))
-    tensors.update(dict.fromkeys(conversion.object_keys(folder)))
-    return {key: record for key, record in tensors.items() if fnmatchcase(_name(key) if record is None else key, keys)}
+def _entry(key: str, reason: str, count: int | None = None, max_abs: float | None = None) -> dict[str, Any]:
+    return {"key": key, "reason": reason, "count": count, "max_abs": max_abs}
 
 
 def _different_values(
     folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress | None
-) -> Iterator[dict[str, Any]]:
-    counts: dict[str, int] = {}
-    largest: dict[str, float] = {}
-    meter = Meter(progress, lambda: sum(map(conversion.nbytes_of, tensors.values())))
+) -> list[dict[str, Any]]:
+    found: dict[str, tuple[int, float]] = {}
+    meter = Meter(progress, lambda: sum(map(nbytes_of, tensors.values())))
     for batch in conversion.batches(tensors):
         for key, count, max_abs in _compare_batch(folders, batch, rtol):
-            counts[key] = counts.get(key, 0) + count
-            largest[key] = max(largest.get(key, 0.0), max_abs)
-        meter.add(sum(prod(part.local_shape) * part.dtype.itemsize for part in batch))
+            before = found.get(key, (0, 0.0))
+            found[key] = before[0] + count, max(before[1], max_abs)
+        meter.add(sum(map(nbytes_of, batch)))
     meter.finish()
-    for key in sorted(counts):
-        yield {"key": key, "reason": "values", "count": counts[key], "max_abs": largest[key]}
+    return [_entry(key, "values", *found[key]) for key in found]
 
 
 def _compare_batch(
@@ -277,4 +247,4 @@ def _differing_paths(left: Any, right: Any) -> list[str]:
     # An empty dict is a leaf; at the top it says no more than that the paths of the other side are missing.
     x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
     missing = object()
-    return sorted(path for path in x.keys() | y.keys() if not standin.equal(x.get(path, missing), y.get(path, missing)))
+    return sorted(path for path in x.keys() | y.keys() if not equal(x.get(path, missing), y.get(path, missing)))

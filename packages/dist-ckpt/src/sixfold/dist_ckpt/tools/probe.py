@@ -5,11 +5,9 @@ folder --> files, problems (this file) --> tools.verify
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +60,6 @@ def files(folder: Path) -> list[tuple[str, int]]:
         return [(name, (folder / name).stat().st_size) for name in safetensors_folder.file_names(folder)]
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in found)
-
-
-def count_chunks(folder: Path, key: str) -> int | None:
-    """Chunks of a zarr array; None where that cannot be told."""
-    try:
-        array = json.loads(storage.read_small(folder / key / ".zarray"))
-        return prod(-(-int(length) // int(part)) for length, part in zip(array["shape"], array["chunks"], strict=True))
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):
-        return None
 
 
 def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[list[Problem], int]:

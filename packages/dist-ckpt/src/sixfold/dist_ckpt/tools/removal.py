@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.road.request import read_config
@@ -32,7 +31,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str, *, safe_
     """
     folder = paths.local(checkpoint_dir, "tensors are removed in a local folder; download and upload it")
     with probe.opened(folder) as source:
-        tensors = serialization.load_tensors_metadata(source)
+        tensors, objects = conversion.listed(source)
         kept = {key: record for key, record in tensors.items() if not key.startswith(key_prefix)}
         if len(kept) == len(tensors):
             warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
@@ -41,5 +40,4 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str, *, safe_
         backend = config[0][0] if config else "torch_dist"
         if backend not in ("torch_dist", "zarr"):
             raise CheckpointError(f"{source} is of the backend {backend!r}; torch_dist and zarr are written here")
-        objects = conversion.object_keys(source)
         conversion.to_checkpoint(source, folder, kept, objects, backend, Meter(None), safe_globals, in_place=True)

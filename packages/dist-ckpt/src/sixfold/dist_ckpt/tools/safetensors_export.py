@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,49 +35,41 @@ class File(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The files, and the index if there are several."""
-
-    files: tuple[File, ...]
-    index: bytes | None
+def nbytes_of(record: ShardedTensor) -> int:
+    """Bytes of what a record holds."""
+    return prod(record.local_shape) * record.dtype.itemsize
 
 
-def plan(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> Export:
-    """Share tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
+def plan(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> tuple[list[File], bytes | None]:
+    """Share whole tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
 
+    Returns:
+        The files, and the index if there may be several.
     Raises:
-        CheckpointError: the library is missing; a dtype that the format does not know; no tensors;
-            ``max_shard_bytes`` < 1.
+        CheckpointError: the library is missing; a dtype that the format does not know; ``max_shard_bytes`` < 1.
     """
     _library()
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
-    for key, record in tensors.items():
-        if record.dtype not in NAMES:
-            raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
     groups: list[list[str]] = [[]]
     filled = 0
-    for key in sorted(tensors):
-        size = _nbytes(tensors[key])
-        if groups[-1] and max_shard_bytes is not None and filled + size > max_shard_bytes:
+    for key, record in sorted(tensors.items()):
+        if record.dtype not in NAMES:
+            raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
+        if groups[-1] and max_shard_bytes is not None and filled + nbytes_of(record) > max_shard_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(key)
-        filled += size
+        filled += nbytes_of(record)
     if max_shard_bytes is None:
-        return Export((_file("model.safetensors", groups[0], tensors),), None)
+        return [_file("model.safetensors", groups[0], tensors)], None
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    files = tuple(_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True))
+    files = [_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True)]
     index = {
         "metadata": {"total_size": sum(file.nbytes for file in files)},
         "weight_map": {key: file.name for file in files for key in file.keys},
     }
-    return Export(files, json.dumps(index, indent=2, sort_keys=True).encode())
-
-
-def _nbytes(record: ShardedTensor) -> int:
-    return prod(record.global_shape) * record.dtype.itemsize
+    return files, json.dumps(index, indent=2, sort_keys=True).encode()
 
 
 def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> File:
@@ -87,25 +78,22 @@ def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> F
     # Wide elements first: each tensor then starts at a multiple of its element's size.
     ordered = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, key))
     for key in ordered:
-        size = _nbytes(tensors[key])
-        header[key] = {
-            "dtype": NAMES[tensors[key].dtype],
-            "shape": list(tensors[key].global_shape),
-            "data_offsets": [at, at + size],
-        }
-        at += size
+        record, stop = tensors[key], at + nbytes_of(tensors[key])
+        shape = list(record.global_shape)
+        header[key] = {"dtype": NAMES[record.dtype], "shape": shape, "data_offsets": [at, stop]}
+        at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
 
 
-def write(folder: Path, export: Export, values: Iterator[torch.Tensor]) -> None:
+def write(folder: Path, files: Sequence[File], index: bytes | None, values: Iterator[torch.Tensor]) -> None:
     """Write the files into ``folder``, on disk when it returns.
 
     Args:
         values: the tensors of all files in order, each whole or as consecutive rows.
     """
-    for planned in export.files:
+    for planned in [*files, *([File(INDEX_NAME, (), index, 0)] if index is not None else [])]:
         with (folder / planned.name).open("xb", buffering=1 << 20) as file:
             file.write(planned.head)
             left = planned.nbytes
@@ -115,19 +103,12 @@ def write(folder: Path, export: Export, values: Iterator[torch.Tensor]) -> None:
             assert left == 0, f"{planned.name} got {-left} bytes too many"
             file.flush()
             os.fsync(file.fileno())
-        _check(folder / planned.name, planned)
-    if export.index is not None:
-        with (folder / INDEX_NAME).open("xb") as file:
-            file.write(export.index)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _check(path: Path, planned: File) -> None:
-    with _library().safe_open(str(path), framework="pt") as opened:
-        found = set(opened.keys())
-    if found != set(planned.keys):
-        raise CorruptError(f"{path} was written with {len(planned.keys)} tensors and reads back with {len(found)}")
+    for planned in files:
+        with _library().safe_open(str(folder / planned.name), framework="pt") as opened:
+            found = set(opened.keys())
+        if found != set(planned.keys):
+            text = f"was written with {len(planned.keys)} tensors and reads back with {len(found)}"
+            raise CorruptError(f"{folder / planned.name} {text}")
 
 
 def _library() -> Any:

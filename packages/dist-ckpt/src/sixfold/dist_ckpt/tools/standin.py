@@ -1,8 +1,8 @@
 """Common data and objects of any checkpoint as plain values, for looking and comparing only.
 
-    common.pt, object frames --> standin.py (this file) --> values; classes become inert stand-ins
+    bytes of common.pt, of objects --> stand_ins (this file) --> safe_globals of a load: inert classes for unknown ones
 
-megatron puts its ``argparse.Namespace`` and enums into common data. A load refuses them unless they
+megatron puts its ``argparse.Namespace`` and enums into common data. A load refuses the user's classes unless they
 are allowed by name; a tool that only shows or compares needs no class: each unknown one is replaced by a stand-in
 that holds what the pickle says of it, and nothing of it is imported or run.
 """
@@ -10,17 +10,13 @@ that holds what the pickle says of it, and nothing of it is imported or run.
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.state.records import ShardedObject
-from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.state import plain
 
 
 class _StandIn:
@@ -51,57 +47,14 @@ class _StandIn:
         return f"<{self.name}>"
 
 
-def stand_ins(folder: Path) -> list[Any]:
-    """``safe_globals`` that let a load of tensors alone pass by the classes in common data."""
-    path = folder / "common.pt"
-    return _stand_ins(storage.read_small(path), path) if path.exists() else []
-
-
-def load_common(folder: Path) -> dict[Any, Any]:
-    """Common data of a checkpoint, classes replaced by stand-ins where that is needed."""
-    try:
-        return serialization.load_common_state_dict(folder)
-    except UnsafeError:
-        value = _load(storage.read_small(folder / "common.pt"), folder / "common.pt")
-    if not isinstance(value, dict):
-        raise CorruptError(f"{folder / 'common.pt'} holds a {type(value).__name__}, not a dict")
-    return value
-
-
-def load_object(folder: Path, stored_key: str) -> Any:
-    """One object of a checkpoint."""
-    try:
-        checkpoint: Checkpoint | None = open_checkpoint(folder)
-    except MismatchError:  # another backend: its strategy reads
-        checkpoint = None
-    if checkpoint is None or stored_key not in checkpoint.manifest.objects:
-        record = ShardedObject.empty_from_unique_key(stored_key)
-        state = {"object": record}
-        return serialization.load(state, folder, group=None, validate_access_integrity=False)["object"]
-    frame = checkpoint.manifest.objects[stored_key]
-    value = _load(bytes(checkpoint.frame(frame)), checkpoint.folder / frame.file)
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _stand_ins(data: bytes, path: Path) -> list[Any]:
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception as error:  # damaged bytes raise whatever they like
-        raise _corrupt(path, error) from error
+def stand_ins(files: Iterable[bytes]) -> list[tuple[type, str]]:
+    """``safe_globals`` for a load of these bytes."""
+    names = set[str]()
+    for data in files:
+        with suppress(Exception):  # damaged bytes raise whatever they like; the load tells it
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            names |= set(found) - {name for _, name in plain.allowed(data, ())}
     return [(type("_StandIn", (_StandIn,), {"name": name}), name) for name in names]
-
-
-def _load(data: bytes, path: Path) -> Any:
-    allowed = _stand_ins(data, path)
-    try:
-        with torch.serialization.safe_globals(allowed):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # as above
-        raise _corrupt(path, error) from error
-
-
-def _corrupt(path: Path, error: Exception) -> CorruptError:
-    return CorruptError(f"{path} is damaged: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -112,7 +65,7 @@ def equal(a: Any, b: Any) -> bool:
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         return bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, dict | OrderedDict) and isinstance(b, dict | OrderedDict):
+    if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))

@@ -11,65 +11,58 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sixfold.dist_ckpt import tools
 from sixfold.dist_ckpt.errors import CheckpointError
 
+Found = dict[str, Any]
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
-    show = _Bar() if sys.stderr.isatty() else None
+    options = vars(_parser().parse_args(arguments))
+    verb, as_json, show = options.pop("verb"), options.pop("json"), _Bar() if sys.stderr.isatty() else None
     try:
-        found, text, status = options.run(options, show)
+        found = getattr(tools, verb)(**options, **({"progress": show} if verb in _LONG else {}))
     except CheckpointError as error:
         print(f"sixfold-ckpt: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     finally:
         if show is not None:
             show.clear()
-    print(json.dumps(found, indent=2) if options.json else text)
-    return int(status)
+    print(json.dumps(found, indent=2) if as_json else "\n".join(_TEXTS[verb](found, options)))
+    return int(not found.get("ok", found.get("equal", True)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sixfold-ckpt", description="Look at, check, convert and compare checkpoints."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="verb")
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, *places: str) -> argparse.ArgumentParser:
+        """Arguments are called as those of the function in ``tools``."""
         sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
         sub.add_argument("--json", action="store_true", help="print one JSON object")
+        for place in places:
+            sub.add_argument(place)
+        if name not in ("metadata", "verify"):
+            sub.add_argument("--keys", default="*", metavar="GLOB", help="only these tensors and objects")
         return sub
 
-    def with_keys(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--keys", default="*", metavar="GLOB", help="only these tensors and objects")
-
-    sub = command("inspect", _inspect, "What a checkpoint holds.")
-    sub.add_argument("dir")
-    with_keys(sub)
-    sub = command("metadata", _metadata, "Write the .metadata of a checkpoint that was saved without it.")
-    sub.add_argument("dir")
-    sub = command("verify", _verify, "Check every byte and report all damage.")
-    sub.add_argument("dir")
+    command("inspect", "What a checkpoint holds.", "path")
+    command("metadata", "Write the .metadata of a checkpoint that was saved without it.", "path")
+    sub = command("verify", "Check every byte and report all damage.", "path")
     sub.add_argument("--quick", action="store_true", help="sizes and metadata only")
-    sub = command("convert", _convert, "Write a checkpoint in another format.")
-    sub.add_argument("src")
+    sub = command("convert", "Write a checkpoint in another format.", "src")
     sub.add_argument("dst", help="a folder that does not exist or is empty")
     sub.add_argument("--to", required=True, choices=("torch_dist", "zarr", "safetensors"))
     sub.add_argument("--max-shard-bytes", type=int, metavar="N", help="safetensors: several files of at most N bytes")
-    with_keys(sub)
-    sub = command("diff", _diff, "Compare two checkpoints by value, whatever their layouts.")
-    sub.add_argument("a")
-    sub.add_argument("b")
+    sub = command("diff", "Compare two checkpoints by value, whatever their layouts.", "a", "b")
     sub.add_argument("--rtol", type=float, default=0.0, help="|a - b| <= RTOL * |b| counts as equal (default 0)")
-    with_keys(sub)
     return parser
 
 
@@ -104,19 +97,18 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+def _table(cells: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _metadata(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
-    found = tools.metadata(options.dir)
+def _metadata(found: Found, options: Found) -> list[str]:
     what = f"written, {_size(found['nbytes'])}" if found["written"] else "there already"
-    return found, f"{found['path']}: .metadata {what}", 0
+    return [f"{found['path']}: .metadata {what}"]
 
 
-def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, int]:
-    found = tools.inspect(options.dir, keys=options.keys)
+def _inspect(found: Found, options: Found) -> list[str]:
     checked = "checksums for every byte" if found["integrity"] else "no checksums of its own"
     plain = ", plain DCP" if found["backend"] == "torch_dist" else ""
     backend = f"{found['backend']} {found['version']}" if found["version"] else f"{found['backend']}{plain}"
@@ -124,59 +116,43 @@ def _inspect(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str, 
     lines = [f"{found['path']}: {backend}{saved}, {checked}"]
     lines.append(f"{_count(len(found['tensors']), 'tensor')}, {_size(found['nbytes'])}")
     lines += _table(
-        [
-            (t["key"], t["dtype"], str(tuple(t["shape"])), _size(t["nbytes"]), _count(t["chunks"], "chunk"))
-            for t in found["tensors"]
-        ]
+        (t["key"], t["dtype"], str(tuple(t["shape"])), _size(t["nbytes"]), _count(t["chunks"], "chunk"))
+        for t in found["tensors"]
     )
     if found["objects"]:
         lines.append(_count(len(found["objects"]), "object"))
-        lines += _table([(o["key"], f"grid {tuple(o['shape'])}") for o in found["objects"]])
+        lines += _table((o["key"], f"grid {tuple(o['shape'])}") for o in found["objects"])
     lines.append(f"common data: {', '.join(found['common']) or 'none'}")
     lines.append(_count(len(found["files"]), "file"))
-    lines += _table([(f["name"], _size(f["nbytes"])) for f in found["files"]])
-    return found, "\n".join(lines), 0
+    return lines + _table((f["name"], _size(f["nbytes"])) for f in found["files"])
 
 
-def _verify(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
-    found = tools.verify(options.dir, quick=options.quick, progress=show)
+def _verify(found: Found, options: Found) -> list[str]:
     if found["ok"]:
         what = f"{_size(found['checked_bytes'])} by checksum"
         if not found["checked"]:
-            what = "names, sizes and metadata" + ("" if options.quick else "; it has no checksums")
-        return found, f"{found['path']}: whole ({what})", 0
-    lines = [f"{found['path']}: {_count(len(found['problems']), 'problem')}"]
-    lines += _table([(p["kind"], p["file"] or "-", p["key"] or "-", p["detail"]) for p in found["problems"]])
-    return found, "\n".join(lines), 1
+            what = "names, sizes and metadata" + ("" if options["quick"] else "; it has no checksums")
+        return [f"{found['path']}: whole ({what})"]
+    rows = _table((p["kind"], p["file"] or "-", p["key"] or "-", p["detail"]) for p in found["problems"])
+    return [f"{found['path']}: {_count(len(found['problems']), 'problem')}", *rows]
 
 
-def _convert(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
-    found = tools.convert(
-        options.src,
-        options.dst,
-        to=options.to,
-        max_shard_bytes=options.max_shard_bytes,
-        keys=options.keys,
-        progress=show,
-    )
-    tensors = _count(found["tensors"], "tensor")
-    text = f"{found['dst']}: {tensors}, {_size(found['nbytes'])} as {found['to']}"
-    return found, f"{text} in {_count(len(found['files']), 'file')}", 0
+def _convert(found: Found, options: Found) -> list[str]:
+    tensors, files = _count(found["tensors"], "tensor"), _count(len(found["files"]), "file")
+    return [f"{found['dst']}: {tensors}, {_size(found['nbytes'])} as {found['to']} in {files}"]
 
 
-def _diff(options: argparse.Namespace, show: Any) -> tuple[dict[str, Any], str, int]:
-    found = tools.diff(options.a, options.b, rtol=options.rtol, keys=options.keys, progress=show)
-    if found["equal"]:
-        return found, "equal", 0
-    lines = [f"only in {options.a}: {key}" for key in found["only_in_a"]]
-    lines += [f"only in {options.b}: {key}" for key in found["only_in_b"]]
+def _diff(found: Found, options: Found) -> list[str]:
+    lines = [f"only in {options[side]}: {key}" for side in "ab" for key in found[f"only_in_{side}"]]
     for entry in found["different"]:
-        amount = (
-            "" if entry["count"] is None else f": {_count(entry['count'], 'element')}, by at most {entry['max_abs']:g}"
-        )
+        count, most = entry["count"], entry["max_abs"]
+        amount = "" if count is None else f": {_count(count, 'element')}, by at most {most:g}"
         lines.append(f"{entry['key']} differs in {entry['reason']}{amount}")
-    lines += [f"common data differs at {path}" for path in found["common_differs"]]
-    return found, "\n".join(lines), 1
+    return [*lines, *(f"common data differs at {path}" for path in found["common_differs"])] or ["equal"]
+
+
+_TEXTS = {"inspect": _inspect, "metadata": _metadata, "verify": _verify, "convert": _convert, "diff": _diff}
+_LONG = ("verify", "convert", "diff")  # these tell their progress
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.stores import Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import inner, open_checkpoint
-from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.stores.store import POINTER, is_checkpoint_file
 from sixfold.dist_ckpt.stores.view import viewed
 
 Problem = dict[str, Any]
@@ -83,17 +83,26 @@ class _Probe:
         self.folder = folder
         self.problems: list[Problem] = []
         self.checked_bytes = 0
+        self._sizes = dict(files(folder))
         self._integrity: Integrity | None = None
         self._manifest: Manifest | None = None
 
     def look(self) -> None:
         """Names, sizes, and what the small files say."""
-        self._open_integrity()
+        own = integrity.FILE_NAME
+        self._integrity = self._decoded(own, lambda data: integrity.decode(self.folder / own, data))
         self._open_manifest()
         self._check_sizes()
-        self._check_config()
-        if self._manifest is not None:
-            self._check_frames_lie_in_files(self._manifest)
+        if (self.folder / POINTER).exists():
+            self._decoded(POINTER, metadata.check_config)
+        elif self._manifest is not None and self._manifest.needs_metadata_json and not self._names(POINTER):
+            self._add("unfinished", POINTER, f"{self.folder} has no metadata.json: its save never ended")
+        for key, place in () if self._manifest is None else self._manifest.frames_by_key():
+            size = self._sizes.get(place.file)
+            if size is None and not self._names(place.file):
+                self._add("missing", place.file, f"{place.file} is missing; .metadata names bytes of it", key)
+            elif size is not None and place.offset + place.length > size and self._integrity is None:
+                self._add("size", place.file, f"{place} lies behind the end of the file", key)
 
     def open(self) -> None:
         """As a load does it: it finds what the other steps do not look for."""
@@ -125,100 +134,72 @@ class _Probe:
                 self._add("unsafe" if isinstance(error, UnsafeError) else kind, file, str(error))
             return None
 
-    def _open_integrity(self) -> None:
-        path = self.folder / integrity.FILE_NAME
-        if path.exists():
-            self._integrity = self._attempt(
-                "unreadable", path.name, lambda: integrity.decode(path, storage.read_small(path))
-            )
-
-    def _open_manifest(self) -> None:
-        path = self.folder / ".metadata"
-        if self._integrity is not None and compact.FILE_NAME in self._integrity.files:
-            self._check_compact(self._integrity)
-            if not path.exists() and path.name not in self._integrity.files:
-                return
-        if not path.exists():
-            started = any(self.folder.glob("*.distcp")) or (self.folder / "metadata.json").exists()
-            text = "a save never ended, or the file was lost" if started else "the folder is not a checkpoint"
-            self._add("missing" if started else "unreadable", ".metadata", f"{path} is missing: {text}")
-            return
-        # Not trusted, whatever its digest says: the digests are compared later.
-        self._manifest = self._attempt(
-            "unreadable", ".metadata", lambda: metadata.decode(storage.read_small(path), trusted_bytes=False)
-        )
-        manifest, own = self._manifest, self.folder / integrity.FILE_NAME
-        if manifest is None:
-            return
-        if manifest.save_id is not None and not own.exists():
-            self._add("missing", own.name, f"{own} is missing; save {manifest.save_id} wrote one")
-        if self._integrity is not None and self._integrity.save_id != manifest.save_id:
-            self._add("mixed", ".metadata", f".metadata is of save {manifest.save_id}, {own.name} of another")
-
-    def _check_compact(self, expected: Integrity) -> None:
-        """Every entry of the compact manifest, of which a load checks those that it looks at."""
-        path = self.folder / compact.FILE_NAME
-
-        def size(name: str) -> int:
-            if name not in expected.files:
-                raise CorruptError(f"{path} names bytes of {name}, which {integrity.FILE_NAME} does not name")
-            return expected.files[name].size
-
-        def look() -> Manifest:
-            manifest = compact.read(memoryview(storage.read_small(path)), size, lambda start, stop: None)
-            for _ in manifest.frames_by_key():
-                pass
-            return manifest
-
-        if path.exists():
-            self._manifest = self._attempt("unreadable", path.name, look)
-
-    def _check_sizes(self) -> None:
-        if self._integrity is None:
-            return
-        found = dict(files(self.folder))
-        for name, expected in sorted(self._integrity.files.items()):
-            if name not in found:
-                self._add("missing", name, f"{name} is missing; {expected.size} bytes were saved")
-            elif found[name] != expected.size:
-                self._add("size", name, f"{name} has {found[name]} bytes; {expected.size} were saved")
-        for name in sorted(found.keys() - self._integrity.files.keys() - {integrity.FILE_NAME}):
-            if is_checkpoint_file(name):
-                self._add("extra", name, f"{name} is no part of save {self._integrity.save_id}")
-
-    def _check_config(self) -> None:
-        path = self.folder / "metadata.json"
-        if path.exists():
-            self._attempt("unreadable", path.name, lambda: metadata.check_config(storage.read_small(path)))
-        elif self._manifest is not None and self._manifest.needs_metadata_json and not self._names(path.name):
-            self._add("unfinished", path.name, f"{self.folder} has no metadata.json: its save never ended")
+    def _decoded(self, name: str, decode: Callable[[bytes], Any]) -> Any:
+        """What a small file says, if it is there and can be read."""
+        path = self.folder / name
+        return self._attempt("unreadable", name, lambda: decode(storage.read_small(path))) if path.exists() else None
 
     def _names(self, file: str) -> bool:
         """Whether a problem of this file is known already."""
         return any(problem["file"] == file for problem in self.problems)
 
-    def _check_frames_lie_in_files(self, manifest: Manifest) -> None:
-        sizes = dict(files(self.folder))
-        for key, place in manifest.frames_by_key():
-            if place.file not in sizes:
-                if not self._names(place.file):
-                    self._add("missing", place.file, f"{place.file} is missing; .metadata names bytes of it", key)
-            elif place.offset + place.length > sizes[place.file] and self._integrity is None:
-                self._add("size", place.file, f"{place} lies behind the end of the file", key)
+    def _open_manifest(self) -> None:
+        path, own = self.folder / ".metadata", self.folder / integrity.FILE_NAME
+        known = {} if self._integrity is None else self._integrity.files
+        if compact.FILE_NAME in known:
+            self._manifest = self._decoded(compact.FILE_NAME, self._all_of_compact)
+        if not path.exists():
+            if compact.FILE_NAME not in known or path.name in known:
+                started = (self.folder / POINTER).exists() or any(name.endswith(".distcp") for name in self._sizes)
+                text = "a save never ended, or the file was lost" if started else "the folder is not a checkpoint"
+                self._add("missing" if started else "unreadable", path.name, f"{path} is missing: {text}")
+            return
+        # Not trusted, whatever its digest says: the digests are compared later.
+        manifest = self._decoded(path.name, partial(metadata.decode, trusted_bytes=False))
+        self._manifest = manifest
+        if manifest is not None and manifest.save_id is not None and not own.exists():
+            self._add("missing", own.name, f"{own} is missing; save {manifest.save_id} wrote one")
+        if manifest is not None and self._integrity is not None and self._integrity.save_id != manifest.save_id:
+            self._add("mixed", path.name, f".metadata is of save {manifest.save_id}, {own.name} of another")
+
+    def _all_of_compact(self, data: bytes) -> Manifest:
+        """The compact manifest, every entry of it looked at; a load checks those that it needs."""
+        assert self._integrity is not None, "it names the manifest"
+        known = self._integrity.files
+
+        def size(name: str) -> int:
+            if name not in known:
+                raise CorruptError(f"{compact.FILE_NAME} names bytes of {name}, which integrity.json does not name")
+            return known[name].size
+
+        manifest = compact.read(memoryview(data), size, lambda start, stop: None)
+        for _ in manifest.frames_by_key():
+            pass
+        return manifest
+
+    def _check_sizes(self) -> None:
+        if self._integrity is None:
+            return
+        for name, expected in sorted(self._integrity.files.items()):
+            if name not in self._sizes:
+                self._add("missing", name, f"{name} is missing; {expected.size} bytes were saved")
+            elif self._sizes[name] != expected.size:
+                self._add("size", name, f"{name} has {self._sizes[name]} bytes; {expected.size} were saved")
+        for name in sorted(self._sizes.keys() - self._integrity.files.keys() - {integrity.FILE_NAME}):
+            if is_checkpoint_file(name):
+                self._add("extra", name, f"{name} is no part of save {self._integrity.save_id}")
 
     def _hash_blocks(self, expected: Integrity, progress: Progress | None) -> None:
-        sizes = dict(files(self.folder))
-        meter = Meter(progress, lambda: sum(sizes.get(name, 0) for name in expected.files))
+        meter = Meter(progress, lambda: sum(self._sizes.get(name, 0) for name in expected.files))
         for block in sorted(expected.all_blocks()):
-            if block.file not in sizes:
+            if block.file not in self._sizes:
                 continue
             try:
                 count = typed(partial(expected.check_blocks, self.folder, [block]))
             except CheckpointError as error:
                 start = block.number * expected.block_bytes
-                count = max(0, min(expected.block_bytes, sizes[block.file] - start))
-                keys = self._keys_in(block.file, start, start + expected.block_bytes)
-                for key in keys:
+                count = max(0, min(expected.block_bytes, self._sizes[block.file] - start))
+                for key in self._keys_in(block.file, start, start + expected.block_bytes):
                     self._add("checksum", block.file, str(error), key)
             self.checked_bytes += count
             meter.add(count)

@@ -250,8 +250,10 @@ def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth:
         return [_problem(*((_texts(code, inside, given, depth) or [PLACE])[0] for given in call.args))]
     if name == "join" and call.args and isinstance(call.args[0], ast.Name):
         return []
-    found = []
-    for _, function in code.functions.get(name, []):
+    found, functions = [], [function for _, function in code.functions.get(name, [])]
+    if any(last(function.returns) in ("int", "float", "bool") for function in functions):
+        return []
+    for function in functions:
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and node.value:
                 found += _texts(code, function, node.value, depth)

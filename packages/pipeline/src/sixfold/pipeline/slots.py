@@ -16,7 +16,7 @@ from sixfold.pipeline.program import Program
 
 __all__ = ["check_gathers", "check_one_reduction", "check_reductions", "check_steps"]
 
-_TWICE = "gradients are reduced once per step"
+_REDUCED_TWICE = "gradients are reduced once per step"
 _EARLY = "a backward of the stage comes after it in this step"
 
 _NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
@@ -94,7 +94,7 @@ def check_one_reduction(program: Program, slots: Iterable[tuple[int, int, Action
     for rank, position, action in slots:
         if action.kind is Kind.REDUCE_GRAD:
             if action.stage in reduced:
-                raise broken(program, rank, position, action, _TWICE)
+                raise broken(program, rank, position, action, _REDUCED_TWICE)
             reduced.add(action.stage)
             if max(ends[action.stage * m : (action.stage + 1) * m]) > position:
                 raise broken(program, rank, position, action, _EARLY)
@@ -116,4 +116,4 @@ def check_reductions(program: Program, rank: int) -> None:
             elif action.kind is Kind.REDUCE_GRAD:
                 if action.stage in behind:
                     raise broken(program, rank, position, action, behind[action.stage])
-                behind[action.stage] = _TWICE
+                behind[action.stage] = _REDUCED_TWICE

@@ -164,6 +164,41 @@ def test_what_graphs_would_get_wrong_is_refused_by_name(call, words, stand_ins):
         call()
 
 
+class Smoothed(nn.Module):
+    """A running mean that is another tensor after each forward, or the same one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        [self.layer] = layers(1)
+        self.register_buffer("mean", torch.zeros(8))
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+            self.mean = self.mean.copy_(mean) if self.in_place else mean
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_lies_elsewhere_in_each_step_is_told_and_not_captured_for_ever(in_place, stand_ins):
+    made, take = stand_ins
+    module = Smoothed(in_place)
+    take([module])
+    runner = PipelineRunner(one_f_one_b(1, 1), [Stage(module, 0, cuda_graphs=True)], loss_fn=square_loss)
+
+    def steps() -> None:
+        for _ in range(12):
+            runner.step(*batch(2))
+
+    if in_place:
+        steps()
+        assert made[0].log.count("capture") == 3
+        return
+    with pytest.raises(ScheduleError, match=r"mean lies elsewhere in each of its calls; change it in place"):
+        steps()
+
+
 def test_a_hook_and_autocast_are_refused(stand_ins):
     _, take = stand_ins
     runner = run(one_f_one_b(1, 2))
@@ -173,6 +208,9 @@ def test_a_hook_and_autocast_are_refused(stand_ins):
     take([module])
     runner = PipelineRunner(one_f_one_b(1, 2), [Stage(module, 0, cuda_graphs=True)], loss_fn=square_loss)
     for _ in range(4):
+        runner.step(*batch(4))
+    of_all = torch.nn.modules.module.register_module_forward_hook(lambda module, given, output: None)
+    with of_all, pytest.raises(ScheduleError, match="run no hooks, and every module of the process has one"):
         runner.step(*batch(4))
     module[0].weight.register_hook(lambda gradient: None)
     with pytest.raises(ScheduleError, match=r"run no hooks, and 0\.weight has one"):

@@ -5,13 +5,15 @@ The oracle is the module in a plain backward.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from pipeline_helpers import equal_bits, gradients
+from pipeline_helpers import gradients
+from split_helpers import equal_bits
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -110,6 +112,63 @@ def test_a_parameter_that_lies_elsewhere_in_the_same_step_is_read_there():
     y = plain(seeded(4, 6).requires_grad_())
     y.backward(seeded(*y.shape))
     assert equal_bits(gradients(ours), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda data: data[:4],
+        lambda data: data.t() if data.dim() == 2 else data,
+        lambda data: data[:, :4] if data.dim() == 2 else data,
+        torch.clone,
+    ],
+    ids=["rows", "transposed", "columns", "elsewhere"],
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_parameter_that_is_given_other_data_within_a_step_is_read_as_it_then_is(moved, checkpointed, wants):
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        x = x[..., : module.weight.shape[1]].contiguous()  # type: ignore[union-attr,index]
+        return torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+
+    torch.manual_seed(0)
+    ours = nn.Linear(8, 8)
+    plain = copy.deepcopy(ours)
+    store = GradientStore(Stage(ours, 0))
+    for k in range(3):
+        for module in (ours, plain):
+            if k == 2:
+                module.zero_grad()
+                module.weight.data, module.bias.data = moved(module.weight.data), moved(module.bias.data)
+        split(store, ours, seeded(3, 8).requires_grad_(wants), call, k)
+        store.weigh(k)
+        y = call(plain, seeded(3, 8).requires_grad_(wants))
+        y.backward(seeded(*y.shape))
+        del y  # autograd's node of a parameter, which knows its shape, lives as long as a graph
+    assert equal_bits(gradients(ours), gradients(plain))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_backward_reads_the_weight_that_its_forward_read(looks):
+    ours = nn.Linear(8, 8)
+    plain = copy.deepcopy(ours)
+    found = []
+    store = GradientStore(Stage(ours, 0))
+    for module in (ours, plain):
+        x = seeded(3, 8).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(*[lambda t: t] * 2) if looks else contextlib.nullcontext():
+            if module is ours:
+                store.open(0)
+            y = module(x)
+            store.close()
+        module.weight.data = module.weight.data * 3
+        if module is ours:
+            store.backward(0, (get_gradient_edge(y),), (seeded(3, 8),))
+            store.weigh(0)
+        else:
+            y.backward(seeded(3, 8))
+        found.append([x.grad, *gradients(module)])
+    assert equal_bits(*found)
 
 
 def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():

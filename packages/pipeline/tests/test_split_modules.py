@@ -7,12 +7,14 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from split_helpers import ORDERS, plain, same_bits, split
+from split_helpers import ORDERS, equal_bits, plain, same_bits, split
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, defer_weight_grad, zb_h1
 from sixfold.pipeline.store import GradientStore
@@ -62,6 +64,42 @@ def test_hooks_see_what_they_see_in_a_plain_backward(known):
     for a, b in zip(*logs, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a[1:], b[1:], strict=True)), a[0]
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(mine.parameters(), oracle.parameters(), strict=True))
+
+
+def every_kind(log: list[Any]) -> dict[str, Callable[[], Any]]:
+    """Registers a hook of all modules of the process."""
+
+    def note(module: nn.Module, *given: Any) -> None:
+        log.append((type(module).__name__, [None if g is None else g.clone() for one in given for g in one]))
+
+    return {
+        "forward pre": lambda: hooks.register_module_forward_pre_hook(lambda module, given: (given[0] * 2,)),
+        "forward": lambda: hooks.register_module_forward_hook(lambda module, given, output: output * 3),
+        "full": lambda: hooks.register_module_full_backward_hook(note),
+        "full pre": lambda: hooks.register_module_full_backward_pre_hook(lambda module, given: (given[0] * 5,)),
+        "old": lambda: hooks.register_module_backward_hook(note),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.parametrize("kind", ["forward pre", "forward", "full", "full pre", "old"])
+def test_hooks_of_all_modules_see_what_they_see_in_a_plain_backward(kind):
+    found, xs = [], [*XS[:2], rand(4, 5)]  # an old hook sees the operator, of a matrix that with the weights
+    for run in (plain, lambda module, xs: split(module, xs, ORDERS[0])[0]):
+        log: list[Any] = []
+        model = small()
+        handle = every_kind(log)[kind]()
+        try:
+            of_inputs = run(model, xs)
+        finally:
+            handle.remove()
+            hooks._global_is_full_backward_hook = None  # which torch leaves
+        found.append((of_inputs, [p.grad for p in model.parameters()], log))
+    (inputs, weights, told), (their_inputs, their_weights, their_told) = found
+    assert all(equal_bits(a, b) for a, b in zip(inputs, their_inputs, strict=True))
+    assert equal_bits(weights, their_weights)
+    assert [name for name, _ in told] == [name for name, _ in their_told]
+    assert all(equal_bits(a, b) for (_, a), (_, b) in zip(told, their_told, strict=True))
 
 
 def test_older_weights_get_the_gradients_of_microbatches_that_read_them():

@@ -13,11 +13,13 @@ W of a slot are; two slots are not. So each slot has its own, and holds its acti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.modules.module import _has_any_global_hook
 
 from sixfold.pipeline.action import Kind
 from sixfold.pipeline.errors import ScheduleError
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["CudaRecorder", "Graphed", "Recorder", "check_graphed", "recorder"]
 
 _DEVICE = "cuda"
+_of_all_modules: Callable[[], object] = _has_any_global_hook
 _WARM_UPS = 3  # calls of a slot that run as ever
+_CAPTURES = 3  # one after another of the same work; a capture takes longer than the work
 
 
 class Recorder(Protocol):
@@ -73,7 +77,8 @@ class Graphed:
     def __init__(self, stage: Stage, opened: Callable[[], Slot | None]) -> None:
         self._stage, self._opened = stage, opened
         self._calls = 0
-        self._key: object = None
+        self._key: _Key | None = None
+        self._captures = 0  # in a row
         assert stage.device is not None, "Stage looks for it"
         self._leaf = torch.empty(0, device=stage.device, requires_grad=True)
 
@@ -92,8 +97,11 @@ class Graphed:
         check_hooks(self._stage)
         key = _key_of(inputs, self._stage)
         if key != self._key:
+            self._refuse_moving(key)
             self._capture(inputs)
             self._key = key
+        else:
+            self._captures = 0
         with torch.no_grad():
             for static, value in zip(self._inputs, inputs, strict=True):
                 static.copy_(value)
@@ -102,6 +110,21 @@ class Graphed:
         return outputs[0] if self._single else outputs
 
     # ---- capture
+
+    def _refuse_moving(self, key: _Key) -> None:
+        """Raise where what was captured is of no use in call after call: a tensor lies elsewhere in each."""
+        before = self._key
+        if before is None or (before.inputs, before.modes) != (key.inputs, key.modes):
+            self._captures = 0
+            return
+        self._captures += 1
+        if self._captures <= _CAPTURES:
+            return
+        moved = next((name for name, lies in key.lie.items() if before.lie.get(name) != lies), "one of its tensors")
+        raise ScheduleError(
+            f"stage {self._stage.index} has cuda_graphs, which hold where tensors lie, and {moved} lies elsewhere in "
+            "each of its calls; change it in place (copy_), or make the stage without cuda_graphs"
+        )
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:
         """Record F, I and W; parameters and their gradients are as they were behind it."""
@@ -200,13 +223,20 @@ class _Replay(Function):
         return None, None, *ctx.graphed.backward(gradients)
 
 
-def _key_of(inputs: tuple[Tensor, ...], stage: Stage) -> object:
-    """What was captured is good for this alone: shapes, where parameters and buffers lie, what is frozen, the modes."""
+class _Key(NamedTuple):
+    """What was captured is good for this alone: shapes, the modes and what is frozen, where tensors lie."""
+
+    inputs: list[object]
+    modes: list[bool]
+    lie: dict[str, int]
+
+
+def _key_of(inputs: tuple[Tensor, ...], stage: Stage) -> _Key:
     module = stage.module
     assert module is not None, "Stage looks for it"
-    lie = [(p.data_ptr(), p.requires_grad) for p in module.parameters()], [b.data_ptr() for b in module.buffers()]
-    modes = [part.training for part in module.modules()]
-    return [(v.shape, v.stride(), v.dtype, v.requires_grad) for v in inputs], lie, modes
+    lie = {name: one.data_ptr() for name, one in chain(module.named_parameters(), module.named_buffers())}
+    modes = [*(part.training for part in module.modules()), *(p.requires_grad for p in module.parameters())]
+    return _Key([(v.shape, v.stride(), v.dtype, v.requires_grad) for v in inputs], modes, lie)
 
 
 # ---- refusals
@@ -220,7 +250,8 @@ def check_hooks(stage: Stage) -> None:
     """
     module = stage.module
     assert module is not None, "Stage looks for it"
-    hooked = [
+    hooked = ["every module of the process"] if _of_all_modules() else []
+    hooked += [
         name or "its module"
         for name, part in module.named_modules()
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.modules import module as _of_all_modules
 
 from sixfold.pipeline.linear import LINEAR_GRADIENTS, linear
 from sixfold.pipeline.nested import joins, task
@@ -52,9 +53,10 @@ class Layer(Operator):
         of autograd gives.
         """
         attributes = self._attributes
-        if type(self.module) is self._kind and attributes.get("_is_full_backward_hook") is not False:
-            return attributes, self._forward
-        return None
+        old = attributes.get("_is_full_backward_hook") is False
+        if _of_all_modules._global_backward_hooks and _of_all_modules._global_is_full_backward_hook is False:
+            old = True
+        return None if old or type(self.module) is not self._kind else (attributes, self._forward)
 
 
 def deferrable(module: nn.Module, store: GradientStore) -> list[Layer]:

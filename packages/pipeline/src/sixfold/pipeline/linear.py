@@ -44,7 +44,21 @@ _compiling = torch.compiler.is_compiling
 class _Operands:
     """Weight and bias as a Linear layer had them when they were looked at, and what of them is deferred."""
 
-    __slots__ = ("_at", "_bias_at", "_wants", "alias", "bias", "both", "dtype", "held", "targets", "weight")
+    __slots__ = (
+        "_at",
+        "_bias_at",
+        "_bias_size",
+        "_size",
+        "_stride",
+        "_wants",
+        "alias",
+        "bias",
+        "both",
+        "dtype",
+        "held",
+        "targets",
+        "weight",
+    )
 
     def __init__(self, store: GradientStore, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
@@ -55,12 +69,13 @@ class _Operands:
         self.both = None not in self.targets
         self._wants = weight.requires_grad, bias is not None and bias.requires_grad
         self.held = (store, weight, bias, self.targets)
-        self._at, self._bias_at = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        self._at, self._size, self._stride = weight.data_ptr(), weight.numel(), weight.stride()
+        self._bias_at, self._bias_size = (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
         # The same memory without a gradient; a sharded stage's is given back, and is another in each microbatch.
         self.alias = detached_of(weight, bias) if store.alone else None
 
     def is_of(self, parameters: dict[str, Any]) -> bool:
-        """These are a module's parameters, lie where they did, and are frozen or not as they were."""
+        """These are a module's parameters, lie where and as they did, and are frozen or not as they were."""
         weight, bias = self.weight, self.bias
         wants, bias_wants = self._wants
         return (
@@ -68,7 +83,16 @@ class _Operands:
             and parameters.get("bias", False) is bias
             and weight.data_ptr() == self._at
             and weight.requires_grad is wants
-            and (bias is None or (bias.data_ptr() == self._bias_at and bias.requires_grad is bias_wants))
+            and weight.numel() == self._size
+            and weight.stride() == self._stride  # with numel the shape of a matrix whose rows lie one after another
+            and (
+                bias is None
+                or (
+                    bias.data_ptr() == self._bias_at
+                    and bias.requires_grad is bias_wants
+                    and bias.numel() == self._bias_size
+                )
+            )
         )
 
 
@@ -125,6 +149,9 @@ def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor]
         weight, bias = parameters.get("weight"), parameters.get("bias", False)
         known: _Operands | None = layer.known
         if known is None or not known.is_of(parameters):
+            if known is not None:
+                store.moved(known.weight, known.bias)
+                layer.known = None
             known = _operands(store, weight, bias)
             if known is None:
                 return plain(input)
@@ -224,7 +251,7 @@ class _Linear(Function):
         ctx.set_materialize_grads(False)
         ctx.entries = entries
         ctx.held = held
-        weight = held[1]
+        weight = held[1].detach()  # a parameter that is given other data would be read as it then is
         marked = input.__dict__.get(AGAIN)  # a promise, and of which version of the input
         ctx.promise = promise = marked[0] if marked is not None and marked[1] == input._version else None
         kept = input if promise is None and held[3][0] is not None else None  # the weight's gradient reads it

@@ -276,6 +276,12 @@ class GradientStore:
             self.watch(self.slot, operator, targets)
         return True
 
+    def moved(self, *parameters: Tensor | None) -> None:
+        """They are others, or were given other data: what is known of them holds no longer."""
+        for parameter in parameters:
+            self._simple.pop(id(parameter), None)
+            self._edges.pop(id(parameter), None)
+
     def owns(self, parameter: Any) -> bool:
         """It is a parameter of the stage's module, and no other version of it."""
         return id(parameter) in self._own

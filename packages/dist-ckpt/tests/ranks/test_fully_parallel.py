@@ -172,7 +172,7 @@ def reader_dies(rank, ranks, folder):
     from sixfold.dist_ckpt.ranks import relay
 
     if rank == 1:
-        relay.Relay.start = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        relay.Relay.on_complete = lambda self, index: os.kill(os.getpid(), signal.SIGKILL)
     loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
     with pytest.raises(LostPeerError, match="rank 1"):
         dist_ckpt.load(replicated(rank, fill=False), folder, loader, timeout_s=30.0)

@@ -28,7 +28,6 @@ def relayed(tensors, rank, way):
     """Fill this rank's tensors through a relay: each reader writes tensor i full of i + 1, the last one first."""
     records = [ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=rank) for i, t in tensors.items()]
     found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
-    found.start()
     for index, record in reversed(list(enumerate(found.mine))):
         record.data.fill_(float(record.key[1:]) + 1)
         found.on_complete(index)
@@ -38,7 +37,7 @@ def relayed(tensors, rank, way):
 def grown_mib(rank, ranks, strided, way):
     """MiB by which this rank's memory grows at most while others' tensors pass; rank 1 wants none."""
     torch.set_num_threads(1)
-    relay._PIECE_BYTES, relay._HELD_BYTES = MIB // 2, HELD_MIB * MIB
+    relay._PIECE_BYTES, relay._SLOTS = MIB // 2, HELD_MIB * 2
     shape = (TENSOR_MIB * 256, 1024)
     make = (lambda: torch.zeros(shape[::-1]).t()) if strided else (lambda: torch.zeros(shape))
     relayed({0: torch.zeros(9)}, rank, way)  # the group's connections and threads
@@ -65,7 +64,7 @@ def test_a_relay_holds_a_few_pieces_besides_the_tensors(strided, way, lanes):
 
 def in_small_pieces(rank, ranks, way):
     """Tensors of several kinds and strides, wanted by some ranks, in pieces of 40 bytes; there is room for three."""
-    relay._PIECE_BYTES, relay._HELD_BYTES = 40, 300
+    relay._PIECE_BYTES, relay._SLOTS = 40, 3
     whole = torch.arange(1, 7 * 5 * 4 + 1).view(7, 5, 4)
     kinds = {
         "plain": lambda t: t.double(),
@@ -82,7 +81,6 @@ def in_small_pieces(rank, ranks, way):
     for kind in wants:
         tensors[kind].zero_()
     found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
-    found.start()
     for index, record in enumerate(found.mine):
         record.data.copy_(expected[record.key])
         if index % 2:

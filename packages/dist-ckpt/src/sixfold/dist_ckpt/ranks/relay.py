@@ -7,18 +7,18 @@
 the bytes are: the load that follows is an error on every rank, and no rank waits for its deadline.
 
 [Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
-contiguous copy. So what is sent is cut into pieces, and a rank has ``_HELD_BYTES`` for others' pieces and for copies
-in each of its lanes: sent, received, broadcast. A lane posts its pieces in the order of their numbers, as far as
-there is room. No piece waits for ever: all before the first one that is not over are over, so that each rank of it
-has room for it and posts it. The memory is a ring and not the allocator's: pieces that come and go cost glibc thrice
+contiguous copy. So what is sent is cut into pieces, and a rank has ``_SLOTS`` times ``_PIECE_BYTES`` for others' pieces
+and for copies in each of its lanes: sent, received, broadcast. A lane posts its pieces in the order of their numbers,
+as far as there are slots, which are used in turn. No piece waits for ever: all before the first that is not over are
+over, so that each rank of it has a slot for it and posts it. Slots are kept: pieces that come and go cost glibc thrice
 their size.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
@@ -32,14 +32,13 @@ from sixfold.dist_ckpt.geometry.box import Box, range_boxes
 from sixfold.dist_ckpt.plans.balance import Shared, share_out
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.state.dense import is_plain
-from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId
+from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 
 EXCHANGE_ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 _FIRST_TAG = 0x5D000000  # keeps parts apart from each other and from a trainer's own messages
 _CUT_FROM_BYTES = 1 << 20  # smaller shards stay whole
-_PIECE_BYTES = 8 << 20
-_HELD_BYTES = 32 << 20  # at least a piece
-_ALIGNMENT = 128  # of copies: NCCL is fastest there
+_PIECE_BYTES = 4 << 20
+_SLOTS = 8
 FilePlace = tuple[str, int]
 
 
@@ -77,15 +76,23 @@ def part_of(record: ShardedTensor, start: int, stop: int) -> ShardedTensor:
     return replace(record, data=data, flattened_range=slice(base + start, base + stop))
 
 
-class _Wish(NamedTuple):
-    """What other ranks must know of a record to be loaded."""
+class Held(NamedTuple):
+    """What other ranks must know of a record that one of them may write or read for all."""
 
     shard: ShardId
     identity: Identity
-    relaxed: bool
-    device: str
     unit: int
-    place: FilePlace  # where in the checkpoint its last bytes lie: the order of reading
+    is_main: bool
+    relaxed: bool
+    device: str  # "" without data
+
+
+def held(record: ShardedTensor, whole: bool) -> Held:
+    """``whole``: it may not be cut."""
+    same, main = identity(record), is_main_replica(record.replica_id)
+    unit = max(1, same.elements) if whole else cut_unit(record)
+    device = "" if record.data is None else record.data.device.type
+    return Held(record.shard_id, same, unit, main, record.allow_shape_mismatch, device)
 
 
 class Passage(NamedTuple):
@@ -114,36 +121,12 @@ class _Piece(NamedTuple):
     stop: int
 
 
-class _Ring:
-    """``_HELD_BYTES`` on a device, lent in parts that come back in the order in which they were taken."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8, device=device)
-        self._lent: deque[tuple[int, int]] = deque()
-
-    def take(self, nbytes: int) -> torch.Tensor | None:
-        """Uninitialised bytes; None while there is no room."""
-        oldest, newest = (self._lent[0], self._lent[-1]) if self._lent else ((0, 0), (0, 0))
-        at = -(-newest[1] // _ALIGNMENT) * _ALIGNMENT
-        wrapped = newest[0] < oldest[0]
-        if at + nbytes > (oldest[0] if wrapped else _HELD_BYTES):
-            if wrapped or nbytes > oldest[0]:
-                return None
-            at = 0
-        self._lent.append((at, at + nbytes))
-        return self._memory[at : at + nbytes]
-
-    def give_back(self) -> None:
-        """The part that was taken first of those lent."""
-        self._lent.popleft()
-
-
 class _UnderWay(NamedTuple):
     """A piece that is posted; ``target`` is the strided tensor that ``data`` is copied to in the end."""
 
     piece: _Piece
     data: torch.Tensor
-    ring: _Ring | None  # whose memory ``data`` is; None: the tensor's own
+    in_slot: bool
     target: torch.Tensor | None
     works: list[tuple[dist.Work, int]]  # each with the peer that it waits for
 
@@ -153,9 +136,21 @@ class _Lane:
     """What one rank posts in order. See [Note: few pieces are held]."""
 
     left: deque[_Piece]
-    polled: bool  # wait() on an accelerator's work does not block the host; a message of gloo cannot be polled
+    polled: bool = False  # wait() on an accelerator's work does not block the host; a message of gloo cannot be polled
     under_way: deque[_UnderWay] = field(default_factory=deque)
-    rings: dict[torch.device, _Ring] = field(default_factory=dict)
+    slots: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
+    used: int = 0  # slots that are in use
+    turn: int = 0  # that were used
+
+    def slot(self, device: torch.device) -> torch.Tensor | None:
+        """``_PIECE_BYTES`` for the next piece, uninitialised; None while all are in use."""
+        if self.used == _SLOTS:
+            return None
+        place = device, self.turn % _SLOTS
+        if place not in self.slots:
+            self.slots[place] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device)
+        self.used, self.turn = self.used + 1, self.turn + 1
+        return self.slots[place]
 
 
 def on_accelerator(passage: Passage) -> bool:
@@ -163,36 +158,32 @@ def on_accelerator(passage: Passage) -> bool:
     return passage.device != "cpu"
 
 
-def plan_passages(by_rank: Sequence[Sequence[_Wish]]) -> list[Passage]:
-    """Who reads what and whom it is sent to, in the order of the checkpoint. Pure."""
-    wanted: dict[tuple[Any, ...], dict[int, int]] = {}
-    alone: list[tuple[int, int, _Wish]] = []
-    wishes: dict[tuple[Any, ...], _Wish] = {}
-    for rank, found in enumerate(by_rank):
+def plan_passages(by_rank: Sequence[tuple[Sequence[Held], Mapping[int, FilePlace]]]) -> list[Passage]:
+    """Who reads what and whom it is sent to, in the order of the checkpoint, of which records have places. Pure."""
+    wanted: dict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
+    wishes: dict[tuple[Any, ...], Held] = {}
+    for rank, (found, _) in enumerate(by_rank):
+        copies = Counter[tuple[Any, ...]]()
         for index, wish in enumerate(found):
-            key = (wish.identity, wish.relaxed, wish.device)
-            if rank in wanted.setdefault(key, {}):
-                alone.append((rank, index, wish))  # a second copy on one rank
-            else:
-                wanted[key][rank] = index
-                wishes[key] = wish if key not in wishes or wish.unit > wishes[key].unit else wishes[key]
-    keys = sorted(wanted, key=lambda key: (wishes[key].place, wishes[key].identity.key))
-    shards = [
-        Shared(w.identity.elements, w.identity.dtype.itemsize, tuple(sorted(wanted[key])), w.unit)
-        for key in keys
-        for w in [wishes[key]]
-    ]
+            kind = (wish.identity, wish.relaxed, wish.device)
+            key = (*kind, copies[kind])  # a second copy on one rank is another shard
+            copies[kind] += 1
+            wanted[key][rank] = index
+            wishes[key] = max(wish, wishes.get(key, wish), key=lambda one: one.unit)
+
+    def place(key: tuple[Any, ...]) -> tuple[FilePlace, str]:
+        rank, index = next(iter(wanted[key].items()))
+        return by_rank[rank][1].get(index, ("", 0)), key[0].key
+
+    keys = sorted(wanted, key=place)
+    shards = [Shared(key[0].elements, key[0].dtype.itemsize, tuple(wanted[key]), wishes[key].unit) for key in keys]
     passages: list[Passage] = []
     for key, parts in zip(keys, share_out(shards, len(by_rank)), strict=True):
         for part in parts:
-            others = tuple(rank for rank in sorted(wanted[key]) if rank != part.rank)
-            records = tuple(wanted[key][rank] for rank in (part.rank, *others))
-            kind = wishes[key]
-            what = part.start, part.stop, kind.identity.dtype, kind.device, kind.shard
-            passages.append(Passage(len(passages), part.rank, others, records, *what))
-    for rank, index, wish in alone:
-        what = 0, wish.identity.elements, wish.identity.dtype, wish.device, wish.shard
-        passages.append(Passage(len(passages), rank, (), (index,), *what))
+            ranks = (part.rank, *(rank for rank in wanted[key] if rank != part.rank))
+            records = tuple(wanted[key][rank] for rank in ranks)
+            what = part.start, part.stop, key[0].dtype, wishes[key].device, wishes[key].shard
+            passages.append(Passage(len(passages), part.rank, ranks[1:], records, *what))
     return passages
 
 
@@ -207,8 +198,8 @@ def relay_through(
     """Agree with the ranks of ``within`` on who reads what. Collective.
 
     Args:
-        make: gives this rank's records, their data allocated, and where each lies in the checkpoint; may raise:
-            then the error is raised on all ranks of ``within``.
+        make: gives this rank's records, their data allocated, and where in the checkpoint the last bytes of each lie;
+            may raise: then the error is raised on all ranks of ``within``.
         memory: keeps the plan for the next load of the same records; None: nothing is kept.
         whole_shards: cut none.
         by_broadcast: what all ranks take part in; the rest goes point to point. The same on all ranks.
@@ -216,33 +207,23 @@ def relay_through(
         ShardingError: ``memory`` holds the plan of other records.
     """
 
-    def tell() -> tuple[list[ShardedTensor], list[_Wish]]:
+    def tell() -> tuple[tuple[list[ShardedTensor], list[Held]], tuple[list[Held], dict[int, FilePlace]]]:
         records, places = make()
-        return records, [_wish(record, places.get(i, ("", 0)), whole_shards) for i, record in enumerate(records)]
+        wishes = [held(record, whole_shards) for record in records]
+        return (records, wishes), (wishes, places)
 
     if memory:
-        records, wishes = tell()
-        if _without_places(wishes) != memory["wishes"]:
+        (records, wishes), _ = tell()
+        if wishes != memory["wishes"]:
             raise ShardingError(
                 "the records are others than at the first load, and do_cache_distribution is set; make a new strategy"
             )
-        return Relay(records, memory["passages"], within, by_broadcast)
-    records, passages = within.together(tell, plan_passages)
-    if memory is not None:
-        wishes = [_wish(record, ("", 0), whole_shards) for record in records]
-        memory.update(wishes=_without_places(wishes), passages=passages)
+        passages = memory["passages"]
+    else:
+        (records, wishes), passages = within.together(tell, plan_passages)
+        if memory is not None:
+            memory.update(wishes=wishes, passages=passages)
     return Relay(records, passages, within, by_broadcast)
-
-
-def _without_places(wishes: list[_Wish]) -> list[_Wish]:
-    return [wish._replace(place=("", 0)) for wish in wishes]
-
-
-def _wish(record: ShardedTensor, place: FilePlace, whole_shards: bool) -> _Wish:
-    assert record.data is not None, f"{record} has no data"
-    same = identity(record)
-    unit = max(1, same.elements) if whole_shards else cut_unit(record)
-    return _Wish(record.shard_id, same, record.allow_shape_mismatch, record.data.device.type, unit, place)
 
 
 class Relay:
@@ -260,22 +241,24 @@ class Relay:
         by_broadcast: Callable[[Passage], bool] = on_accelerator,
     ) -> None:
         self._within, rank = within, within.rank
-        self._records = records
         self._read = [passage for passage in passages if passage.sender == rank]
         self.mine = [part_of(records[p.records[0]], p.start, p.stop) for p in self._read]
+        self._tensors: dict[int, torch.Tensor] = {}  # that this rank has or wants, by passage
+        for passage in passages:
+            ranks = (passage.sender, *passage.receivers)
+            if rank in ranks:
+                data = records[passage.records[ranks.index(rank)]].data
+                assert data is not None, "records of a relay have data"
+                self._tensors[passage.number] = data.detach()
         self._ready: set[int] = set()
         self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
         pieces = list(_pieces(passages))
         direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
         self._lanes = (
-            _Lane(deque(piece for piece in direct if rank in piece.passage.receivers), polled=False),
-            _Lane(deque(piece for piece in direct if rank == piece.passage.sender), polled=False),
+            _Lane(deque(piece for piece in direct if rank in piece.passage.receivers)),
+            _Lane(deque(piece for piece in direct if rank == piece.passage.sender)),
             _Lane(deque(piece for piece in pieces if piece.passage.number in self._broadcasts), polled=True),
         )
-
-    def start(self) -> None:
-        """Post what this rank will receive; nothing may fail between this and ``finish``."""
-        self._advance()
 
     def on_complete(self, index: int) -> None:
         """Number ``index`` of ``mine`` is in place: send it on."""
@@ -293,42 +276,36 @@ class Relay:
         while busy := [lane for lane in self._lanes if lane.under_way]:
             self._settle(min(busy, key=lambda lane: lane.under_way[0].piece.number))
             self._advance()
-        for lane in self._lanes:
-            assert not lane.left, f"no room for {lane.left[0]} where nothing is under way"
-            lane.rings.clear()
+        assert not any(lane.left for lane in self._lanes), "no slot where nothing is under way"
 
     def _advance(self) -> None:
         """Settle what is over and post what there is room for; waits for nothing."""
         for lane in self._lanes:
             while lane.under_way and all(work.is_completed() for work, _ in lane.under_way[0].works):
                 self._settle(lane)
-            while lane.left and (posted := self._post(lane.left[0], lane.rings)):
+            while lane.left and (posted := self._post(lane.left[0], lane)):
                 lane.left.popleft()
                 lane.under_way.append(posted)
 
-    def _post(self, piece: _Piece, rings: dict[torch.device, _Ring]) -> _UnderWay | None:
-        """Send a piece or prepare to receive it; None if its values are not there yet or there is no room."""
+    def _post(self, piece: _Piece, lane: _Lane) -> _UnderWay | None:
+        """Send a piece or prepare to receive it; None if its values are not there yet or there is no slot."""
         passage, sends = piece.passage, piece.passage.sender == self._within.rank
         if sends and passage.number not in self._ready:
             return None
-        tensor = self._tensor(passage)
+        tensor = self._tensors.get(passage.number)
         if tensor is not None and is_plain(tensor):
             data = tensor.view(-1)[piece.start : piece.stop]
-            return _UnderWay(piece, data, None, None, self._works(passage, data, piece.number))
-        device = torch.device(passage.device) if tensor is None else tensor.device
-        if device not in rings:
-            rings[device] = _Ring(device)
-        ring = rings[device]
-        memory = ring.take((piece.stop - piece.start) * passage.dtype.itemsize)
-        if memory is None:
+            return _UnderWay(piece, data, False, None, self._works(passage, data, piece.number))
+        slot = lane.slot(torch.device(passage.device) if tensor is None else tensor.device)
+        if slot is None:
             return None
-        data = memory.view(passage.dtype)
+        data = slot[: (piece.stop - piece.start) * passage.dtype.itemsize].view(passage.dtype)
         if sends:
             assert tensor is not None, f"{passage} is sent by a rank that does not want it"
             for region, place in _regions(tensor, piece.start, piece.stop):
                 data[place].view(region.shape).copy_(region)
         target = None if sends else tensor
-        return _UnderWay(piece, data, ring, target, self._works(passage, data, piece.number))
+        return _UnderWay(piece, data, True, target, self._works(passage, data, piece.number))
 
     def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work, int]]:
         raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
@@ -346,24 +323,14 @@ class Relay:
 
     def _settle(self, lane: _Lane) -> None:
         """Wait for the first piece under way, and put it in place."""
-        piece, data, ring, target, works = lane.under_way[0]
+        piece, data, in_slot, target, works = lane.under_way[0]
         for work, peer in works:
             self._wait(work, peer, lane.polled)
         if target is not None:
             for region, place in _regions(target, piece.start, piece.stop):
                 region.copy_(data[place].view(region.shape))
         lane.under_way.popleft()
-        if ring is not None:
-            ring.give_back()
-
-    def _tensor(self, passage: Passage) -> torch.Tensor | None:
-        """This rank's tensor of a passage; None if it wants none."""
-        ranks, rank = (passage.sender, *passage.receivers), self._within.rank
-        if rank not in ranks:
-            return None
-        data = self._records[passage.records[ranks.index(rank)]].data
-        assert data is not None, "records of a relay have data"
-        return data.detach()
+        lane.used -= in_slot
 
     def _wait(self, work: dist.Work, peer: int, polled: bool) -> None:
         timeout_s = self._within.timeout_s

@@ -350,7 +350,6 @@ def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: S
     if relay is None:
         reader.run(looked.tensors, looked.reads, blocks)
     else:
-        relay.start()
         try:
             reader.run(looked.tensors, looked.reads, blocks, relay.on_complete)
         finally:

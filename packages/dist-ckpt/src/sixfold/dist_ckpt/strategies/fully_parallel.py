@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,15 +21,16 @@ from sixfold.dist_ckpt.plans.balance import Part, Shared, share_out
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.ranks.relay import (
     EXCHANGE_ALGORITHMS,
+    Held,
     Identity,
     Passage,
-    cut_unit,
+    held,
     identity,
     part_of,
     relay_through,
 )
 from sixfold.dist_ckpt.state import tree
-from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId, is_main_replica
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -43,17 +44,6 @@ from sixfold.dist_ckpt.strategies.base import (
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 _REPLICA = 1  # any replica id but the main one
-
-
-class _Held(NamedTuple):
-    """What other ranks must know of a shard that may be written elsewhere."""
-
-    shard: ShardId
-    identity: Identity
-    itemsize: int
-    unit: int
-    main: bool
-    has_data: bool
 
 
 Shares = dict[Identity, list[Part]]
@@ -86,7 +76,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
         self.cached_distribution: ShardDistribution | None = None
-        self._cached: tuple[list[_Held], Shares] | None = None
+        self._cached: tuple[list[Held], Shares] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -132,9 +122,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
         whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
         if self._cached is not None:
-            held, shares = self._cached
+            known, shares = self._cached
             records = make()
-            if [_held(record, whole) for record in _tensors(records)] != held:
+            if [held(record, whole) for record in _tensors(records)] != known:
                 raise ShardingError(
                     "the state dict is another than at the first save, and do_cache_distribution is set; "
                     "make a new strategy for it"
@@ -142,7 +132,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         else:
             records, (shares, names) = within.together(lambda: _make_and_tell(make, whole), _distribute)
             if self.do_cache_distribution:
-                self._cached = [_held(record, whole) for record in _tensors(records)], shares
+                self._cached = [held(record, whole) for record in _tensors(records)], shares
                 self.cached_distribution = _as_distribution(shares, names, _tensors(records))
         return _apply(records, shares, within.rank)
 
@@ -151,32 +141,24 @@ def _tensors(records: Records) -> list[ShardedTensor]:
     return [record for record in records if isinstance(record, ShardedTensor)]
 
 
-def _held(record: ShardedTensor, whole: bool) -> _Held:
-    same = identity(record)
-    unit = max(1, same.elements) if whole else cut_unit(record)
-    return _Held(
-        record.shard_id, same, record.dtype.itemsize, unit, is_main_replica(record.replica_id), record.data is not None
-    )
-
-
-def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, list[_Held]]:
+def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, list[Held]]:
     records = make()
-    return records, [_held(record, whole) for record in _tensors(records)]
+    return records, [held(record, whole) for record in _tensors(records)]
 
 
-def _distribute(by_rank: list[list[_Held]]) -> tuple[Shares, dict[ShardId, tuple[Identity, tuple[int, ...]]]]:
+def _distribute(by_rank: list[list[Held]]) -> tuple[Shares, dict[ShardId, tuple[Identity, tuple[int, ...]]]]:
     """Who writes what, for shards with one main replica in the group; others stay as they are. And who holds it."""
-    found: dict[Identity, list[tuple[int, _Held]]] = {}
-    for rank, held in enumerate(by_rank):
-        for shard in held:
+    found: dict[Identity, list[tuple[int, Held]]] = {}
+    for rank, shards in enumerate(by_rank):
+        for shard in shards:
             found.setdefault(shard.identity, []).append((rank, shard))
     shared: dict[Identity, Shared] = {}
     for key, holders in found.items():
-        if sum(shard.main for _, shard in holders) == 1:
-            ranks = tuple(sorted({rank for rank, shard in holders if shard.has_data}))
+        if sum(shard.is_main for _, shard in holders) == 1:
+            ranks = tuple(sorted({rank for rank, shard in holders if shard.device}))
             if ranks:
                 unit = max(shard.unit for _, shard in holders)
-                shared[key] = Shared(key.elements, holders[0][1].itemsize, ranks, unit)
+                shared[key] = Shared(key.elements, key.dtype.itemsize, ranks, unit)
     names = {holders[0][1].shard: (key, shared[key].holders) for key, holders in found.items() if key in shared}
     return dict(zip(shared, share_out(list(shared.values()), len(by_rank)), strict=True)), names
 
@@ -283,7 +265,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         relay = relay_through(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
         asked = {("tensors", number): record for number, record in enumerate(relay.mine)}
         asked |= {("objects", *path): record for path, record in objects.items()}
-        relay.start()
         try:
             loaded = self.base_strategy.load(tree.nest(dict(asked)), checkpoint_dir)
             for number, record in enumerate(relay.mine):

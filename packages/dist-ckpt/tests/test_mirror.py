@@ -426,3 +426,24 @@ def test_values_are_right_where_frames_were_mistaken(memory, mistaken_frames):
     assert torch.equal(values, WHOLE)
     wide = one("w", torch.zeros(1024, 3072, dtype=torch.float64))
     assert torch.equal(dist_ckpt.load({"w": wide}, memory, group=None)["w"], WHOLE.double()), "converted, exactly"
+
+
+def test_a_frame_of_another_form_among_ours_is_an_error_and_not_other_values(folder, monkeypatch):
+    plain = sources.frames.template
+
+    def shifted(dtype, shape, at):
+        found = plain(dtype, shape, at)
+        first, second = found.head
+        return (
+            found
+            if shape != (102,)
+            else found._replace(head=(first, second + bytes(64)), head_bytes=found.head_bytes + 64)
+        )
+
+    monkeypatch.setattr(sources.frames, "template", shifted)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.fill_by(lambda path: lambda start, stop: None)
+    wanted = [one(key, torch.zeros_like(value)) for key, value in SMALL.items()]
+    plan = plan_load(wanted, checkpoint.manifest, dtype_policy="exact")
+    with pytest.raises(CorruptError, match=r"begins unlike the other frames.*load it from a local folder"):
+        Reader(checkpoint, "exact").run(wanted, plan)

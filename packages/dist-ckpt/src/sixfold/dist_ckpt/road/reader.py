@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,38 +114,13 @@ class Reader:
         Args:
             blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
             on_complete: called once with the index of each record when its last byte is in place, in an order that
-                depends on the plan, and on which frames were mistaken; from then on the tensor may be sent on.
+                depends on the plan alone; from then on the tensor may be sent on.
         Raises:
             CorruptError: a block has another digest, a file ends early, a frame is none.
             MismatchError: a value does not survive the conversion of dtypes.
         """
         for index, piece in plan.zeroed:
             records[index].view(piece).zero_()
-        tell = on_complete
-        if on_complete is not None and self._checkpoint.is_arriving:
-            tell = self._told_once(plan, on_complete)
-        self._once(records, plan, blocks, tell)
-        if mistaken := self._sources.mistaken():  # see [Note: taken for ours]
-            wrong = {step.record for step in plan.reads if step.chunk.frame in mistaken}
-            again = replace(plan, reads=tuple(step for step in plan.reads if step.record in wrong))
-            self._once(records, again, (), tell)
-
-    def _told_once(self, plan: LoadPlan, on_complete: OnComplete) -> OnComplete:
-        """``on_complete``, once for each record, and not before its frames are known."""
-        frames_of, told = defaultdict[int, list[ByteRange]](list), set[int]()
-        for step in plan.reads:
-            frames_of[step.record].append(step.chunk.frame)
-
-        def tell(index: int) -> None:
-            if index not in told and all(map(self._sources.is_known, frames_of[index])):
-                told.add(index)
-                on_complete(index)
-
-        return tell
-
-    def _once(
-        self, records: Sequence[ShardedTensor], plan: LoadPlan, blocks: Iterable[Block], on_complete: OnComplete | None
-    ) -> None:
         with collection_paused():
             windows = self._windows(records, plan, blocks)
         order = sorted(windows)
@@ -176,6 +150,7 @@ class Reader:
             if pool:
                 pool.shutdown(cancel_futures=True)
             self._open(set())
+        self._sources.check_taken()
 
     def read_value(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> tuple[bytes, Any]:
         """The bytes of a frame, and what torch's weights-only rules make of them."""

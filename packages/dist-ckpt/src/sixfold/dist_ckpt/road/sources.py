@@ -5,17 +5,16 @@
 A frame of this package is recognised by comparing it with the template of its dtype and shape; a frame of
 torch or megatron by its zip directory, once, and its CRC-32, which they write and never look at, is checked
 on the way. What is not plain values in row-major order goes through torch's weights-only reader, when it is copied:
-of what was decoded the last ``KEPT_BYTES`` are kept, for the next reads of the same chunk.
+the chunks decoded last are kept, for the next reads of the same.
 
-[Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame.
-A frame of the length of ours, in a checkpoint of ours, is taken for one until its head is looked at: before a copy of
-it, before anyone is told that a record is in place, or in the end. Records of frames that were mistaken are read again.
+[Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame. It
+waits for the first one. If that is ours, all frames of the length of ours are taken for ours, and their heads are
+looked at in the end; one of another form is an error there.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from threading import Lock
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,12 +22,9 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.geometry.box import Box
-from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.stores.folder import Checkpoint
-
-KEPT_BYTES = 1 << 26
 
 
 class Sources:
@@ -37,10 +33,10 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
-        self._unseen: dict[ByteRange, frames.Template] | None = {} if checkpoint.is_arriving else None
-        self._mistaken: set[ByteRange] = set()
-        self._one_at_a_time = Lock()
-        self._decoded = _Decoded()
+        self._taken: list[tuple[ByteRange, frames.Template]] = []  # for ours
+        self._first_is_ours: bool | None = None
+        # The reads of a chunk follow each other, so that the last two are enough.
+        self._decoded = lru_cache(maxsize=2)(self._decode)
 
     def start(self, step: Read) -> int | None:
         """Byte of the file at which the chunk's values begin in row-major order; None if they are not plain."""
@@ -52,18 +48,13 @@ class Sources:
 
     def chunk(self, step: Read) -> torch.Tensor:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
-        self.is_known(step.chunk.frame)
         start, box = self.start(step), step.chunk.box
         if start is not None:
             stop = start + box.volume * step.stored_dtype.itemsize
             self._checkpoint.await_bytes(step.chunk.frame.file, start, stop)
             data = self._checkpoint.map(step.chunk.frame.file).data
             return torch.frombuffer(data, dtype=step.stored_dtype, count=box.volume, offset=start).view(box.size)
-        tensor = self._decoded.get((step.chunk.frame, box))
-        if tensor is None:
-            tensor = self._decode(step)
-            self._decoded.put((step.chunk.frame, box), tensor)
-        return tensor
+        return self._decoded(step.chunk, step.stored_dtype)
 
     def _values_of(self, step: Read) -> int | None:
         chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
@@ -72,45 +63,38 @@ class Sources:
             return frame.offset if decoder.is_plain(chunk) else None
         shape = chunk.frame_shape
         template = frames.template(dtype, shape, frame.offset)
-        if frame.length == template.nbytes and self._checkpoint.integrity is not None:
-            if self._unseen is not None and frame not in self._mistaken:
-                self._unseen[frame] = template
-            elif not self._is_ours(frame, template):
-                return self._start_of(frame, step)
+        if (
+            frame.length == template.nbytes
+            and self._checkpoint.integrity is not None
+            and self._is_ours(frame, template)
+        ):
             return frame.offset + template.head_bytes
-        return self._start_of(frame, step)
-
-    def is_known(self, frame: ByteRange) -> bool:
-        """Whether what was read of a frame is of what it is; waits for its head."""
-        unseen = self._unseen or {}
-        if frame in unseen:
-            with self._one_at_a_time:
-                template = unseen.get(frame)
-                if template is not None and not self._is_ours(frame, template):
-                    self._mistaken.add(frame)
-                    del self._starts[frame]
-                unseen.pop(frame, None)
-        return frame not in self._mistaken
-
-    def mistaken(self) -> set[ByteRange]:
-        """The frames that were not what they were taken for; from here on nothing is taken for what it may not be."""
-        for frame in list(self._unseen or ()):
-            self.is_known(frame)
-        found, self._mistaken, self._unseen = self._mistaken, set(), None
-        return found
-
-    def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
-        head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])
-        return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
-
-    def _start_of(self, frame: ByteRange, step: Read) -> int | None:
-        """As ``start``, by the frame's own directory."""
-        chunk, dtype = step.chunk, step.stored_dtype
         layout = self._checked_layout(frame)
         plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
-        if plain and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape):
-            return frame.offset + layout.data_start
-        return None
+        return frame.offset + layout.data_start if plain and layout.pickle == frames.data_pickle(dtype, shape) else None
+
+    def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
+        """See [Note: taken for ours]."""
+        if not self._checkpoint.is_arriving:
+            return self._has_head(frame, template)
+        if self._first_is_ours is None:
+            self._first_is_ours = self._has_head(frame, template)
+        elif self._first_is_ours:
+            self._taken.append((frame, template))
+        return self._first_is_ours
+
+    def check_taken(self) -> None:
+        """CorruptError for a frame that was not what it was taken for."""
+        for frame, template in self._taken:
+            if not self._has_head(frame, template):
+                raise CorruptError(
+                    f"{frame} begins unlike the other frames: it is damaged, or two versions of torch wrote this "
+                    "checkpoint; load it from a local folder"
+                )
+
+    def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
+        head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])
+        return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
 
     def _checked_layout(self, frame: ByteRange) -> frames.Layout:
         view = self._checkpoint.frame(frame)
@@ -119,48 +103,22 @@ class Sources:
             frames.check_records(view)
         return layout
 
-    def _decode(self, step: Read) -> torch.Tensor:
+    def _decode(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         """The chunk of a frame that is not plain."""
-        chunk, frame, decoder = step.chunk, step.chunk.frame, self._checkpoint.manifest.decoder
+        frame, decoder = chunk.frame, self._checkpoint.manifest.decoder
         if decoder is not None:
             self._checkpoint.await_bytes(frame.file, frame.offset, frame.offset + frame.length)
             return decoder.decode(self._checkpoint.folder, chunk)
         value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
         if not isinstance(value, torch.Tensor):
             raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
-        if tuple(value.shape) != chunk.frame_shape or value.dtype != step.stored_dtype:
+        if tuple(value.shape) != chunk.frame_shape or value.dtype != dtype:
             raise CorruptError(
-                f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {step.stored_dtype} "
-                f"{chunk.frame_shape}"
+                f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {dtype} {chunk.frame_shape}"
             )
         if chunk.run is None:
             return value
         return value.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.size)
-
-
-class _Decoded:
-    """The chunks decoded last, of ``KEPT_BYTES`` together or one; for threads."""
-
-    def __init__(self) -> None:
-        self._tensors: OrderedDict[tuple[ByteRange, Box], torch.Tensor] = OrderedDict()
-        self._nbytes = 0
-        self._lock = Lock()
-
-    def get(self, place: tuple[ByteRange, Box]) -> torch.Tensor | None:
-        with self._lock:
-            if place in self._tensors:
-                self._tensors.move_to_end(place)
-            return self._tensors.get(place)
-
-    def put(self, place: tuple[ByteRange, Box], tensor: torch.Tensor) -> None:
-        with self._lock:
-            if place in self._tensors:
-                return
-            self._tensors[place] = tensor
-            self._nbytes += tensor.untyped_storage().nbytes()
-            while self._nbytes > KEPT_BYTES and len(self._tensors) > 1:
-                _, oldest = self._tensors.popitem(last=False)
-                self._nbytes -= oldest.untyped_storage().nbytes()
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, UnsafeError
+from sixfold.dist_ckpt import CorruptError, UnsafeError
 from sixfold.dist_ckpt.files import compact, dcp_pickle, metadata
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.geometry.box import Box
@@ -105,9 +105,9 @@ def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
     looked = []
     data = written(cut(2000, axis=axis, tensors=20))
     manifest = read(data, lambda start, stop: looked.append(stop - start))
-    near = manifest.tensors["layer.00007"].near(Box((8, 800) if axis else (800, 0), (8, 8)))
+    near = manifest.tensors["layer.00007"].near(Box((0, 800) if axis else (800, 0), (8, 8)))
     assert [chunk.frame.offset for chunk in near] == [30_000]
-    assert sum(looked) < 2000 * 8 + 3000 < len(data) / 100
+    assert sum(looked) < (2000 * 7 * 8 if axis else 0) + 3000 < len(data) / 18
 
 
 def looked_at(manifest):
@@ -197,14 +197,10 @@ def test_a_folder_without_it_loads_as_it_did(folder):
 
 @pytest.mark.parametrize("verify", ["touched", "full", "off"])
 def test_a_forged_manifest_is_refused_and_nothing_is_read_beyond_a_file(folder, verify):
-    data = (folder / compact.FILE_NAME).read_bytes()
     length = (folder / "__0_0.distcp").stat().st_size
-    head = struct.unpack_from("<9q", data)
-    width = 2 * head[7] + 3
-    at_rows = len(data) - head[8] - 8 * head[6] * width
 
     def change(data):
-        struct.pack_into("<q", data, at_rows + 8 * (width + width - 1), length)  # of the second chunk the length
+        struct.pack_into("<q", data, len(data) - 8 * (5 + 1), length)  # of the second chunk of three the length
         return data
 
     forge(folder, change)
@@ -268,7 +264,7 @@ def many(chunks):
 
 @pytest.mark.parametrize("encode", [metadata.encode_parts, compact.encode])
 def test_the_index_files_are_written_in_bounded_memory(encode):
-    """200,000 chunks make 30 and 14 MB; a batch of 8,192 rows is there at a time."""
+    """200,000 chunks make 30 and 11 MB; a batch of 8,192 rows is there at a time."""
 
     def grown():
         dcp_pickle.BATCH_ROWS = 1 << 13
@@ -285,38 +281,12 @@ def test_the_index_files_are_written_in_bounded_memory(encode):
         return peak_growth_mib(stream), total / 2**20
 
     grown_mib, total_mib = in_child(grown)
-    assert total_mib > 12
+    assert total_mib > 10
     assert grown_mib < 9, f"{grown_mib:.1f} MiB for a file of {total_mib:.1f}"
 
 
-def test_keys_that_are_not_sorted_are_told():
+def test_a_number_of_the_text_that_is_none_is_corrupt():
     data = written(cut(2, axis=0, tensors=3))
-    with pytest.raises(CheckpointError, match="not sorted"):
-        list(read(data.replace(b"layer.00001", b"layer.00009")).tensors)
-
-
-@pytest.mark.parametrize(("asked", "most_looks"), [(2000, 3 * 2000), (40, 40 * 35)])
-def test_who_asks_for_many_keys_has_each_decoded_once_and_who_asks_for_few_bisects(asked, most_looks):
-    looks = []
-    manifest = read(written(cut(1, axis=0, tensors=2000)), lambda start, stop: looks.append(stop - start))
-    looks.clear()
-    for n in range(asked):
-        assert manifest.tensors[f"layer.{n:05}"].shape == (8, 8)
-    assert "layer.02000" not in manifest.tensors
-    assert asked < len(looks) < most_looks
-
-
-@pytest.mark.parametrize("swapped", [b"layer.00009", b"layer.00000"])
-def test_many_keys_that_are_not_sorted_are_told(swapped):
-    tensors = read(written(cut(1, axis=0, tensors=3)).replace(b"layer.00001", swapped)).tensors
-    with pytest.raises(CorruptError, match="not sorted"):
-        tensors["layer.00002"]
-
-
-def test_a_key_that_leaves_the_text_is_corrupt_for_one_who_asks_for_many():
-    data = written(cut(1, axis=0, tensors=3))
-    end = 8 * (9 + 1 + 1 + 1)  # of the first key: after the save id, a dtype and a file
-    for value in (-1, 1 << 40, 1 << 62):
-        data[end : end + 8] = struct.pack("<q", value)
-        with pytest.raises(CorruptError, match="in order"):
-            read(data).tensors["layer.00002"]
+    for wrong in (b"[16,8.0]", b"[-6,  8]", b'["6",8]', b"[[1],8]", b"[1e3,8]", b"[null8]"):
+        with pytest.raises(CorruptError):
+            read(data.replace(b"[16,8]", wrong[: len(b"[16,8]")].ljust(len(b"[16,8]"))))

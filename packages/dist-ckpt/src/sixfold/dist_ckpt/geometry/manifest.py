@@ -80,10 +80,6 @@ class Stored(Protocol):
     def chunks(self) -> Sequence[StoredChunk]:
         """All of them, in the order of their places."""
 
-    @property
-    def chunk_count(self) -> int:
-        """How many they are."""
-
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         """The chunks that may share an element with a box, and perhaps others."""
 
@@ -105,10 +101,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
     _searches: list[_Search] = field(default_factory=list, compare=False, repr=False)  # one, from the first use on
-
-    @property
-    def chunk_count(self) -> int:
-        return len(self.chunks)
 
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         if len(self.chunks) < FEW_CHUNKS or not self.shape:
@@ -143,9 +135,9 @@ class Manifest:
     metadata.json is a save that never finished. ``decoder`` is set where chunks and objects are bare files and no
     frames (zarr).
 
-    The two mappings may be read from a file as they are asked (compact.py): what looks at a few keys costs as much as
-    those, and what iterates over them costs as much as the checkpoint has. Then ``files`` names all files of frames,
-    and each frame is checked to lie in its file when it is read; else it is None.
+    Chunks may be read from a file as they are asked for (compact.py): what looks at a few of them costs as much as
+    those. Then ``files`` names all files of frames, and each frame is checked to lie in its file when it is read; else
+    it is None.
     """
 
     tensors: Mapping[str, Stored]

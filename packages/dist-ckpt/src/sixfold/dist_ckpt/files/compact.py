@@ -202,6 +202,10 @@ class _Stored:
     def chunks(self) -> Sequence[StoredChunk]:
         return [self.chunk(row) for row in self.rows]
 
+    @property
+    def chunk_count(self) -> int:
+        return len(self.rows)
+
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         if len(self.rows) < FEW_CHUNKS or not self.shape:
             return self.chunks

@@ -80,6 +80,10 @@ class Stored(Protocol):
     def chunks(self) -> Sequence[StoredChunk]:
         """All of them, in the order of their places."""
 
+    @property
+    def chunk_count(self) -> int:
+        """How many they are."""
+
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         """The chunks that may share an element with a box, and perhaps others."""
 
@@ -101,6 +105,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
     _searches: list[_Search] = field(default_factory=list, compare=False, repr=False)  # one, from the first use on
+
+    @property
+    def chunk_count(self) -> int:
+        return len(self.chunks)
 
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         if len(self.chunks) < FEW_CHUNKS or not self.shape:

@@ -236,8 +236,10 @@ def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int)
 
 
 def _calls_of(code: Source, function: Function) -> list[tuple[str, Function | None, ast.Call]]:
-    """Calls by its name; those of a private one stand in its own module."""
-    found = code.calls.get(function.name, [])
+    """Calls by its name, but for those of an argparse parser; those of a private one stand in its own module."""
+    found = [
+        call for call in code.calls.get(function.name, []) if last(getattr(call[2].func, "value", None)) != "parser"
+    ]
     if not function.name.startswith("_"):
         return found
     own = next(module for module, one in code.functions[function.name] if one is function)
@@ -283,7 +285,7 @@ def _long_texts(code: Source, inside: Function | None) -> list[str]:
     found = []
     for node in _outermost_texts(inside) if inside else ():
         texts = [str(node.value)] if isinstance(node, ast.Constant) else _forms(code, inside, node, DEEPEST)
-        found += [text for text in texts if len(text.replace(PLACE, "")) >= LONG_ENOUGH]
+        found += [text for text in texts if len(text.replace(PLACE, "")) >= LONG_ENOUGH and " " in text]
     return found
 
 

@@ -249,7 +249,7 @@ class Faults:
         said, guilty = self._blame(place, cause, ranks)
         return self.fail(
             FsdpError(
-                f"{said} ({text}). Restart the job from its last checkpoint",
+                f"{said} ({text}). Restart the job from its last checkpoint [see errors/fsdp.html#a-lost-rank]",
                 unit=place.unit,
                 step=place.step,
                 op=place.op,

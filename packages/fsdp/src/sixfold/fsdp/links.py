@@ -132,7 +132,7 @@ class Links:
             except (RuntimeError, TimeoutError) as error:
                 raise FsdpError(
                     f"the communicator for {name} of ranks {members} could not be made: {error}. A rank did not come, "
-                    "or the network refuses; restart the job",
+                    "or the network refuses; restart the job [see errors/fsdp.html#a-communicator-could-not-be-made]",
                     op="check",
                 ) from error
             made.append(one)

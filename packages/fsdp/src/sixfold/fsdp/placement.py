@@ -166,7 +166,8 @@ def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strat
     if budget < needed:
         raise FsdpError(
             f"gathered_bytes is {budget}; the root unit ({root} bytes) and the largest unit"
-            f"{'' if largest is None else f' {largest.name!r}, those around it included'}, need {needed}",
+            f"{'' if largest is None else f' {largest.name!r}, those around it included'}, need {needed} "
+            "[see errors/fsdp.html#the-byte-budget-is-too-small]",
             unit=None if largest is None else largest.name,
             op="gather",
         )

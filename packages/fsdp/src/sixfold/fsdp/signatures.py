@@ -86,7 +86,7 @@ class Signatures:
             does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
             raise self._all_know(
                 f"ranks disagree: most are at {self._at(common)}, {does}. "
-                "Every rank must use the same units in the same order",
+                "Every rank must use the same units in the same order [see errors/fsdp.html#ranks-disagree]",
                 self._units[common[1]].name,
                 _OPS[common[2]],
                 odd,
@@ -97,7 +97,8 @@ class Signatures:
             names += [f"parameter {at}" for at in range(len(names), max(bad.values()) + 1)]  # of a peer's mesh
             where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
             raise self._all_know(
-                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch",
+                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch "
+                "[see errors/fsdp.html#a-gradient-that-is-not-finite]",
                 unit.name,
                 "reduce",
                 tuple(bad),

@@ -12,7 +12,7 @@ from sixfold.dist_ckpt import LostPeerError
 from sixfold.dist_ckpt.background import bell, board, control
 from sixfold.dist_ckpt.background.board import FolderBoard
 from sixfold.dist_ckpt.background.channel import Gauge
-from sixfold.dist_ckpt.background.control import Gathering, Job, Waiting
+from sixfold.dist_ckpt.background.control import Job, Wait
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road.saving import Ticket
 from sixfold.dist_ckpt.stores import LocalStore, Save
@@ -36,8 +36,7 @@ class Ranks:
         self.board.make()
         self.signs = [self.board.sign(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
-        self.waiting = [None, *(Waiting(job, control.board_of(job), self.gauge) for job in self.jobs[1:])]
-        self.gathering = Gathering(self.jobs[0], control.board_of(self.jobs[0]), self.gauge, "share 0")
+        self.waits = [Wait(job, control.board_of(job), self.gauge, "share 0") for job in self.jobs]
 
     def _lockf(self, handle, how):
         name = readlink(f"/proc/self/fd/{handle}")
@@ -50,13 +49,10 @@ class Ranks:
 
     def turn(self, rank):
         """One turn of a rank, as its worker does it; None while it goes on."""
-        if rank:
-            return self.waiting[rank].turn()
-        try:
-            shares = self.gathering.turn()
-        except LostPeerError as error:
-            return control.fail(self.jobs[0], self.board, error, lambda: True)
-        return None if shares is None else Outcome(value=shares)
+        outcome = self.waits[rank].turn()
+        if rank or outcome is None or outcome.error is None:
+            return outcome
+        return control.fail(self.jobs[0], outcome.error, self.gauge)
 
 
 @pytest.fixture
@@ -120,8 +116,7 @@ class StoreRanks:
         self.boards = [control.board_of(job) for job in self.jobs]
         self.boards[0].make()
         self.signs = [made.sign(rank) for rank, made in enumerate(self.boards)]
-        self.waiting = [Waiting(job, made, self.gauge) for job, made in zip(self.jobs, self.boards, strict=True)]
-        self.gathering = Gathering(self.jobs[0], self.boards[0], self.gauge, "share 0")
+        self.waits = [Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.boards, strict=True)]
 
     turn = Ranks.turn
 

@@ -254,7 +254,7 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
     handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
     if rank == victim:
-        handle._flight._sign.beat(0)  # its last sign of life is from now, however late this machine made the one before
+        handle._sign.beat(0)  # its last sign of life is from now, however late this machine made the one before
         (folder / "worker").write_text(str(worker))
         os.kill(os.getpid(), signal.SIGKILL)
     return (*ending(handle), loaded_value(folder / "c"))

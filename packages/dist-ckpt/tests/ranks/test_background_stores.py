@@ -150,7 +150,7 @@ def live(rank, ranks, environment, url):
     handle = save(1)
     seen["first"] = (*ended(handle), handle.blocked_s)
     seen["late"] = time.monotonic() - handle._started - handle.total_s
-    handle._flight.leave()
+    handle._thread.join()
     dist.barrier()
     seen["value"], seen["beside"] = value_of(url, ranks), objects_beside(url)
     dist.barrier()
@@ -169,7 +169,7 @@ def live(rank, ranks, environment, url):
         dist.barrier()
         handle = save(1)
         handle.wait(60)
-    handle._flight.leave()
+    handle._thread.join()
     dist.barrier()
     seen["left"] = objects_beside(url)
     dist.barrier()

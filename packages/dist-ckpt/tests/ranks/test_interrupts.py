@@ -17,7 +17,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
 from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background.flight import Flight
+from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.stores import local as storage
@@ -105,7 +105,7 @@ def test_ctrl_c_in_the_call_of_a_background_save_leaves_nothing_and_the_next_one
     assert names(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize(("place", "after"), [(Flight, False), (Flight, True), (threading.Thread, True)])
+@pytest.mark.parametrize(("place", "after"), [(AsyncSave, False), (AsyncSave, True), (threading.Thread, True)])
 def test_ctrl_c_between_launch_and_handle_leaves_nothing_or_a_save_that_the_next_call_waits_for(
     tmp_path, monkeypatch, ctrl_c, saver, place, after
 ):
@@ -113,14 +113,14 @@ def test_ctrl_c_between_launch_and_handle_leaves_nothing_or_a_save_that_the_next
     saver._let_go()
     os.kill(pid, signal.SIGSTOP)  # so that the next call would copy over what it still has to write
     with monkeypatch.context() as patch:
-        interrupt_at(patch, place, "start", after)
+        interrupt_at(patch, place, "_start" if place is AsyncSave else "start", after)
         with pytest.raises(KeyboardInterrupt):
             saver.save(state(2), tmp_path / "c")
     flight = saver._flight  # of a thread that had begun; it may not have come so far
     assert flight is None or after
     os.kill(pid, signal.SIGCONT)
     if flight is not None:
-        flight.join()
+        flight.wait()
     assert value_of(tmp_path / "c") == (1 if flight is None else 2)
     assert names(tmp_path) == ["c"]
     saver.save(state(3), tmp_path / "c").wait(60)

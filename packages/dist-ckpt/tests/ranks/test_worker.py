@@ -21,7 +21,8 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import board, control, flight, process
+from sixfold.dist_ckpt.background import board, control, process
+from sixfold.dist_ckpt.background import handle as handles
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 
@@ -154,7 +155,7 @@ def test_a_progress_that_ends_its_thread_fails_the_save_and_ends_the_worker(
     saver, stopped, tmp_path, monkeypatch, ending, midway
 ):
     """Python drops these two in silence on a thread; the worker, slow as it is, still reads the arena."""
-    monkeypatch.setattr(flight, "_GLANCE_S", 0.02)
+    monkeypatch.setattr(handles, "_GLANCE_S", 0.02)
 
     def bar(done, total):
         if done or not midway:
@@ -182,7 +183,7 @@ def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver,
     assert loaded_value(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("place", [(flight.Flight, "_count"), (control, "speak_for_worker")])
+@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (control, "speak_for_worker")])
 def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
     def end(*arguments):
         raise SystemExit(3)
@@ -191,7 +192,7 @@ def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_pa
         raise LookupError("my bar broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(flight, "_GLANCE_S", 0.02)
+        patch.setattr(handles, "_GLANCE_S", 0.02)
         patch.setattr(*place, end)
         handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is control else None)
         with pytest.raises(CheckpointError, match="the thread that watches a background save: SystemExit: 3"):
@@ -208,31 +209,14 @@ def test_a_watching_thread_that_cannot_tidy_up_lets_wait_return(saver, tmp_path,
         raise SystemExit(3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(flight.Flight, "_acknowledge", end)
+        patch.setattr(handles.AsyncSave, "_acknowledge", end)
         saver.save(state(2), tmp_path / "c").wait(10)
     assert loaded_value(tmp_path / "c") == 2
 
 
-def test_a_report_of_another_save_is_never_taken(saver, stopped, tmp_path, monkeypatch):
-    monkeypatch.setattr(flight, "_GLANCE_S", 0.02)
-    os.kill(stopped, signal.SIGCONT)
-    before = saver.save(state(2), tmp_path / "c")
-    before.wait(60)
-    os.kill(stopped, signal.SIGSTOP)
-    late = before._flight._job.report(Outcome())
-    saver._worker.channel._inbox += len(late).to_bytes(8, "big") + late
-    handle = saver.save(state(3), tmp_path / "c")
-    with pytest.raises(LostPeerError, match="it goes on, wait again"):
-        handle.wait(0.2)
-    os.kill(stopped, signal.SIGCONT)
-    handle.wait(60)
-    assert handle.worker_pid == stopped
-    assert loaded_value(tmp_path / "c") == 3
-
-
 def test_a_worker_that_cannot_read_its_job_ends_at_once(saver, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(flight, "pickle", types.SimpleNamespace(dumps=lambda *_, **__: b"cos\n_no_such_name\n."))
+        patch.setattr(handles, "pickle", types.SimpleNamespace(dumps=lambda *_, **__: b"cos\n_no_such_name\n."))
         handle = saver.save(state(2), tmp_path / "c")
         with pytest.raises(LostPeerError, match=r"died \(exit code 1\)"):
             handle.wait(10)

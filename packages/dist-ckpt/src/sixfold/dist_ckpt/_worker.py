@@ -14,7 +14,6 @@ import pickle
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,37 +35,26 @@ _LAST_WORD_S = 10.0
 def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: threading.Lock) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
-    if job.ranks == 1:
-        outcome = share if share.error is not None else control.commit(job, [share.value], turn)
-        if outcome.error is not None:
-            control.abandon(job)
-        return outcome if outcome.error is not None else Outcome()
-    board = control.board_of(job)
     if share.error is not None:
         # A full disk must have room for the word that says so.
         for file in () if not job.ticket.staging else Path(job.ticket.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
-        return control.fail(job, board, share.error, has_trainer)
+        return control.fail(job, share.error, gauge, has_trainer)
     if job.rank == 0:
         return control.decide(job, share.value, gauge, has_trainer, turn)
     try:
-        board.put(f"rank-{job.rank}", share)
+        control.board_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
-        return control.fail(job, board, StorageError(str(error), error.errno), has_trainer)
+        return control.fail(job, StorageError(str(error), error.errno), gauge, has_trainer)
     return control.await_outcome(job, gauge)
 
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
-    gauge.expect(job.content.file_bytes)
-    tensors = arena.tensors(list(job.places.values()), job.arena_bytes)
-    for index, tensor in zip(job.places, tensors, strict=True):
+    gauge.add(0)
+    for index, tensor in zip(job.places, arena.tensors(list(job.places.values()), job.arena_bytes), strict=True):
         job.content.records[index].data = tensor
-    try:
-        return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
-    finally:
-        for index in job.places:
-            job.content.records[index].data = None
+    return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
 
 
 class _Parent:
@@ -74,7 +62,7 @@ class _Parent:
 
     def __init__(self, channel: Channel, pid: int) -> None:
         self._channel, self._pid = channel, pid
-        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.jobs: SimpleQueue[bytes] = SimpleQueue()
         self.current: Job | None = None
         self.turn = threading.Lock()
 
@@ -83,7 +71,7 @@ class _Parent:
         with suppress(OSError, EOFError):
             # Not only the end of the file: a process that a killed trainer has forked may hold its end open.
             while (message := self._channel.receive(self.lives)) is not None:
-                self.jobs.put(self._job_in(message))
+                self.jobs.put(message)
         job = self.current
         if job is not None:  # a store that does not answer holds this process no longer
             word = threading.Thread(target=control.speak_for_trainer, args=(job, self.turn), daemon=True)
@@ -91,21 +79,9 @@ class _Parent:
             word.join(_LAST_WORD_S)
         os._exit(0)
 
-    def report(self, job: Job, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         with suppress(OSError):  # it has ended; listen() ends this process
-            self._channel.send(job.report(outcome), self.lives)
-
-    @staticmethod
-    def _job_in(message: bytes) -> Job:
-        """Ends the process where a class in it cannot be had: nobody would listen any more, and nobody would know."""
-        try:
-            job: Job = pickle.loads(message)
-        except BaseException:
-            try:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        return job
+            self._channel.send(outcome.encode(), self.lives)
 
     def lives(self) -> bool:
         """Whether the process that started this one is still there."""
@@ -120,10 +96,11 @@ def main() -> None:
     threading.Thread(target=parent.listen, daemon=True).start()
     arena = MappedArena(arena_fd)
     while True:
-        job = parent.current = parent.jobs.get()
+        # A class in it that cannot be had ends the process, with the reason on stderr.
+        job = parent.current = pickle.loads(parent.jobs.get())
         outcome = run(job, arena, gauge, parent.lives, parent.turn)
         parent.current = None
-        parent.report(job, outcome)
+        parent.report(outcome)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Until a worker counts, its processor time is the count: it may take a minute to 
 [Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
 looks at a rank without a record gives the save up; one step before, a trainer kills its own worker if that has not put
 its record, or is the first rank's; then who looks at the first rank gives up, and at the end a trainer waits for its
-worker no longer. A first rank's worker whose trainer has been silent as long commits no more.
+worker no longer.
 
 [Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
 committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
@@ -34,13 +34,14 @@ one, the other thread the newer.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
@@ -66,7 +67,6 @@ _COMMIT_S = 8.0  # less than the trainer's last word may take: a kill leaves a c
 _ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
 _HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
-_Found = TypeVar("_Found", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,25 +82,16 @@ class Job:
     content: transfer.RankContent
     ticket: saving.Ticket
     check_finite: bool
-    places: dict[int, Place]
-    arena_bytes: int
+    places: dict[int, Place] = field(default_factory=dict)
+    arena_bytes: int = 0
     key: bytes
-    locks_work: bool
+    locks_work: bool = True
     timeout_s: float
     stale_s: float
 
     def patience_s(self, steps: float) -> float:
         """Seconds of standing still that a wait bears. See [Note: who gives up when]."""
         return self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
-
-    def report(self, outcome: Outcome) -> bytes:
-        """What the worker sends when it has done this job."""
-        return f"{self.ticket.save.save_id}\n".encode() + outcome.encode()
-
-    def outcome_in(self, report: bytes) -> Outcome | None:
-        """The outcome in a report; None if that is of another save."""
-        save_id, _, data = report.partition(b"\n")
-        return Outcome.decode(data) if save_id == self.ticket.save.save_id.encode() else None
 
     @property
     def beat_s(self) -> float:
@@ -122,111 +113,85 @@ class Loss(NamedTuple):
     error: LostPeerError
 
 
-class Watcher:
-    """Whom one rank looks at, turn by turn. See [Note: quiet waiting]."""
+class Wait:
+    """A worker that waits: the first rank's for the records of all, another, its record put, for the outcome.
 
-    def __init__(self, job: Job, board: Board) -> None:
-        self._job, self._board = job, board
+    Or the trainer in place of its dead worker. It looks at one rank a turn, see [Note: quiet waiting].
+
+    Args:
+        share: the first rank's own record.
+    """
+
+    def __init__(self, job: Job, board: Board, gauge: Gauge, share: Any = None) -> None:
+        self._job, self._board, self._gauge = job, board, gauge
+        self._shares = [share]
         self._at = (job.rank - 1) % job.ranks
-        self._still = {0: Stillness(), self._at: Stillness()}
+        self._still, self._gone = defaultdict[int, Stillness](Stillness), Stillness()
         self._moves: dict[int, bytes] = {}
         self._turn, self._is_first_lost = 0, False
 
     @property
     def names(self) -> set[str]:
-        """What tells of those it looks at."""
-        return {"alive-0", f"alive-{self._at}"} if self._job.rank else {f"alive-{self._at}"}
+        """What it waits for, and what tells of those it looks at."""
+        return {OUTCOME_NAME, f"alive-{self._at}", "alive-0" if self._job.rank else f"rank-{len(self._shares)}"}
 
-    def look(self, changed: AbstractSet[str] = frozenset()) -> Loss | None:
+    def turn(self, changed: AbstractSet[str] = frozenset()) -> Outcome | None:
+        """The outcome, for the first rank the shares of all in rank order or why there are none; None: it goes on.
+
+        Args:
+            changed: those of ``names`` that have appeared or gone since the last turn.
+        """
+        job = self._job
+        self._gauge.add(0)
+        if not self._board.is_there():
+            return settle(job, _SILENT) if job.rank else Outcome(error=overtaken(job.ticket.save.target))
+        if job.rank == 0 and self._has_all():
+            return Outcome(value=self._shares)
+        told = _told(self._board)
+        loss = self._look(changed) if told is None else None
+        if loss is None:
+            return told
+        return self._ended_by(loss) if job.rank else Outcome(error=loss.error)
+
+    def _has_all(self) -> bool:
+        while len(self._shares) < self._job.ranks:
+            record = self._board.get(f"rank-{len(self._shares)}")
+            if record is None:
+                return False
+            self._shares.append(record.value)
+            self._gauge.add(0)
+        return True
+
+    def _look(self, changed: AbstractSet[str]) -> Loss | None:
         """One look at one rank, at those of ``changed`` first."""
-        turn, self._turn = self._turn % _ROUND, self._turn + 1
-        if self._job.rank == 0 and turn % 2 and not changed & self.names:
+        turn, self._turn, rank = self._turn % _ROUND, self._turn + 1, self._job.rank
+        if rank == 0 and turn % 2 and not changed & self.names:
             return None  # it looks at records, too
-        if self._job.rank and (turn == _ROUND - 1 or self._is_first_lost or "alive-0" in changed):
+        if rank and (turn == _ROUND - 1 or self._is_first_lost or "alive-0" in changed):
             return self._lost(0, True)
-        while self._at != self._job.rank:
+        while self._at != rank:
             loss = self._lost(self._at, turn >= _ROUND / 2)
             if loss is None or loss.rank == 0 or not self._board.has(f"rank-{loss.rank}"):
                 return loss
             self._at = (self._at - 1) % self._job.ranks  # it is lost, and its share is not
-            self._still.setdefault(self._at, Stillness())
         return None
 
     def _lost(self, rank: int, with_moves: bool) -> Loss | None:
         job, life = self._job, self._board.life(rank, with_moves)
         self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
         still_s = self._still[rank].of(moves)
-        is_late = still_s > job.patience_s(RECORDS if rank else OUTCOME)
-        if life.state in _HERE and not is_late:
+        if life.state in _HERE and still_s <= job.patience_s(RECORDS if rank else OUTCOME):
             return None
         self._is_first_lost = self._is_first_lost or rank == 0
-        if rank == 0:
-            return Loss(0, life.state, still_s, _blame(job, _SILENT))
         text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
-        if life.state in _HERE:
+        if rank == 0:
+            text = _blame(job, _SILENT)
+        elif life.state in _HERE:
             text = (
                 f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
                 f"their disk hangs; {_ADVICE}"
             )
         return Loss(rank, life.state, still_s, LostPeerError(text))
-
-
-class Gathering:
-    """The first rank's worker while it waits for the records of all."""
-
-    def __init__(self, job: Job, board: Board, gauge: Gauge, share: Any) -> None:
-        self._job, self._board, self._gauge = job, board, gauge
-        self._shares, self._watcher = [share], Watcher(job, board)
-
-    @property
-    def names(self) -> set[str]:
-        """What it waits for."""
-        return {OUTCOME_NAME, f"rank-{len(self._shares)}"} | self._watcher.names
-
-    def turn(self, changed: AbstractSet[str] = frozenset()) -> list[Any] | None:
-        """The shares of all ranks, in rank order; None if some are missing yet.
-
-        Raises:
-            CheckpointError: a rank is lost, or the save was given up.
-        """
-        self._gauge.add(0)
-        if not self._board.is_there():
-            raise overtaken(self._job.ticket.save.target)
-        while len(self._shares) < self._job.ranks:
-            record = self._board.get(f"rank-{len(self._shares)}")
-            if record is None:
-                break
-            self._shares.append(record.value)
-            self._gauge.add(0)
-        else:
-            return self._shares
-        if (told := self._board.get(OUTCOME_NAME)) is not None and told.error is not None:
-            raise told.error
-        if (loss := self._watcher.look(changed)) is not None:
-            raise loss.error
-        return None
-
-
-class Waiting:
-    """Another rank's worker, its record put, while it waits for the outcome; or the trainer in its place."""
-
-    def __init__(self, job: Job, board: Board, gauge: Gauge) -> None:
-        self._job, self._board, self._gauge = job, board, gauge
-        self._watcher, self._gone = Watcher(job, board), Stillness()
-
-    @property
-    def names(self) -> set[str]:
-        """What it waits for."""
-        return {OUTCOME_NAME} | self._watcher.names
-
-    def turn(self, changed: AbstractSet[str] = frozenset()) -> Outcome | None:
-        """The outcome; None if it goes on."""
-        self._gauge.add(0)
-        if not self._board.is_there():
-            return settle(self._job, _SILENT)
-        told = _told(self._board)
-        loss = self._watcher.look(changed) if told is None else None
-        return told if loss is None else self._ended_by(loss)
 
     def _ended_by(self, loss: Loss) -> Outcome | None:
         job, board = self._job, self._board
@@ -240,11 +205,11 @@ class Waiting:
             return ended
         # The first rank was lost when it had begun to commit.
         gone_s = self._gone.of(loss.state) if loss.state not in _HERE else 0.0
-        if is_committed(job):
+        if settle(job, _SILENT).error is None:
             return tell(board, Outcome())
         if gone_s > _ORPHANED_S or loss.still_s > job.patience_s(UNKNOWN):
-            error = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
-            return tell(board, Outcome(error=error))
+            text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
+            return tell(board, Outcome(error=LostPeerError(text)))
         return None
 
 
@@ -259,63 +224,56 @@ def board_of(job: Job) -> Board:
 
 def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Lock) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
-    board = board_of(job)
 
     def gathered() -> list[Any]:
-        shares = _in_turns(job, board, Gathering(job, board, gauge, share))
-        if gauge.silent_s > job.patience_s(OWN_WORKER) or board.verdict(COMMIT) != COMMIT:
+        if job.ranks == 1:
+            return [share]
+        outcome = await_outcome(job, gauge, share)
+        if outcome.error is not None:
+            raise outcome.error
+        if board_of(job).verdict(COMMIT) != COMMIT:
             raise LostPeerError(f"rank 0 was stopped during a background save; {_ADVICE}")
-        return shares
+        return cast(list[Any], outcome.value)
 
     outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
-    if outcome.error is not None:
-        return fail(job, board, outcome.error, has_trainer)
-    outcome = commit(job, outcome.value, turn)
-    if outcome.error is not None:
-        abandon(job)
-        outcome = Outcome(error=_reason(job, board, outcome.error, has_trainer))
-    with suppress(FileNotFoundError):  # the others then look at the target
-        tell(board, outcome)
-    return outcome
+    if outcome.error is None:
+        outcome = commit(job, outcome.value, turn)
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge, has_trainer)
 
 
-def await_outcome(job: Job, gauge: Gauge) -> Outcome:
-    """What ranks other than the first do: wait for the outcome, or find out without it."""
+def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
+    """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over. See ``Wait``."""
     board = board_of(job)
-    return _in_turns(job, board, Waiting(job, board, gauge))
-
-
-class _Turns(Protocol[_Found]):
-    @property
-    def names(self) -> set[str]: ...
-
-    def turn(self, changed: AbstractSet[str]) -> _Found | None: ...
-
-
-def _in_turns(job: Job, board: Board, waiter: _Turns[_Found]) -> _Found:
-    """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over."""
-    changed = set[str]()
+    wait, changed = Wait(job, board, gauge, share), set[str]()
     with board.bell() as bell:
-        while (found := waiter.turn(changed)) is None:
-            changed = bell.wait(job.look_s, waiter.names)
+        while (found := wait.turn(changed)) is None:
+            changed = bell.wait(job.look_s, wait.names)
     return found
 
 
-def fail(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> Outcome:
-    """A worker has met an error: it ends the save for all, unless another rank has done so."""
+def fail(job: Job, error: CheckpointError, gauge: Gauge, has_trainer: Callable[[], bool] = lambda: True) -> Outcome:
+    """A rank has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
         abandon(job)  # which also frees the disk for what is put now
-    error = _reason(job, board, error, has_trainer)
+    is_orphaned = not has_trainer() if job.rank == 0 else board_of(job).life(0, False).state not in _HERE
+    if is_orphaned:  # its worker has removed what was written: that is then the reason
+        error = LostPeerError(f"rank 0 died during a background save; {_ADVICE}")
+    if job.ranks == 1:
+        return Outcome(error=error)
+    board = board_of(job)
     try:
-        return give_up(job, board, error) or tell(board, Outcome(error=error))
+        ended = give_up(job, board, error)
+        return ended or (await_outcome(job, gauge) if job.rank else tell(board, Outcome(error=error)))
     except OSError:
         return Outcome(error=error)
 
 
-def _reason(job: Job, board: Board, error: CheckpointError, has_trainer: Callable[[], bool]) -> CheckpointError:
-    """Where the first rank's trainer is dead its worker removes what was written: that is then the reason."""
-    is_orphaned = not has_trainer() if job.rank == 0 else board.life(0, False).state not in _HERE
-    return LostPeerError(f"rank 0 died during a background save; {_ADVICE}") if is_orphaned else error
+def _announced(job: Job) -> Outcome:
+    """The first rank's save is committed; if the others do not hear it, they look at the target."""
+    if job.ranks > 1:
+        with suppress(OSError):
+            tell(board_of(job), Outcome())
+    return Outcome()
 
 
 def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = True) -> Outcome | None:
@@ -327,13 +285,10 @@ def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = Tru
     own = f"{GIVE_UP}-{job.rank}"
     try:
         made = board.verdict(own)
-        if made == COMMIT:
+        if made == COMMIT or (made != own and not waits):
             return None
-        if made == own:
-            return tell(board, Outcome(error=error))
-        if not waits:
-            return None
-        return _word(job, board) or tell(board, Outcome(error=error))  # who was faster has died of it
+        told = None if made == own else _word(job, board)
+        return told or tell(board, Outcome(error=error))  # who was faster has died of it
     except FileNotFoundError:
         return settle(job, _SILENT)
 
@@ -372,27 +327,12 @@ def commit(job: Job, written: list[Any], turn: Lock) -> Outcome:
 
 def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
-    board = board_of(job)
-    if job.ranks == 1:
-        outcome = settle(job, reason, kind)
-        abandon(job)
-        return outcome
     if job.rank:
-        if not board.has(f"rank-{job.rank}"):
-            with suppress(OSError):
-                return give_up(job, board, kind(str(_blame(job, reason)))) or await_outcome(job, gauge)
-        return await_outcome(job, gauge)
-    if (told := _told(board)) is not None:
-        if told.error is not None:
-            abandon(job)
-        return told
-    outcome = settle(job, reason, kind)
-    if outcome.error is not None:
-        abandon(job)
-    with suppress(OSError):
-        ended = None if outcome.error is None else give_up(job, board, outcome.error)
-        return ended or tell(board, outcome)
-    return outcome
+        is_written = board_of(job).has(f"rank-{job.rank}")
+        return await_outcome(job, gauge) if is_written else fail(job, kind(_blame(job, reason)), gauge)
+    told = _told(board_of(job)) if job.ranks > 1 else None
+    outcome = told or settle(job, reason, kind)
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
 
 
 def speak_for_trainer(job: Job, turn: Lock) -> None:
@@ -404,12 +344,9 @@ def speak_for_trainer(job: Job, turn: Lock) -> None:
         if not turn.acquire(timeout=_COMMIT_S):
             return
         abandon(job)
-    if job.ranks == 1:
-        return
-    board = board_of(job)
-    if job.rank == 0:
-        board.remove()
-    elif not board.has(f"rank-{job.rank}"):
+        if job.ranks > 1:
+            board_of(job).remove()
+    elif not (board := board_of(job)).has(f"rank-{job.rank}"):
         text = f"rank {job.rank} of {job.ranks} died during a background save; {_ADVICE}"
         with suppress(OSError):
             give_up(job, board, LostPeerError(text), waits=False)
@@ -420,20 +357,15 @@ def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -
     try:
         is_there = job.content.store.holds(job.ticket.save_id)
     except CheckpointError as error:
-        return Outcome(error=kind(str(_blame(job, reason, f"whether it was committed cannot be seen ({error})"))))
-    return Outcome() if is_there else Outcome(error=kind(str(_blame(job, reason))))
+        return Outcome(error=kind(_blame(job, reason, f"whether it was committed cannot be seen ({error})")))
+    return Outcome() if is_there else Outcome(error=kind(_blame(job, reason)))
 
 
-def _blame(job: Job, reason: str, advice: str = _ADVICE) -> LostPeerError:
-    return LostPeerError(
+def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
+    return (
         f"{reason} (background save to {job.ticket.save.target}, timeout_s={job.timeout_s:g}); {advice}. "
         "The next save starts a fresh worker"
     )
-
-
-def is_committed(job: Job) -> bool:
-    """Whether the target is this very save, as far as it can be seen."""
-    return settle(job, _SILENT).error is None
 
 
 def abandon(job: Job) -> None:

@@ -1,21 +1,36 @@
-"""The handle of a background save: what a trainer asks while the save goes on.
+"""A background save in flight: its handle, and the thread that watches its worker.
 
-async_save --> AsyncSave (this file) --> flight.py
+async_save --> AsyncSave (this file) <-- outcome <-- worker process
+                      |
+                      +--> sign of life on the board
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
 
-from sixfold.dist_ckpt.background.flight import Flight
+from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background.board import Sign, Stillness
+from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.process import Worker
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
+from sixfold.dist_ckpt.progress import Meter, Progress
+from sixfold.dist_ckpt.ranks.exchange import Outcome
+
+_GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
+_TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit
+_NEARLY = 0.99  # progress of what is written whole and not yet committed
 
 
 class AsyncSave:
     """Handle of a save that ``async_save`` started.
+
+    A thread hands the job to the worker and waits for what becomes of it. It keeps the saver alive, whoever else does:
+    the end of the interpreter waits for the saves of all savers. A worker whose outcome it has not taken is killed.
 
     Attributes:
         checkpoint_dir: the folder, or a store's name; the checkpoint is there when ``wait`` returns.
@@ -23,29 +38,45 @@ class AsyncSave:
         worker_pid: process that writes for this rank.
     """
 
-    def __init__(self, checkpoint_dir: Path | str, started: float, worker_pid: int, flight: Flight) -> None:
-        self.checkpoint_dir = checkpoint_dir
-        self.blocked_s = time.monotonic() - started
-        self._started = started
-        self.worker_pid = worker_pid
-        self._flight, self._pid = flight, os.getpid()
+    def __init__(
+        self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None, started: float
+    ) -> None:
+        self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.target
+        self.blocked_s = 0.0  # until the call returns
+        self.worker_pid = worker.process.pid
+        self._saver: object | None = saver
+        self._worker, self._job, self._sign, self._progress = worker, job, sign, progress
+        self._started, self._pid = started, os.getpid()
+        self._ended = threading.Event()
+        self._total_s: float | None = None
+        # Only an outcome takes it away: a thread that ends without one has not saved anything.
+        self._error: CheckpointError | None = CheckpointError(
+            f"the background save to {job.ticket.target} ended without an outcome; save again"
+        )
+        self._is_told = False
+        self._meter, self._file_bytes = Meter(None), 0  # made in the thread
+        self._gauge, self._still, self._beat_at = worker.gauge, Stillness(), 0.0
+        self._gauge.reset()
+        self._idle_moves = self._gauge.moves
+        worker.channel.look_s = min(_GLANCE_S, job.beat_s)
+        self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
+        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks, no collective."""
-        return self._flight.ended.is_set()
+        return self._ended.is_set()
 
     @property
     def total_s(self) -> float | None:
         """Seconds from the call until the checkpoint was committed or the save had failed; None until then."""
-        ended = self._flight.ended_at
-        return None if ended is None else ended - self._started
+        return self._total_s
 
     def progress(self) -> float:
         """Share of this rank's bytes that its worker has written, 0 to 1. Never blocks, never goes back.
 
         1.0 when the save has ended, well or not, and not before: at the end it waits for the disk and the other ranks.
         """
-        return 1.0 if self.done() else self._flight.written_share()
+        return 1.0 if self.done() else min(_NEARLY, self._gauge.written / (self._file_bytes or 1))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
@@ -57,12 +88,107 @@ class AsyncSave:
         """
         if self._pid != os.getpid():
             raise CheckpointError(f"the save to {self.checkpoint_dir} is of process {self._pid}; wait for it there")
-        if not self._flight.ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+        if not self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise LostPeerError(
                 f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
                 "it goes on, wait again"
             )
-        self._flight.raise_error()
+        self._is_told = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
     def __repr__(self) -> str:
         return f"AsyncSave({str(self.checkpoint_dir)!r}, {'done' if self.done() else 'in flight'})"
+
+    def _start(self) -> None:
+        """Begin; whoever calls this has recorded the save before."""
+        self._thread.start()
+
+    def _is_given_up(self) -> bool:
+        """Whether an interrupt of ``_start`` came before anything had begun; then nothing will."""
+        return self._mine.acquire(blocking=False)
+
+    def _watch(self) -> None:
+        if not self._mine.acquire(blocking=False):
+            return
+        try:
+            self._error = self._outcome().error or self._told_all()
+        except BaseException as error:  # whatever it is, the trainer must hear of it
+            self._worker.kill()  # the next call fills the arena anew
+            self._error = _of_thread(error)
+        finally:
+            self._total_s = time.monotonic() - self._started
+            # The other ranks of this host acknowledge at once, so that a folder is left without the board; for those
+            # that look now and then nobody waits.
+            tidied = threading.Timer(_TIDY_S if isinstance(self.checkpoint_dir, Path) else 0.0, self._ended.set)
+            try:
+                tidied.start()
+                self._acknowledge()
+            finally:
+                tidied.cancel()
+                self._ended.set()
+                self._saver = None
+
+    def _outcome(self) -> Outcome:
+        channel, rank = self._worker.channel, self._job.rank
+        try:
+            self._meter = Meter(self._progress, lambda: self._job.content.total_bytes, in_call=False)
+            self._file_bytes = self._job.content.file_bytes
+            # Pickled here, where the trainer does not wait for it.
+            is_sent = channel.send(pickle.dumps(self._job, protocol=5), self._moves_on)
+            if is_sent and (report := channel.receive(self._moves_on)) is not None:
+                return Outcome.decode(report)
+            reason = "hangs and was killed"
+        except (OSError, EOFError):
+            reason = "died"
+        except BaseException as error:  # of the caller's progress, or else this thread's own
+            self._worker.kill()
+            known = _of_thread(error)
+            outcome = control.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
+            return Outcome(error=outcome.error or _of_committed(known))
+        ending = self._worker.kill()
+        return control.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
+
+    def _moves_on(self) -> bool:
+        """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
+        moves = self._gauge.moves
+        if moves == self._idle_moves:  # it imports torch, or takes the job apart
+            moves += self._worker.processor_ticks()
+        if self._sign is not None and time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + self._job.beat_s
+            self._sign.beat(moves)
+        self._meter.reach(self._gauge.written)
+        still_s, job = self._still.of(moves), self._job
+        if still_s < job.patience_s(control.OWN_WORKER):
+            return True
+        # The worker of another rank than the first that has done its share waits for the outcome.
+        is_written = job.rank > 0 and control.board_of(job).has(f"rank-{job.rank}")
+        return is_written and still_s < job.patience_s(control.END)
+
+    def _told_all(self) -> CheckpointError | None:
+        """The last call of the caller's progress, after the commit."""
+        try:
+            self._meter.finish()
+        except CheckpointError as error:
+            return _of_committed(error)
+        return None
+
+    def _acknowledge(self) -> None:
+        if self._sign is None:
+            return
+        self._sign.close()
+        board = control.board_of(self._job)
+        if self._job.rank == 0:
+            control.remove(self._job, board)
+        else:
+            board.leave(self._job.rank)
+
+
+def _of_thread(error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
+
+
+def _of_committed(error: CheckpointError) -> CheckpointError:
+    return CheckpointError(f"{error}. The checkpoint is committed all the same")

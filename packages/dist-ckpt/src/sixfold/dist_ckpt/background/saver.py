@@ -21,9 +21,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -33,9 +33,8 @@ from weakref import WeakSet
 from sixfold.dist_ckpt.background import board as boards
 from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import Arena, Place
-from sixfold.dist_ckpt.background.board import Board, FolderBoard, Sign, State
+from sixfold.dist_ckpt.background.board import Sign, State
 from sixfold.dist_ckpt.background.control import Job
-from sixfold.dist_ckpt.background.flight import Flight
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.process import Worker
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -44,36 +43,10 @@ from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.stores import ByPointer, Save
+from sixfold.dist_ckpt.stores import ByPointer
 from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
-
-
-@dataclass(slots=True)
-class _Mine:
-    """What a rank has made for a save that is being handed over."""
-
-    board: Board | None = None
-    sign: Sign | None = None
-    made: Future[None] | None = None  # a board in a store, once it is there
-
-    def make(self, store: Store, save: Save, timeout_s: float) -> None:
-        """The first rank's board in a store, made by a thread while tensors are copied."""
-        assert isinstance(store, ByPointer), f"{store.name} was refused before"
-        board = self.board = Board.at(store, save, b"", timeout_s=timeout_s)
-        pool = ThreadPoolExecutor(1)
-        self.made = pool.submit(board.make)
-        pool.shutdown(wait=False)
-
-    def take_back(self, rank: int) -> None:
-        """The save comes to nothing in the call."""
-        if self.sign is not None:
-            self.sign.close()
-        if self.made is not None:
-            self.made.exception()  # what is being made now would stay
-        if self.board is not None and rank == 0:
-            self.board.remove()
 
 
 class AsyncSaver:
@@ -90,8 +63,8 @@ class AsyncSaver:
         self._group, self._timeout_s = group, timeout_s
         self._arena = Arena()
         self._worker: Worker | None = None
-        self._flight: Flight | None = None
-        self._leaving: list[Flight] = []  # that have ended, and wait for others to hear of it
+        self._flight: AsyncSave | None = None
+        self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
         self._turn, self._is_busy = threading.RLock(), False
         _open_savers(os.getpid()).add(self)
@@ -100,12 +73,11 @@ class AsyncSaver:
         self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | Path, *arguments: Any, **options: Any
     ) -> AsyncSave:
         """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
-        group, timeout_s = self._group, self._timeout_s
-        return self._start(
-            SaveRequest.made(
-                sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options
-            )
+        start, group, timeout_s = time.monotonic(), self._group, self._timeout_s
+        request = SaveRequest.made(
+            sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options
         )
+        return self._begun(request, start)
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
@@ -117,8 +89,8 @@ class AsyncSaver:
         with self._in_turn():
             try:
                 self._let_go()
-                for flight in self._leaving:
-                    flight.leave()
+                for thread in self._leaving:
+                    thread.join()
             finally:
                 if self._worker is not None:
                     self._worker.stop()
@@ -134,14 +106,14 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, request: SaveRequest) -> AsyncSave:
-        start = time.monotonic()
+    def _begun(self, request: SaveRequest, start: float) -> AsyncSave:
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()
             _check_is_possible(request)
         with self._in_turn():
-            flight = self._launched(request)
-        return AsyncSave(flight.target, start, flight.worker_pid, flight)
+            handle = self._launched(request, start)
+        handle.blocked_s = time.monotonic() - start
+        return handle
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -158,28 +130,27 @@ class AsyncSaver:
             finally:
                 self._is_busy = False
 
-    def _launched(self, request: SaveRequest) -> Flight:
+    def _launched(self, request: SaveRequest, start: float) -> AsyncSave:
         with told_to_all(request.group, request.timeout_s):
             self._check_is_usable()  # it may have been closed meanwhile
             self._let_go()
             await_saves_to(request.store)
             worker = typed(self._ready_worker)
         agreed = saving.agree_on(request)
-        mine = _Mine()
-        flight: Flight | None = None
-        try:
-            job = self._hand_over(agreed, request.check_finite, request.timeout_s, mine)
-            if mine.sign is None and job.ranks > 1:
-                mine.sign = control.board_of(job).sign(job.rank)  # its first beat makes it
-            flight = Flight(self, worker, job, mine.sign, request.progress)
-            self._flight = flight
-            flight.start()
-        except BaseException:
-            if flight is None or flight.is_given_up():  # else it goes on, and the next call waits for it
-                self._flight = None
-                mine.take_back(agreed.exchange.rank)
-                agreed.abandon()
-            raise
+        with ExitStack() as undo:
+            undo.callback(agreed.abandon)
+            job, sign = self._hand_over(agreed, request, undo)
+            flight = AsyncSave(self, worker, job, sign, request.progress, start)
+            try:
+                self._flight = flight
+                flight._start()
+                undo.pop_all()
+            except BaseException:
+                if flight._is_given_up():  # else it goes on, and the next call waits for it
+                    self._flight = None
+                else:
+                    undo.pop_all()
+                raise
         return flight
 
     def _check_is_usable(self) -> None:
@@ -194,11 +165,11 @@ class AsyncSaver:
         """Wait until the save in flight, if any, needs arena and worker no more."""
         if self._flight is None:
             return
-        self._flight.join()
+        self._flight._ended.wait()
         flight, self._flight = self._flight, None  # before the warning, which may be an error (-W error)
-        self._leaving = [left for left in (*self._leaving, flight) if not left.has_left]
-        if flight.error is not None and not flight.told:
-            warnings.warn(f"a background save failed and nobody waited for it: {flight.error}", stacklevel=5)
+        self._leaving = [thread for thread in (*self._leaving, flight._thread) if thread.is_alive()]
+        if flight._error is not None and not flight._is_told:
+            warnings.warn(f"a background save failed and nobody waited for it: {flight._error}", stacklevel=5)
 
     def _ready_worker(self) -> Worker:
         if self._worker is None or not self._worker.is_alive():
@@ -208,52 +179,50 @@ class AsyncSaver:
             self._worker = Worker(self._arena.fd)
         return self._worker
 
-    def _hand_over(self, agreed: saving.Agreed, check_finite: bool, timeout_s: float, mine: _Mine) -> Job:
+    def _hand_over(self, agreed: saving.Agreed, request: SaveRequest, undo: ExitStack) -> tuple[Job, Sign | None]:
         """Copy the tensors and try the shared folder, both on every rank or on none."""
         exchange, ticket, store = agreed.exchange, agreed.ticket, agreed.content.store
-        rank, ranks = exchange.rank, exchange.ranks
-
-        def make_board(_: object) -> bytes:
-            key = secrets.token_bytes(32)
-            if mine.made is not None:
-                mine.made.result()
-            if ranks > 1 and store.local_folder is not None:
-                board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
-                board.make()
-                mine.sign = board.sign(0)
-            return key
-
-        def meet() -> tuple[None, bool]:
-            store.join(ticket.save)
-            if rank == 0:
-                return None, True
-            board = mine.board = FolderBoard(Path(ticket.target), ticket.save_id, key)
-            mine.sign = board.sign(rank)
-            return None, board.life(0).state is State.LIVES
-
-        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place]], None]:
-            if rank == 0 and ranks > 1 and store.local_folder is None:
-                mine.make(store, ticket.save, timeout_s)
-            return self._copy(agreed.content), None
-
-        (content, places), key = exchange.together(copy, make_board)
-        is_local = ranks > 1 and store.local_folder is not None
-        locks_work = exchange.together(meet, all)[1] if is_local else True
-        # A store's own error comes before anybody takes its worker for stopped.
-        content = replace(content, store=store.patient(timeout_s / 2))
-        return Job(
-            rank=rank,
-            ranks=ranks,
-            content=content,
+        is_local = store.local_folder is not None
+        job = Job(
+            rank=exchange.rank,
+            ranks=exchange.ranks,
+            # A store's own error comes before anybody takes its worker for stopped.
+            content=replace(agreed.content, store=store.patient(request.timeout_s / 2)),
             ticket=ticket,
-            check_finite=check_finite,
-            places=places,
-            arena_bytes=self._arena.nbytes,
-            key=key,
-            locks_work=locks_work,
-            timeout_s=timeout_s,
+            check_finite=request.check_finite,
+            key=secrets.token_bytes(32),
+            timeout_s=request.timeout_s,
             stale_s=boards.STALE_S,
         )
+
+        def sign() -> Sign:
+            made = control.board_of(job).sign(job.rank)
+            undo.callback(made.close)
+            return made
+
+        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place], Sign | None], None]:
+            board = control.board_of(job) if job.rank == 0 and job.ranks > 1 else None
+            with ThreadPoolExecutor(1) as pool:  # a request to a store takes as long as a copy
+                if board is not None:
+                    undo.callback(board.remove)
+                    made = pool.submit(board.make)
+                content, places = self._copy(job.content)
+            if board is not None:
+                made.result()
+            return (content, places, sign() if board is not None and is_local else None), None
+
+        def meet() -> tuple[Sign, bool]:
+            store.join(ticket.save)
+            return mine or sign(), job.rank == 0 or control.board_of(job).life(0).state is State.LIVES
+
+        (content, places, mine), key = exchange.together(copy, lambda _: job.key)
+        job = replace(job, content=content, places=places, arena_bytes=self._arena.nbytes, key=key)
+        if job.ranks == 1:
+            return job, None
+        if not is_local:
+            return job, sign()  # its first beat makes it
+        mine, locks_work = exchange.together(meet, all)
+        return replace(job, locks_work=locks_work), mine
 
     def _copy(self, content: transfer.RankContent) -> tuple[transfer.RankContent, dict[int, Place]]:
         """The content without tensors, and where their values are now."""
@@ -308,43 +277,44 @@ def async_save(
 
 def start(request: SaveRequest) -> AsyncSave:
     """``async_save`` of a request."""
-    return _saver_of(os.getpid())._start(request)
+    return _saver_of(os.getpid())._begun(request, time.monotonic())
 
 
 def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
     store = request.store
-    if not store.is_shared:
-        raise CheckpointError(
-            f"{store.name} is memory of one process; background saves are written by another: use save"
-        )
-    if type(store).__module__ == "__main__":
-        raise CheckpointError(
+    is_lonely = store.local_folder is None and not isinstance(store, ByPointer)
+    for is_so, text in (
+        (
+            not store.is_shared,
+            f"{store.name} is memory of one process; background saves are written by another: use save",
+        ),
+        (
+            type(store).__module__ == "__main__",
             f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "
-            "import it from a module, or use save"
-        )
-    if (
-        store.local_folder is None
-        and not isinstance(store, ByPointer)
-        and Exchange(request.group, request.timeout_s).ranks > 1
-    ):
-        raise CheckpointError(
+            "import it from a module, or use save",
+        ),
+        (
+            is_lonely and Exchange(request.group, request.timeout_s).ranks > 1,
             f"{store.name} does not derive from stores.ByPointer, by which workers of several ranks leave word for "
-            "each other; use save, or group=None"
-        )
-    if request.engine is None:
-        raise CheckpointError(
+            "each other; use save, or group=None",
+        ),
+        (
+            request.engine is None,
             f"the strategies {request.sharded}, {request.common} save by themselves, which only save can let them; "
-            "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
-        )
+            "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper",
+        ),
+    ):
+        if is_so:
+            raise CheckpointError(text)
 
 
 def await_saves_to(store: Store) -> None:
     """Wait until no background save of this process to a store is in flight; their handles tell how they end."""
     for saver in list(_open_savers(os.getpid())):
         flight = saver._flight
-        if flight is not None and str(flight.target) == store.name:
-            flight.join()
+        if flight is not None and str(flight.checkpoint_dir) == store.name:
+            flight._ended.wait()
 
 
 @cache

@@ -16,21 +16,6 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError
 
-__all__ = [
-    "DictError",
-    "dict_list_map_inplace",
-    "dict_list_map_outplace",
-    "dict_map",
-    "dict_map_with_key",
-    "diff",
-    "extract_matching_values",
-    "inspect_types",
-    "map_reduce",
-    "merge",
-    "nested_items_iter",
-    "nested_values",
-]
-
 Key = tuple[Any, ...]
 
 

@@ -3,16 +3,7 @@
 optimizers.py --> optimizer.py (this file)
 """
 
-from sixfold.dist_ckpt.optimizers import (
-    get_optim_param_to_id_map,
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-    optim_state_to_sharding_state,
-)
-
-__all__ = [
-    "get_optim_param_to_id_map",
-    "get_param_id_to_sharded_param_map",
-    "make_sharded_optimizer_tensor",
-    "optim_state_to_sharding_state",
-]
+from sixfold.dist_ckpt.optimizers import get_optim_param_to_id_map as get_optim_param_to_id_map
+from sixfold.dist_ckpt.optimizers import get_param_id_to_sharded_param_map as get_param_id_to_sharded_param_map
+from sixfold.dist_ckpt.optimizers import make_sharded_optimizer_tensor as make_sharded_optimizer_tensor
+from sixfold.dist_ckpt.optimizers import optim_state_to_sharding_state as optim_state_to_sharding_state

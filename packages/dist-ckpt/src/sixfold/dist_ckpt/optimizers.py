@@ -22,14 +22,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dtensor import is_dtensor, local_of
 from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
-from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor
-
-__all__ = [
-    "get_optim_param_to_id_map",
-    "get_param_id_to_sharded_param_map",
-    "make_sharded_optimizer_tensor",
-    "optim_state_to_sharding_state",
-]
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, data_shape
 
 ModelRecord = ShardedTensor | ShardedTensorFactory
 
@@ -90,9 +83,7 @@ def make_sharded_optimizer_tensor(model_param: ModelRecord, optim_param: torch.T
         if model_param.data is not None and data.shape != model_param.data.shape:
             raise _unlike(key, data, tuple(model_param.data.shape))
         return replace(model_param, key=key, data=data)
-    flat = model_param.flattened_range
-    shape = model_param.local_shape if flat is None else (flat.stop - flat.start,)
-    if tuple(data.shape) != shape:
+    if tuple(data.shape) != (shape := data_shape(model_param)):
         raise _unlike(key, data, shape)
     record = replace(model_param, key=key, data=data, dtype=data.dtype)
     if not is_dtensor(optim_param):

@@ -5,19 +5,16 @@ ReadItem + stored chunk --> box_of (this file) --> dcp_read.py
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor as TorchShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError
-from sixfold.dist_ckpt.files.integrity import Span
-from sixfold.dist_ckpt.geometry.box import Box, Ints, cover_weight, describe
+from sixfold.dist_ckpt.files.integrity import Block, Span
+from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, whole
 from sixfold.dist_ckpt.geometry.manifest import Manifest, StoredChunk
 from sixfold.dist_ckpt.state.dense import check_writable
 
@@ -58,48 +55,25 @@ def part_of(value: Any, item: ReadItem) -> torch.Tensor:
     return value[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
 
 
-def check_whole(planner: LoadPlanner, items: Iterable[ReadItem], manifest: Manifest) -> None:
-    """CorruptError if chunks do not cover each element that torch's planner asks for once; a hole would stay as it was.
+def check_whole(planner: LoadPlanner, manifest: Manifest) -> None:
+    """CorruptError if chunks do not cover each element once of what torch's planner asks for.
 
-    Planners of users may have reasons to read less.
+    A hole would stay as it was. Planners of users may have reasons to read less.
     """
     if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
         return
-    planned: defaultdict[tuple[str, Ints], list[Box]] = defaultdict(list)
-    for item in items:
-        if item.type != LoadItemType.BYTE_IO:
-            shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
-            planned[shard].append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
     for key, value in vars(planner)["state_dict"].items():
-        asked = key in manifest.tensors and isinstance(value, torch.Tensor)
-        for start, shape in _local(value) if asked else ():
-            parts, wanted = planned[key, start], Box((0,) * len(shape), shape)
-            if (missing := wanted.volume - sum(part.volume for part in parts)) > 0:
-                raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
-            if wanted.volume and len(parts) > 1 and sum(map(cover_weight, parts)) != cover_weight(wanted):
-                where = describe(key, Box(start, shape), manifest.tensors[key].shape)
-                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
+        if key not in manifest.tensors or not isinstance(value, torch.Tensor):
+            continue
+        stored = manifest.tensors[key]
+        boxes, wanted = [chunk.box for chunk in stored.chunks], whole(stored.shape)
+        if (missing := wanted.volume - sum(box.volume for box in boxes)) > 0:
+            raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
+        if len(boxes) > 1 and sum(map(cover_weight, boxes)) != cover_weight(wanted):
+            name = describe(key, wanted, stored.shape)
+            raise CorruptError(f"{name}: chunks of the checkpoint overlap there; which one holds is not known")
 
 
-def _local(tensor: torch.Tensor) -> list[tuple[Ints, Ints]]:
-    """Start and shape of what this rank holds of a tensor, of a DTensor, of torch's ShardedTensor."""
-    if isinstance(tensor, TorchShardedTensor):
-        return [(tuple(own.metadata.shard_offsets), tuple(own.tensor.shape)) for own in tensor.local_shards()]
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.dim(), tuple(tensor.shape))]
-    if tensor.device_mesh.get_coordinate() is None:
-        return []
-    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    shape = tuple(tensor.to_local().shape)
-    return [(tuple(chunk.offsets), shape if len(chunks) == 1 else tuple(chunk.sizes)) for chunk in chunks]
-
-
-def outside(touched: Iterable[Span], wished: Iterable[Span]) -> list[Span]:
-    """The blocks of ``touched`` that are not in ``wished``."""
-    known = {block for span in wished for block in span.blocks()}
-    return [
-        Span(block.file, block.number, block.number + 1)
-        for span in touched
-        for block in span.blocks()
-        if block not in known
-    ]
+def blocks_of(spans: Iterable[Span]) -> set[Block]:
+    """Each of them."""
+    return {block for span in spans for block in span.blocks()}

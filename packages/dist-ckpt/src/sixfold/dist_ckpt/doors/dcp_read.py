@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
-from sixfold.dist_ckpt.doors.dcp_items import box_of, check_whole, is_writable, outside, part_of
+from sixfold.dist_ckpt.doors.dcp_items import blocks_of, box_of, check_whole, is_writable, part_of
 from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, at, typed
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.files.integrity import Block, Span
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
 from sixfold.dist_ckpt.plans import plan as plans
@@ -298,9 +298,9 @@ class Reader(StorageReader):
         now, share = self._opened(), plan.storage_data
         touched, mirror = now.touched(plan.items), now.seen.mirror
         if isinstance(share, _Share):  # a planner may have added items
-            hashed = [*share.blocks[share.rank], *outside(touched, now.wished)]
+            hashed = blocks_of(share.blocks[share.rank]) | (blocks_of(touched) - blocks_of(now.wished))
         else:
-            hashed, share = touched, _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
+            hashed, share = blocks_of(touched), _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
             now.seen.check_room([touched], [now.seen.room()], block_bytes(now.checkpoint))
         try:
             with now.mirrors, now.seen.told():
@@ -323,10 +323,10 @@ class Reader(StorageReader):
         checkpoint: Checkpoint,
         items: Sequence[ReadItem],
         planner: LoadPlanner,
-        hashed: Sequence[Span],
+        hashed: Iterable[Block],
         threads: int,
     ) -> None:
-        check_whole(planner, items, checkpoint.manifest)
+        check_whole(planner, checkpoint.manifest)
         reader = engine.Reader(checkpoint, self.dtype_policy, threads)
         reads, records, filled, whole = list[plans.Read](), list[ShardedTensor](), list[_Goal](), list[_Goal]()
         for item in items:
@@ -348,8 +348,7 @@ class Reader(StorageReader):
         reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
         planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
         has_digests = checkpoint.integrity is not None and self.verify != "off"
-        blocks = [block for span in hashed for block in span.blocks()] if has_digests else []
-        reader.run(records, planned, blocks, lambda index: planner.commit_tensor(*filled[index]))
+        reader.run(records, planned, hashed if has_digests else (), lambda index: planner.commit_tensor(*filled[index]))
         for item, tensor in whole:
             tensor.copy_(part_of(self._value(reader, now, item)[1], item))
             planner.commit_tensor(item, tensor)

@@ -8,7 +8,7 @@ with what torch itself distributes. No files, no group.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.geometry.box import Box
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-AxisRun = tuple[int, int, int]  # start in the global tensor, start in the local one, length
+Runs = list[range]  # places on an axis of the global tensor, in the order of the local one
 
 
 class Layout(NamedTuple):
@@ -54,14 +54,15 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    places: list[list[AxisRun]] = [[(0, 0, length)] for length in dtensor.shape]
+    places: list[Runs] = [[range(length)] if length else [] for length in dtensor.shape]
+    replica: list[int] = []
     for kind, parts, at in zip(placements, mesh.shape, coordinate, strict=True):
         name, axis = type(kind).__name__, getattr(kind, "dim", 0)
-        if name == "Shard":
-            places[axis] = _chunk(places[axis], parts, at)
-        elif name == "_StridedShard":
-            places[axis] = _strided(places[axis], getattr(kind, "split_factor", 1), parts, at)
-        elif name != "Replicate":
+        if name == "Replicate":
+            replica.append(at)
+        elif name in ("Shard", "_StridedShard"):
+            places[axis] = _shard(places[axis], getattr(kind, "split_factor", 1), parts, at)
+        else:
             raise ShardingError(
                 f"{key}: the DTensor has the placement {kind}; Replicate and Shard can be saved and loaded. "
                 "Redistribute it first (a Partial holds summands, not values)"
@@ -73,54 +74,33 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
             f"{tuple(placements)} on a mesh {tuple(mesh.shape)} give {shape}; uneven shards of several mesh axes on "
             "one dimension cannot be told apart. Use dimensions that the mesh divides"
         )
-    pairs = tuple(
-        (
-            Box(tuple(run[0] for run in runs), tuple(run[2] for run in runs)),
-            Box(tuple(run[1] for run in runs), tuple(run[2] for run in runs)),
-        )
-        for runs in product(*map(_joined, places))
-    )
-    replica = tuple(at for at, kind in zip(coordinate, placements, strict=True) if type(kind).__name__ == "Replicate")
-    return Layout(pairs, replica)
+    starts = [list(zip(runs, accumulate(map(len, runs), initial=0), strict=False)) for runs in places]
+    pairs = []
+    for block in product(*starts):
+        size = tuple(len(run) for run, _ in block)
+        pairs.append((Box(tuple(run.start for run, _ in block), size), Box(tuple(at for _, at in block), size)))
+    return Layout(tuple(pairs), tuple(replica))
 
 
-def _length(runs: list[AxisRun]) -> int:
-    return sum(length for _, _, length in runs)
+def _length(runs: Runs) -> int:
+    return sum(map(len, runs))
 
 
-def _cut(runs: list[AxisRun], start: int, stop: int) -> list[AxisRun]:
-    """Elements [start, stop) of a sequence of runs, numbered anew."""
-    cut: list[AxisRun] = []
-    for place, at, length in runs:
-        low, high = max(start, at), min(stop, at + length)
-        if low < high:
-            cut.append((place + low - at, low - start, high - low))
-    return cut
-
-
-def _chunk(runs: list[AxisRun], parts: int, number: int) -> list[AxisRun]:
+def _chunk(runs: Runs, parts: int, number: int) -> Runs:
     """What ``torch.chunk`` gives to ``number``: parts of the rounded-up length, the last ones shorter or empty."""
-    total = _length(runs)
-    step = -(-total // parts)
-    return _cut(runs, min(total, number * step), min(total, (number + 1) * step))
+    step = -(-_length(runs) // parts)
+    cut, start = [], number * step
+    for run in runs:
+        cut.append(run[max(0, start) : max(0, start + step)])
+        start -= len(run)
+    return [run for run in cut if run]
 
 
-def _strided(runs: list[AxisRun], outer: int, parts: int, number: int) -> list[AxisRun]:
-    """Part ``number`` of each of ``outer`` chunks, one after the other."""
-    found: list[AxisRun] = []
-    for chunk in range(outer):
-        at = _length(found)
-        part = _chunk(_chunk(runs, outer, chunk), parts, number)
-        found += [(place, at + start, length) for place, start, length in part]
-    return found
-
-
-def _joined(runs: list[AxisRun]) -> list[AxisRun]:
-    """The same with neighbours made one."""
-    joined: list[AxisRun] = []
-    for place, at, length in runs:
-        if joined and joined[-1][0] + joined[-1][2] == place and joined[-1][1] + joined[-1][2] == at:
-            joined[-1] = (joined[-1][0], joined[-1][1], joined[-1][2] + length)
-        else:
-            joined.append((place, at, length))
+def _shard(runs: Runs, outer: int, parts: int, number: int) -> Runs:
+    """Part ``number`` of each of ``outer`` chunks, one after the other, neighbours made one."""
+    joined: Runs = []
+    for run in (run for chunk in range(outer) for run in _chunk(_chunk(runs, outer, chunk), parts, number)):
+        if joined and joined[-1].stop == run.start:
+            run = range(joined.pop().start, run.stop)
+        joined.append(run)
     return joined

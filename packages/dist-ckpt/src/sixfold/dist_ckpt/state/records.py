@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.geometry.integers import ReplicaId, int_slice, int_tuple, integer, on_grid, replica
 from sixfold.dist_ckpt.state.dense import check_readable
-from sixfold.dist_ckpt.state.dtensor import Layout, layout_of, local_of
+from sixfold.dist_ckpt.state.dtensor import layout_of, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -110,32 +110,22 @@ class ShardedTensor(ShardedBase):
                         f"{self.key}: global_offset {offset} on local axis {axis} is no multiple of the local length "
                         f"{length}, as a regular grid needs; pass axis_fragmentations=None for an irregular cut"
                     )
-        if self.flattened_range is not None:
-            self._check_flattened_range(self.flattened_range)
+        flat, elements = self.flattened_range, prod(self.local_shape)
+        if flat is not None and (flat.step is not None or flat.start is None or flat.stop is None):
+            raise ShardingError(f"{self.key}: flattened_range is {flat}; it has a start, a stop and no step")
+        if flat is not None and not 0 <= flat.start <= flat.stop <= elements:
+            raise ShardingError(
+                f"{self.key}: flattened_range {flat.start}:{flat.stop} leaves the local box {self.local_shape} "
+                f"of {elements} elements"
+            )
         if self.data is None:
             return
         _check_is_tensor(self.key, self.data)
         if self.data.dtype != self.dtype:
             raise ShardingError(f"{self.key}: data has dtype {self.data.dtype}, the record says {self.dtype}")
-        if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
-            raise ShardingError(
-                f"{self.key}: data has shape {tuple(self.data.shape)}, local_shape is {self.local_shape}"
-            )
-
-    def _check_flattened_range(self, flat: slice) -> None:
-        elements = prod(self.local_shape)
-        if flat.step is not None or flat.start is None or flat.stop is None:
-            raise ShardingError(f"{self.key}: flattened_range is {flat}; it has a start, a stop and no step")
-        if not 0 <= flat.start <= flat.stop <= elements:
-            raise ShardingError(
-                f"{self.key}: flattened_range {flat.start}:{flat.stop} leaves the local box {self.local_shape} "
-                f"of {elements} elements"
-            )
-        if self.data is not None and tuple(self.data.shape) != (flat.stop - flat.start,):
-            raise ShardingError(
-                f"{self.key}: data has shape {tuple(self.data.shape)}, flattened_range {flat.start}:{flat.stop} "
-                f"needs ({flat.stop - flat.start},)"
-            )
+        if tuple(self.data.shape) != (shape := data_shape(self)):
+            rule = "local_shape is" if flat is None else f"flattened_range {flat.start}:{flat.stop} needs"
+            raise ShardingError(f"{self.key}: data has shape {tuple(self.data.shape)}, {rule} {shape}")
 
     @classmethod
     def from_rank_offsets(
@@ -212,37 +202,29 @@ class ShardedTensor(ShardedBase):
             ShardingError: a Partial placement, a rank outside the mesh, or a strided placement that scatters the local
                 rows; a DTensor as a leaf of the state dict may have one.
         """
-        layout = layout_of(key, dtensor)
-        if layout is None:
-            raise ShardingError(f"{key}: this rank is not in the mesh of the DTensor; it has nothing to describe")
-        if len(layout.pairs) > 1:
+        records = cls.all_of_dtensor(key, dtensor)
+        if len(records) != 1:
             raise ShardingError(
-                f"{key}: this rank holds {len(layout.pairs)} separate blocks of the DTensor, one record describes one; "
-                "put the DTensor itself into the state dict"
+                f"{key}: this rank holds {len(records)} separate blocks of the DTensor (none outside its mesh), one "
+                "record describes one; put the DTensor itself into the state dict"
             )
-        replica = layout.replica if replica_id is None else replica_id
-        return cls._of_box(key, dtensor, layout, 0, replica, **fields)
+        return replace(records[0], **(fields if replica_id is None else fields | {"replica_id": replica_id}))
 
     @classmethod
     def all_of_dtensor(cls, key: str, dtensor: DTensor) -> list[ShardedTensor]:
         """One record for each block that this rank holds of a DTensor; none on a rank outside its mesh."""
-        layout = layout_of(key, dtensor)
+        layout, whole, shape = layout_of(key, dtensor), local_of(dtensor), tuple(dtensor.shape)
         if layout is None:
             return []
-        return [cls._of_box(key, dtensor, layout, n, layout.replica) for n in range(max(1, len(layout.pairs)))]
-
-    @classmethod
-    def _of_box(
-        cls, key: str, dtensor: DTensor, layout: Layout, number: int, replica_id: ReplicaId, **fields: Any
-    ) -> ShardedTensor:
-        data, shape = local_of(dtensor), tuple(dtensor.shape)
-        offset = (0,) * len(shape)  # of a local tensor without elements
-        if layout.pairs:
-            (offset, size), (start, _) = layout.pairs[number]
-            for axis, (at, length) in enumerate(zip(start, size, strict=True)):
-                if (at, length) != (0, data.shape[axis]):
-                    data = data.narrow(axis, at, length)
-        return cls(key, data, data.dtype, tuple(data.shape), shape, offset, None, replica_id, **fields)
+        found: list[ShardedTensor] = []
+        for place, local in layout.pairs or [(Box((0,) * len(shape), tuple(whole.shape)),) * 2]:
+            data = (
+                whole
+                if local.size == whole.shape
+                else whole[tuple(slice(at, at + n) for at, n in zip(*local, strict=True))]
+            )
+            found.append(cls(key, data, data.dtype, place.size, shape, place.offset, None, layout.replica))
+        return found
 
     @property
     def shard_id(self) -> ShardId:
@@ -300,11 +282,8 @@ class ShardedTensor(ShardedBase):
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
         """Allocate ``data`` if it is None: 1-D of the range's length if flattened, else ``local_shape``."""
-        if self.data is not None:
-            return
-        flat = self.flattened_range
-        shape = self.local_shape if flat is None else (flat.stop - flat.start,)
-        self.data = init_fn(shape, dtype=self.dtype, device=device)
+        if self.data is None:
+            self.data = init_fn(data_shape(self), dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """``torch.narrow`` of the local tensor on every rank; the global tensor shrinks with it.
@@ -426,6 +405,12 @@ class LocalNonpersistentObject:
     def unwrap(self) -> Any:
         """The wrapped object."""
         return self.obj
+
+
+def data_shape(record: ShardedTensor) -> tuple[int, ...]:
+    """The shape of ``data``: 1-D of the range's length if flattened, else ``local_shape``."""
+    flat = record.flattened_range
+    return record.local_shape if flat is None else (flat.stop - flat.start,)
 
 
 def _check_key(key: object) -> None:

@@ -159,10 +159,13 @@ def _of_entry(said: Said, meant: list[Message], anchor: dict[Message, str]) -> s
 
 
 def _listed(made: Iterable[Message], anchor: dict[Message, str]) -> str:
+    modules: dict[tuple[str, str], list[Message]] = {}
+    for message in made:
+        modules.setdefault((message.kind, message.text), []).append(message)
     items = [
-        f'<li id="{anchor[message]}"><a href="#{anchor[message]}">{message.kind}</a> '
-        f"<code>{html.escape(message.text)}</code> ({message.module})</li>\n"
-        for message in made
+        f'<li id="{anchor[first]}"><a href="#{anchor[first]}">{first.kind}</a> '
+        f"<code>{html.escape(first.text)}</code> ({', '.join(one.module for one in (first, *others))})</li>\n"
+        for first, *others in modules.values()
     ]
     return f"<ul>\n{''.join(items)}</ul>\n"
 

@@ -158,13 +158,13 @@ def on_accelerator(passage: Passage) -> bool:
     return passage.device != "cpu"
 
 
-def plan_passages(by_rank: Sequence[tuple[Sequence[Held], Mapping[int, FilePlace]]]) -> list[Passage]:
+def plan_passages(by_rank: Sequence[tuple[Mapping[int, Held], Mapping[int, FilePlace]]]) -> list[Passage]:
     """Who reads what and whom it is sent to, in the order of the checkpoint, of which records have places. Pure."""
     wanted: dict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
     wishes: dict[tuple[Any, ...], Held] = {}
     for rank, (found, _) in enumerate(by_rank):
         copies = Counter[tuple[Any, ...]]()
-        for index, wish in enumerate(found):
+        for index, wish in found.items():
             kind = (wish.identity, wish.relaxed, wish.device)
             key = (*kind, copies[kind])  # a second copy on one rank is another shard
             copies[kind] += 1
@@ -187,42 +187,62 @@ def plan_passages(by_rank: Sequence[tuple[Sequence[Held], Mapping[int, FilePlace
     return passages
 
 
+Make = Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]]
+Told = tuple[dict[int, Held], dict[int, FilePlace]]
+
+
+def agree(
+    make: Make,
+    within: Exchange,
+    memory: dict[str, Any] | None,
+    decide: Callable[[list[Told]], list[Passage]] = plan_passages,
+    *,
+    whole_shards: bool = False,
+) -> tuple[list[ShardedTensor], list[Passage]]:
+    """This rank's records, and which rank of ``within`` handles what for all. Collective.
+
+    Args:
+        make: gives the records, and where in the checkpoint the last bytes of each lie, if that matters; may raise:
+            then the error is raised on all ranks of ``within``.
+        memory: keeps the plan for the next call with the same records; None: nothing is kept.
+        whole_shards: cut none.
+    Raises:
+        ShardingError: ``memory`` holds the plan of other records.
+    """
+
+    def tell() -> tuple[tuple[list[ShardedTensor], Told], Told]:
+        records, places = make()
+        told = {index: held(record, whole_shards) for index, record in enumerate(records)}, places
+        return (records, told), told
+
+    if memory:
+        (records, (wishes, _)), _ = tell()
+        if wishes != memory["wishes"]:
+            raise ShardingError(
+                "the state dict is another than at the first call, and do_cache_distribution is set; make a new "
+                "strategy for it"
+            )
+        return records, memory["passages"]
+    (records, (wishes, _)), passages = within.together(tell, decide)
+    if memory is not None:
+        memory.update(wishes=wishes, passages=passages)
+    return records, passages
+
+
 def relay_through(
-    make: Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]],
+    make: Make,
     within: Exchange,
     memory: dict[str, Any] | None,
     *,
     whole_shards: bool = False,
     by_broadcast: Callable[[Passage], bool] = on_accelerator,
 ) -> Relay:
-    """Agree with the ranks of ``within`` on who reads what. Collective.
+    """Agree with the ranks of ``within`` on who reads what, of records whose data is allocated: see ``agree``.
 
     Args:
-        make: gives this rank's records, their data allocated, and where in the checkpoint the last bytes of each lie;
-            may raise: then the error is raised on all ranks of ``within``.
-        memory: keeps the plan for the next load of the same records; None: nothing is kept.
-        whole_shards: cut none.
         by_broadcast: what all ranks take part in; the rest goes point to point. The same on all ranks.
-    Raises:
-        ShardingError: ``memory`` holds the plan of other records.
     """
-
-    def tell() -> tuple[tuple[list[ShardedTensor], list[Held]], tuple[list[Held], dict[int, FilePlace]]]:
-        records, places = make()
-        wishes = [held(record, whole_shards) for record in records]
-        return (records, wishes), (wishes, places)
-
-    if memory:
-        (records, wishes), _ = tell()
-        if wishes != memory["wishes"]:
-            raise ShardingError(
-                "the records are others than at the first load, and do_cache_distribution is set; make a new strategy"
-            )
-        passages = memory["passages"]
-    else:
-        (records, wishes), passages = within.together(tell, plan_passages)
-        if memory is not None:
-            memory.update(wishes=wishes, passages=passages)
+    records, passages = agree(make, within, memory, whole_shards=whole_shards)
     return Relay(records, passages, within, by_broadcast)
 
 

@@ -7,7 +7,7 @@ records of a group --> balance.py --> FullyParallelLoadStrategyWrapper (this fil
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
-from sixfold.dist_ckpt.plans.balance import Part, Shared, share_out
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.ranks.relay import (
     EXCHANGE_ALGORITHMS,
-    Held,
     Identity,
     Passage,
-    held,
-    identity,
+    Told,
+    agree,
     part_of,
+    plan_passages,
     relay_through,
 )
 from sixfold.dist_ckpt.state import tree
@@ -44,9 +43,6 @@ from sixfold.dist_ckpt.strategies.base import (
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 _REPLICA = 1  # any replica id but the main one
-
-
-Shares = dict[Identity, list[Part]]
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -76,7 +72,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
         self.cached_distribution: ShardDistribution | None = None
-        self._cached: tuple[list[Held], Shares] | None = None
+        self._memory: dict[str, Any] | None = {} if do_cache_distribution else None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -121,84 +117,66 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         group = self.parallelization_group
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
         whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
-        if self._cached is not None:
-            known, shares = self._cached
-            records = make()
-            if [held(record, whole) for record in _tensors(records)] != known:
-                raise ShardingError(
-                    "the state dict is another than at the first save, and do_cache_distribution is set; "
-                    "make a new strategy for it"
-                )
-        else:
-            records, (shares, names) = within.together(lambda: _make_and_tell(make, whole), _distribute)
-            if self.do_cache_distribution:
-                self._cached = [held(record, whole) for record in _tensors(records)], shares
-                self.cached_distribution = _as_distribution(shares, names, _tensors(records))
-        return _apply(records, shares, within.rank)
+        records: Records = []
+
+        def tensors() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+            records.extend(make())
+            return [record for record in records if isinstance(record, ShardedTensor)], {}
+
+        mine, passages = agree(tensors, within, self._memory, _who_writes, whole_shards=whole)
+        if self._memory is not None:
+            self.cached_distribution = _distribution(passages, mine)
+        return _apply(records, mine, passages, within.rank)
 
 
-def _tensors(records: Records) -> list[ShardedTensor]:
-    return [record for record in records if isinstance(record, ShardedTensor)]
+def _who_writes(by_rank: list[Told]) -> list[Passage]:
+    """Who writes what, for shards with one main replica in the group; others stay as they are."""
+    mains = Counter(shard.identity for shards, _ in by_rank for shard in shards.values() if shard.is_main)
+    candidates: list[Told] = []
+    for shards, _ in by_rank:
+        first: dict[Identity, int] = {}  # of several copies on a rank
+        for index, shard in shards.items():
+            if shard.device and mains[shard.identity] == 1:
+                first.setdefault(shard.identity, index)
+        alike = {index: shards[index]._replace(relaxed=False, device="cpu") for index in first.values()}
+        candidates.append((alike, {}))
+    return plan_passages(candidates)
 
 
-def _make_and_tell(make: Callable[[], Records], whole: bool) -> tuple[Records, list[Held]]:
-    records = make()
-    return records, [held(record, whole) for record in _tensors(records)]
-
-
-def _distribute(by_rank: list[list[Held]]) -> tuple[Shares, dict[ShardId, tuple[Identity, tuple[int, ...]]]]:
-    """Who writes what, for shards with one main replica in the group; others stay as they are. And who holds it."""
-    found: dict[Identity, list[tuple[int, Held]]] = {}
-    for rank, shards in enumerate(by_rank):
-        for shard in shards:
-            found.setdefault(shard.identity, []).append((rank, shard))
-    shared: dict[Identity, Shared] = {}
-    for key, holders in found.items():
-        if sum(shard.is_main for _, shard in holders) == 1:
-            ranks = tuple(sorted({rank for rank, shard in holders if shard.device}))
-            if ranks:
-                unit = max(shard.unit for _, shard in holders)
-                shared[key] = Shared(key.elements, key.dtype.itemsize, ranks, unit)
-    names = {holders[0][1].shard: (key, shared[key].holders) for key, holders in found.items() if key in shared}
-    return dict(zip(shared, share_out(list(shared.values()), len(by_rank)), strict=True)), names
-
-
-def _as_distribution(
-    shares: Shares, names: dict[ShardId, tuple[Identity, tuple[int, ...]]], mine: Sequence[ShardedTensor]
-) -> ShardDistribution:
-    """The same for looking at: a rank for each shard, the one with most of its elements."""
-    return ShardDistribution(
-        {shard: _most([(p.rank, p.stop - p.start) for p in shares[key]]) for shard, (key, _) in names.items()},
-        set(names),
-        {record.shard_id: record.without_data() for record in mine if record.shard_id in names},
-        {shard: list(ranks) for shard, (_, ranks) in names.items()},
-    )
-
-
-def _most(parts: Sequence[tuple[int, int]]) -> int:
-    """The rank with most elements, the lower one in a tie."""
-    total = Counter[int]()
-    for rank, elements in parts:
-        total[rank] += elements
-    return min(total, key=lambda rank: (-total[rank], rank))
-
-
-def _apply(records: Records, shares: Shares, rank: int) -> list[Records]:
-    """The replicas of a shared-out shard, or the parts of it that this rank writes."""
-    done: set[Identity] = set()
-    arranged: list[Records] = []
+def _apply(records: Records, mine: Sequence[ShardedTensor], passages: Sequence[Passage], rank: int) -> list[Records]:
+    """For each record the parts of it that this rank writes, or a replica, or what is not shared out as it is."""
+    written: dict[int, Records] = {}  # by number in ``mine``
+    for passage in passages:
+        ranks = (passage.sender, *passage.receivers)
+        if rank in ranks:
+            number = passage.records[ranks.index(rank)]
+            parts = written.setdefault(number, [])
+            if rank == passage.sender:
+                parts.append(replace(part_of(mine[number], passage.start, passage.stop), replica_id=0))
+    shards, number, arranged = {passage.shard for passage in passages}, -1, list[Records]()
     for record in records:
-        if not isinstance(record, ShardedTensor) or identity(record) not in shares:
-            arranged.append([record])
-            continue
-        key = identity(record)
-        mine = [part for part in shares[key] if part.rank == rank]
-        if not mine or key in done or record.data is None:
-            arranged.append([replace(record, replica_id=_REPLICA)])
-        else:
-            done.add(key)
-            arranged.append([replace(part_of(record, part.start, part.stop), replica_id=0) for part in mine])
+        if isinstance(record, ShardedTensor):
+            number += 1
+            if number in written or record.shard_id in shards:
+                arranged.append(written.get(number) or [replace(record, replica_id=_REPLICA)])
+                continue
+        arranged.append([record])
     return arranged
+
+
+def _distribution(passages: Sequence[Passage], mine: Sequence[ShardedTensor] = ()) -> ShardDistribution:
+    """The same for looking at: of each shard the rank with most of its elements, and all that have or want it."""
+    done: dict[ShardId, Counter[int]] = defaultdict(Counter)
+    ranks: dict[ShardId, set[int]] = defaultdict(set)
+    for passage in passages:
+        done[passage.shard][passage.sender] += passage.stop - passage.start
+        ranks[passage.shard] |= {passage.sender, *passage.receivers}
+    return ShardDistribution(
+        {shard: max(sorted(elements), key=elements.__getitem__) for shard, elements in done.items()},
+        set(done),
+        {record.shard_id: record.without_data() for record in mine if record.shard_id in done},
+        {shard: sorted(found) for shard, found in ranks.items()},
+    )
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
@@ -236,7 +214,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
-        return _reading(self._memory["passages"]) if self._memory else None
+        return _distribution(self._memory["passages"]) if self._memory else None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -284,14 +262,3 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
-
-
-def _reading(passages: Sequence[Passage]) -> ShardDistribution:
-    """Who reads what and who wants it, of the passages of a load."""
-    parts: dict[ShardId, list[tuple[int, int]]] = {}
-    wanted: dict[ShardId, set[int]] = {}
-    for passage in passages:
-        parts.setdefault(passage.shard, []).append((passage.sender, passage.stop - passage.start))
-        wanted.setdefault(passage.shard, set()).update((passage.sender, *passage.receivers))
-    main = {shard: _most(found) for shard, found in parts.items()}
-    return ShardDistribution(main, set(parts), {}, {shard: sorted(ranks) for shard, ranks in wanted.items()})

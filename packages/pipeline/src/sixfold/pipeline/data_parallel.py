@@ -111,7 +111,8 @@ class Replicas:
         except RuntimeError as error:
             members = dist.get_process_group_ranks(self._group)
             raise PipelineTimeout(
-                f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error}"
+                f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error} "
+                "[see errors/pipeline.html#a-peer-did-not-come]"
             ) from error
 
 

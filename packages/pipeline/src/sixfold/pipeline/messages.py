@@ -222,7 +222,8 @@ class Outlet:
             say = "call step(..., new_shapes=True) on all ranks, or " if lane.announced else ""
             raise ScheduleError(
                 f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
-                f"{words_of(lane.sent[slot])}; {say}make the runner with dynamic_shapes=True"
+                f"{words_of(lane.sent[slot])}; {say}make the runner with dynamic_shapes=True "
+                "[see errors/pipeline.html#a-stages-output-changed-its-shape]"
             )
         self.edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
 
@@ -350,5 +351,5 @@ def other_call(peer: int) -> ScheduleError:
     """A message came that belongs to nothing that runs here."""
     return ScheduleError(
         f"rank {peer} runs another program in this step, or another call (step, evaluate, forward); "
-        "all ranks make the same calls"
+        "all ranks make the same calls [see errors/pipeline.html#ranks-run-different-programs]"
     )

@@ -127,7 +127,7 @@ class Programs:
                 raise ScheduleError(
                     f"rank {self._here} was given another program to {mode} than rank {rank}: here it is "
                     f"{program.name or 'unnamed'} with m={program.microbatches} and scale={scale!r}; "
-                    "all ranks make the same calls",
+                    "all ranks make the same calls [see errors/pipeline.html#ranks-run-different-programs]",
                     rank=self._here,
                 )
 

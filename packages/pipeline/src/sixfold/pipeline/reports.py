@@ -97,8 +97,8 @@ class Faults:
         others = self._records.others(_GRACE_S)
         for rank, theirs in others.items():
             if theirs.error is not None:
-                self.broken = f"rank {self._names[rank]} failed at {theirs.place}: {theirs.error}"
-                raise (PipelineTimeout if theirs.overdue else ScheduleError)(self.broken, rank=rank) from error
+                said = self.broken = f"rank {self._names[rank]} failed at {theirs.place}: {theirs.error}"
+                raise PipelineTimeout(said, rank=rank) if theirs.overdue else ScheduleError(said, rank=rank) from error
         line = report(self._rank, self._names, mine, others, self._records.has_store, self._records.deaf)
         self.broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=action) from error

@@ -405,7 +405,9 @@ class PipelineRunner:
             message = f"rank {name} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
             if time.monotonic() - begin < timeout_s:
                 message = f"rank {name} has no connection to all {transport.ranks} ranks: {error}"
-            raise PipelineTimeout(message, rank=self._rank) from error
+            raise PipelineTimeout(
+                f"{message} [see errors/pipeline.html#the-ranks-did-not-make-their-runner-together]", rank=self._rank
+            ) from error
         self._links[transport.rank] = links
         self._faults = Faults(self._rank, transport.ranks, links, store, names)
 

@@ -226,7 +226,7 @@ def _shops(
     if not fitting:
         raise ScheduleError(
             f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations "
-            "(plans recompute nothing)"
+            "(plans recompute nothing) [see errors/pipeline.html#no-order-fits-the-memory-cap]"
         )
     return sorted(fitting, key=lambda entry: entry.bound)
 

@@ -18,7 +18,7 @@ from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.table import tabulate
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.index import index_of
-from sixfold.dist_ckpt.stores import LocalStore, folder, maps
+from sixfold.dist_ckpt.stores import LocalStore, folder
 from sixfold.dist_ckpt.stores.store import Save, write_small
 from sixfold.dist_ckpt.tools import commands as tools
 
@@ -39,7 +39,7 @@ def few_descriptors(action):
 
 @pytest.fixture(autouse=True)
 def _few_maps_are_kept(monkeypatch):
-    monkeypatch.setattr(maps, "KEPT_MAPS", KEPT_MAPS)
+    monkeypatch.setattr(folder, "KEPT_MAPS", KEPT_MAPS)
 
 
 @pytest.fixture(scope="module")

@@ -409,7 +409,7 @@ def mistaken_frames(monkeypatch):
 
 def test_a_record_is_told_of_once_and_when_its_values_are_right(folder, mistaken_frames):
     checkpoint = open_checkpoint(folder)
-    checkpoint.fill_by(lambda path: lambda start, stop: None)
+    checkpoint.arrives = lambda path: lambda start, stop: None
     wanted = [cut("w", torch.zeros_like(part), 1, n, 3) for n, part in enumerate(WHOLE.chunk(3, 1))]
     wanted += [one(key, torch.zeros_like(value)) for key, value in SMALL.items()]
     told = []
@@ -442,7 +442,7 @@ def test_a_frame_of_another_form_among_ours_is_an_error_and_not_other_values(fol
 
     monkeypatch.setattr(sources.frames, "template", shifted)
     checkpoint = open_checkpoint(folder)
-    checkpoint.fill_by(lambda path: lambda start, stop: None)
+    checkpoint.arrives = lambda path: lambda start, stop: None
     wanted = [one(key, torch.zeros_like(value)) for key, value in SMALL.items()]
     plan = plan_load(wanted, checkpoint.manifest, dtype_policy="exact")
     with pytest.raises(CorruptError, match=r"begins unlike the other frames.*load it from a local folder"):

@@ -127,7 +127,7 @@ def test_loads_by_one_reader_leave_no_mirror():
 
 def test_room_is_asked_for_before_anything_is_fetched(monkeypatch):
     dcp_save(contents(), dcp.Writer(URL))
-    monkeypatch.setattr(mirror.Mirror, "free_bytes", 10)
+    monkeypatch.setattr(mirror.Mirror, "room", lambda self: ("here", 10))
     with pytest.raises(CheckpointException, match="TMPDIR names another place") as caught:
         dcp_load(blank(), dcp.Reader(URL))
     failure = caught.value.failures[0][0]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -343,31 +344,23 @@ def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]
 
 
 def _plain(value: object) -> bytes:
-    """The opcodes of a value of plain types; none of them names anything or uses the memo."""
-    _check_plain(value, "planner_data")
+    """The opcodes of a value of plain types. ShardingError for what names a class, so that no reader need trust it."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=2)
     pickler.fast = True  # without the memo, whose numbers are this file's
-    pickler.dump(value)
-    return buffer.getvalue()[2:-1]  # between PROTO and STOP
-
-
-def _check_plain(value: object, name: str) -> None:
-    """ShardingError for what names a class, so that no reader need trust it."""
-    kind = type(value)
-    if kind is dict:
-        for key, part in value.items():  # type: ignore[attr-defined]
-            _check_plain(key, name)
-            _check_plain(part, f"{name}[{key!r}]")
-    elif kind is tuple or kind is list:
-        for part in value:  # type: ignore[attr-defined]
-            if type(part) is not str:
-                _check_plain(part, name)
-    elif value is not None and kind not in (str, int, float, bool):
+    try:
+        pickler.dump(value)
+        named = next(
+            (named for opcode, named, _ in pickletools.genops(buffer.getvalue()) if opcode.name == "GLOBAL"), ""
+        )
+    except (TypeError, pickle.PicklingError) as error:
+        named = str(error)
+    if named:
         raise ShardingError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}; what a planner keeps in .metadata is None, numbers, "
+            f"planner_data holds what is not plain ({named}); what a planner keeps in .metadata is None, numbers, "
             "texts, and tuples, lists and dicts of them. Put anything else into the state dict"
         )
+    return buffer.getvalue()[2:-1]  # between PROTO and STOP
 
 
 def _tuple(values: Ints) -> bytes:

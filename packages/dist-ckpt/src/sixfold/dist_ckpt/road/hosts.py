@@ -57,7 +57,7 @@ class Seen:
         """The checkpoint, whose bytes may arrive while it is read."""
         checkpoint = open_checkpoint(self.folder, verify=verify)
         if self.mirror is not None:
-            checkpoint.fill_by(self.mirror.arrives)
+            checkpoint.arrives = self.mirror.arrives
         return checkpoint
 
     def touched(self, checkpoint: Checkpoint, frames: set[ByteRange], ranks: int) -> list[Span]:
@@ -94,7 +94,7 @@ class Seen:
 
     def room(self) -> tuple[str, int] | None:
         """Where a mirror lies, and the bytes that are free there."""
-        return None if self.mirror is None else (self.mirror.place, self.mirror.free_bytes)
+        return None if self.mirror is None else self.mirror.room()
 
     def check_room(
         self, shares: Sequence[Sequence[Span]], rooms: Sequence[tuple[str, int] | None], nbytes: int
@@ -104,7 +104,7 @@ class Seen:
             room = rooms[ranks[0]]
             if room is not None and self.mirror is not None:
                 needed = sum(self.mirror.nbytes_of(shares[rank], nbytes) for rank in ranks)
-                self.mirror.check_room_of(needed, *room)
+                self.mirror.check_room(needed, *room)
 
     def start(self, shares: Shares, nbytes: int) -> None:
         """Begin to fetch this rank's share, in blocks of ``nbytes``, if the store is not there already."""

@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from sixfold.dist_ckpt.files.crc import crc32
@@ -170,9 +170,6 @@ class ByPointer(Store, ABC):
     @abstractmethod
     def create(self, name: str, nbytes: int) -> Sink:
         """A file that appears, whole, when it is closed. ``nbytes``: at most so many will come; 0 if not known."""
-
-    def patient(self, timeout_s: float) -> ByPointer:
-        return self
 
     def child(self, folder: str) -> ByPointer:
         """The files below a folder, as a store."""
@@ -361,8 +358,8 @@ class ChildStore(ByPointer, tells=True):
     def delete(self, name: str) -> None:
         self._parent.delete(self._start + name)
 
-    def patient(self, timeout_s: float) -> ByPointer:
-        return ChildStore(self._parent.patient(timeout_s), self._start[:-1])
+    def patient(self, timeout_s: float) -> Self:
+        return type(self)(self._parent.patient(timeout_s), self._start[:-1])
 
 
 def _board(save: Save) -> str:

@@ -8,11 +8,13 @@ Opening reads the small files and the sizes of the others, no tensor.
 from __future__ import annotations
 
 import errno
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, StorageError, at, typed
 from sixfold.dist_ckpt.files import compact, metadata
@@ -23,21 +25,23 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores import paths, safetensors_folder, zarr_format
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, visible
-from sixfold.dist_ckpt.stores.maps import Arrives, Mapped, Maps
+from sixfold.dist_ckpt.stores.maps import Arrives, Mapped
 from sixfold.dist_ckpt.stores.store import FOLDER
 
 LOOKS = 5  # at a folder that others write to meanwhile
 SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 _FORGET_LOOKS = 1 << 10  # of 64 KiB each
+KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 VERIFY_MODES = ("touched", "full", "off")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checkpoint:
-    """A folder that holds a whole checkpoint.
+    """A folder that holds a whole checkpoint; for threads.
 
     ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``. ``identity``
-    tells the folder from one that takes its place later.
+    tells the folder from one that takes its place later. Where bytes arrive while it is read, ``arrives`` gives for a
+    path what waits for them.
     """
 
     folder: Path
@@ -46,28 +50,34 @@ class Checkpoint:
     verify: str
     identity: tuple[int, ...]
     unread: tuple[ByteRange, ...] = ()  # large files that say what others say too: a load hashes them as it does data
-    _maps: Maps = field(default_factory=Maps)
+    arrives: Callable[[Path], Arrives] | None = None
+    _maps: OrderedDict[str, Mapped] = field(default_factory=OrderedDict)  # the ``KEPT_MAPS`` used last
+    _lock: Lock = field(default_factory=Lock)
 
     def map(self, name: str) -> Mapped:
-        """A file mapped privately. Its size was checked when the checkpoint was opened."""
-        return self._maps.get(self.folder, name)
-
-    def fill_by(self, arrives: Callable[[Path], Arrives]) -> None:
-        """Bytes arrive while the checkpoint is read: ``arrives`` of a path gives what waits for them."""
-        self._maps.arrives = arrives
+        """A file mapped privately, as it was when it was mapped first. Its size was checked when all was opened."""
+        path = self.folder / name
+        with self._lock:
+            found = self._maps.pop(name, None) or Mapped(path, self.arrives and self.arrives(path))
+            self._maps[name] = found
+            if len(self._maps) > KEPT_MAPS:
+                self._maps.popitem(last=False)
+        return found
 
     @property
     def is_arriving(self) -> bool:
         """Whether bytes arrive while the checkpoint is read."""
-        return self._maps.arrives is not None
+        return self.arrives is not None
 
     def await_bytes(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there."""
-        self._maps.await_bytes(self.folder, name, start, stop)
+        if self.arrives is not None:
+            self.arrives(self.folder / name)(start, stop)
 
     def forget(self, name: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a file will not be looked at soon."""
-        self._maps.forget(name, start, stop)
+        if (found := self._maps.get(name)) is not None:
+            found.forget(start, stop)
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the folder's place since it was opened, or its files have changed.

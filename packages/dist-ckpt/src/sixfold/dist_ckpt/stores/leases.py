@@ -107,12 +107,6 @@ def _own_mirrors(parent: Path) -> Iterable[Path]:
                         yield Path(entry.path)
 
 
-def check_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> None:
-    """StorageError if what is to be fetched has no room on this host."""
-    if needed_bytes > free_bytes:
-        raise no_room(name, place, needed_bytes, free_bytes)
-
-
 def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> StorageError:
     """The error of a mirror that does not fit."""
     return StorageError(

@@ -20,14 +20,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, BlockHasher, FileDigest, decode
-from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
@@ -37,6 +36,7 @@ from sixfold.dist_ckpt.stores.store import (
     Content,
     Part,
     Save,
+    Store,
     check_names,
     is_checkpoint_file,
     overtaken,
@@ -49,7 +49,7 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @dataclass(frozen=True)
-class LocalStore:
+class LocalStore(Store):
     """A folder of a file system that all ranks share. See [Note: old or new, never both].
 
     Args:
@@ -86,15 +86,8 @@ class LocalStore:
             file.seek(start)
             return file.read() if stop is None else file.read(max(0, stop - start))
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
-        for part in ranges:
-            yield part, self.read(part.file, part.offset, part.offset + part.length)
-
     def marks(self) -> Mapping[str, object]:
         return {name: (self.path / name).stat().st_mtime_ns for name in self.list_files()}
-
-    def patient(self, timeout_s: float) -> LocalStore:
-        return self
 
     def begin(
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
@@ -107,7 +100,13 @@ class LocalStore:
         return Save(save_id=save_id, target=self.name, staging=str(staging), if_exists=if_exists, owns_file=owns)
 
     def join(self, save: Save) -> None:
-        check_shared(Path(save.staging))
+        # The name holds a number that was drawn for this save, so that seeing it proves a shared file system.
+        if not Path(save.staging).is_dir():
+            raise StorageError(
+                f"{save.staging} was made by the first rank and is not visible here; a checkpoint needs one file "
+                "system that all ranks share. Save to a path on one, or save one folder per rank with group=None",
+                errno.ENOENT,
+            )
 
     def write_part(self, save: Save, part: Part) -> FileDigest:
         folder = Path(save.staging)
@@ -378,16 +377,3 @@ def discard(staging: Path) -> None:
     except OSError:
         aside = staging
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def check_shared(staging: Path) -> None:
-    """StorageError unless this rank sees the folder that the first rank has just made.
-
-    Its name holds a number that was drawn for this save, so that seeing it proves a shared file system.
-    """
-    if not staging.is_dir():
-        raise StorageError(
-            f"{staging} was made by the first rank and is not visible here; a checkpoint needs one file "
-            "system that all ranks share. Save to a path on one, or save one folder per rank with group=None",
-            errno.ENOENT,
-        )

@@ -1,6 +1,6 @@
-"""Files mapped into memory: no descriptor stays open, and few maps are kept.
+"""Files mapped into memory: no descriptor stays open.
 
-    path --> Maps.get (this file) --> Mapped: bytes of the page cache, where sources.py, reader.py and tools look
+    path --> Mapped (this file): bytes of the page cache --> folder.py, where sources.py, reader.py and tools look
 
 [Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed; Python's ``mmap``
 keeps one all the same, and a checkpoint may have more files than a process may open. So torch maps it. A map
@@ -13,10 +13,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 
 import torch
 
@@ -26,7 +24,6 @@ from sixfold.dist_ckpt.stores.frame_file import libc
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 1 << 16  # less is not worth a system call
 Arrives = Callable[[int, int], None]
-KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 
 
 class Mapped:
@@ -76,41 +73,3 @@ class Mapped:
         assert advise is not None, "Linux"
         place = ctypes.c_void_p(self._memory.data_ptr() + first)
         return advise(place, ctypes.c_size_t(stop - first), advice) and ctypes.get_errno()
-
-
-class Maps:
-    """Maps of one folder's files by name, the ``KEPT_MAPS`` used last; for threads.
-
-    Attributes:
-        arrives: gives for a path what waits until bytes [start, stop) of the file are there; None: all are there.
-    """
-
-    def __init__(self) -> None:
-        self.arrives: Callable[[Path], Arrives] | None = None
-        self._kept: OrderedDict[str, Mapped] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, folder: Path, name: str) -> Mapped:
-        """A file mapped, as it was when it was mapped first."""
-        with self._lock:
-            found = self._kept.get(name)
-            if found is None:
-                path = folder / name
-                found = self._kept[name] = Mapped(path, self.arrives and self.arrives(path))
-                if len(self._kept) > KEPT_MAPS:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(name)
-        return found
-
-    def await_bytes(self, folder: Path, name: str, start: int, stop: int) -> None:
-        """Until bytes [start, stop) of a file are there."""
-        if self.arrives is not None:
-            self.arrives(folder / name)(start, stop)
-
-    def forget(self, name: str, start: int, stop: int) -> None:
-        """See ``Mapped.forget``; nothing if the file is not mapped."""
-        with self._lock:
-            found = self._kept.get(name)
-        if found is not None:
-            found.forget(start, stop)

@@ -52,7 +52,6 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, flat, visible
 from sixfold.dist_ckpt.stores.folder import SMALL_BYTES
 from sixfold.dist_ckpt.stores.leases import (
-    check_room,
     hold,
     is_held,
     lock_path,
@@ -167,15 +166,9 @@ class Mirror:
         parent = self._root.parent
         self._locks = {mate: lock_path(parent / mirror_name(token), 0) for mate, token in tokens.items()}
 
-    @property
-    def free_bytes(self) -> int:
-        """Room for what will be fetched."""
-        return shutil.disk_usage(self._root).free
-
-    @property
-    def place(self) -> str:
-        """Where the mirrors of this host lie."""
-        return str(self._root.parent)
+    def room(self) -> tuple[str, int]:
+        """Where the mirrors of this host lie, and the bytes that are free there for what will be fetched."""
+        return str(self._root.parent), shutil.disk_usage(self._root).free
 
     def start(self, shares: Mapping[int, Sequence[Span]], block_bytes: int) -> None:
         """Fetch this rank's share, in the order given, while the load goes on.
@@ -210,14 +203,10 @@ class Mirror:
             if span.file not in self._whole
         )
 
-    def check_room(self, shares: Mapping[int, Sequence[Span]], block_bytes: int) -> None:
-        """StorageError if what ``start`` would fetch has no room on this host."""
-        needed = sum(self.nbytes_of(share, block_bytes) for share in shares.values())
-        check_room(self._store.name, self.place, needed, self.free_bytes)
-
-    def check_room_of(self, needed_bytes: int, place: str, free_bytes: int) -> None:
-        """The same of a host whose mirrors lie at ``place``."""
-        check_room(self._store.name, place, needed_bytes, free_bytes)
+    def check_room(self, needed_bytes: int, place: str, free_bytes: int) -> None:
+        """StorageError if so many bytes have no room on a host; see ``room``."""
+        if needed_bytes > free_bytes:
+            raise no_room(self._store.name, place, needed_bytes, free_bytes)
 
     def arrives(self, path: Path) -> Arrives:
         """For a file in ``folder``: what waits until bytes of it are there.
@@ -232,7 +221,7 @@ class Mirror:
     def fetch_all(self) -> None:
         """Fetch all that is not there yet, by this process alone."""
         shares = [Span(name, 0, -(-size // BLOCK_BYTES)) for name, size in sorted(self._sizes.items()) if size]
-        self.check_room({self._rank: shares}, BLOCK_BYTES)
+        self.check_room(self.nbytes_of(shares, BLOCK_BYTES), *self.room())
         self.start({self._rank: shares}, BLOCK_BYTES)
         for name, size in self._sizes.items():
             if name not in self._whole:
@@ -369,8 +358,9 @@ class Mirror:
                     done += os.pwrite(file.fileno(), memoryview(data)[done:], part.offset + done)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise no_room(self._store.name, self.place, part.length, self.free_bytes) from error
-            raise StorageError(f"{self.place}: {error.strerror or error}", error.errno) from error
+                place, free = self.room()
+                raise no_room(self._store.name, place, part.length, free) from error
+            raise StorageError(f"{self._root.parent}: {error.strerror or error}", error.errno) from error
 
     def _mark(self, part: ByteRange) -> None:
         """A range has arrived."""

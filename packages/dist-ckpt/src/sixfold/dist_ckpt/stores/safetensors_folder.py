@@ -92,38 +92,24 @@ class _Decoder:
 
 
 def _index(folder: Path) -> Path | None:
-    """The index; None if there is none.
-
-    Raises:
-        MismatchError: there are several, and none has the usual name.
-    """
-    usual = folder / safetensors.INDEX_NAME
-    found = sorted(folder.glob(f"[!.]*{safetensors.INDEX_SUFFIX}"))
-    if usual in found or len(found) == 1:
-        return usual if usual in found else found[0]
-    if found:
-        raise MismatchError(f"{folder} has {len(found)} indices ({_listed(found)}) and none named {usual.name}")
-    return None
+    """The index; None if there is none. MismatchError: there are several, and none has the usual name."""
+    usual, found = safetensors.INDEX_NAME, sorted(folder.glob(f"[!.]*{safetensors.INDEX_SUFFIX}"))
+    return _usual(folder, found, usual, "indices", f"none named {usual}") if found else None
 
 
 def _single(folder: Path) -> Path:
-    """The one file of a folder without index.
-
-    Raises:
-        MismatchError: there are several, and none has the usual name.
-    """
-    usual = folder / f"model{safetensors.SUFFIX}"
-    found = sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
-    if usual in found or len(found) == 1:
-        return usual if usual in found else found[0]
-    raise MismatchError(
-        f"{folder} has {len(found)} safetensors files ({_listed(found)}) and neither {usual.name} nor "
-        f"{safetensors.INDEX_NAME}, which would say what belongs together"
-    )
+    """The one file of a folder without index. MismatchError: there are several, and none has the usual name."""
+    usual, found = f"model{safetensors.SUFFIX}", sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
+    lacking = f"neither {usual} nor {safetensors.INDEX_NAME}, which would say what belongs together"
+    return _usual(folder, found, usual, "safetensors files", lacking)
 
 
-def _listed(found: list[Path]) -> str:
-    return ", ".join(path.name for path in found[:3]) + (", ..." if len(found) > 3 else "")
+def _usual(folder: Path, found: list[Path], name: str, what: str, lacking: str) -> Path:
+    for path in found:
+        if path.name == name or len(found) == 1:
+            return path
+    listed = ", ".join(path.name for path in found[:3]) + (", ..." if len(found) > 3 else "")
+    raise MismatchError(f"{folder} has {len(found)} {what} ({listed}) and {lacking}")
 
 
 def _places(index: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files import compact
@@ -97,11 +97,9 @@ class PartFile(Protocol):
     @property
     def position(self) -> int:
         """Bytes so far."""
-        ...
 
     def add(self, parts: Sequence[bytes], nbytes: int) -> None:
         """Add small parts of ``nbytes`` together."""
-        ...
 
     def add_large(
         self,
@@ -116,11 +114,9 @@ class PartFile(Protocol):
                 not change until the file is finished.
             frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
         """
-        ...
 
     def append(self, data: bytes) -> None:
         """Add bytes."""
-        ...
 
 
 @runtime_checkable
@@ -152,12 +148,10 @@ class Store(Protocol):
     @abstractmethod
     def list_files(self) -> dict[str, int]:
         """Relative names (with ``/``) and sizes of all files; empty if nothing is there."""
-        ...
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file, all of it without the two. FileNotFoundError if there is none."""
-        ...
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
         """Many ranges, as many at once as the store bears, each given as soon as it is there, in any order."""
@@ -168,35 +162,29 @@ class Store(Protocol):
         """For each file what changes when it is written anew, as far as the store tells: sizes at least."""
         return self.list_files()
 
-    def patient(self, timeout_s: float) -> Store:
+    def patient(self, timeout_s: float) -> Self:
         """The same with another deadline for what is asked of it, if it has one."""
-        ...
+        return self
 
     def begin(
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
         """First rank: refuse a target that must not be touched; make room for ``nbytes``."""
-        ...
 
     def join(self, save: Save) -> None:
         """Other ranks: StorageError unless this process sees what ``begin`` has made."""
-        ...
 
     def write_part(self, save: Save, part: Part) -> FileDigest:
         """Write a file of frames and hash it in the same pass; it is durable when this returns."""
-        ...
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
         """Have a part of another save in this one; the other is to be abandoned when all of them are here."""
-        ...
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         """First rank: all parts are there as their ranks wrote them; from here on small files may be written."""
-        ...
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         """Write a file besides the parts, whole or as a stream of pieces, and hash it in the same pass."""
-        ...
 
     def commit(
         self,
@@ -212,20 +200,16 @@ class Store(Protocol):
             for_torch: where files do not lie beside ``metadata.json``: a ``.metadata`` that names them by ``inside``.
             files: what was written besides the pointer; it is an error if one of them is gone.
         """
-        ...
 
     def abandon(self, save: Save) -> None:
         """Remove what was written, unless it is committed, as far as that goes. Raises nothing."""
-        ...
 
     def holds(self, save_id: str) -> bool:
         """Whether the checkpoint that is visible is of this save."""
-        ...
 
     @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file; that others have done so is no error."""
-        ...
 
 
 def check_names(place: Path | str, names: Sequence[str], if_exists: str, owns_file: Callable[[str], bool]) -> None:

@@ -24,15 +24,12 @@ class Sink(Protocol):
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Take all of ``data``; its memory may change afterwards."""
-        ...
 
     def close(self) -> None:
         """Make the file appear, whole and durable."""
-        ...
 
     def discard(self) -> None:
         """Forget what was written; the file does not appear."""
-        ...
 
 
 class GatheredFile(ABC):

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.files.integrity import FileDigest
@@ -153,8 +153,8 @@ class UrlStore(ByPointer, tells=True):
         except FileNotFoundError as error:  # of the bucket
             raise self._error(error, what, 1, 0.0) from error
 
-    def patient(self, timeout_s: float) -> UrlStore:
-        return UrlStore(self._url, timeout_s, self._options)
+    def patient(self, timeout_s: float) -> Self:
+        return type(self)(self._url, timeout_s, self._options)
 
     def child(self, folder: str) -> ByPointer:
         if "::" in self._url:

@@ -7,7 +7,7 @@ import torch
 
 from sixfold.dist_ckpt import StorageError
 from sixfold.dist_ckpt.background import arena
-from sixfold.dist_ckpt.background.arena import Arena, MappedArena, PinnedMemory
+from sixfold.dist_ckpt.background.arena import Arena, MappedArena, Pinned
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_memory_is_kept_and_grows_only_when_it_must(made):
 
 
 def test_large_tensors_are_copied_in_slices_by_several_threads(made, monkeypatch):
+    monkeypatch.setattr(arena, "_SMALL_BYTES", 0)
     monkeypatch.setattr(arena, "_SLICE_BYTES", 1000)
     tensors = [torch.randn(3_000), torch.randn(7), torch.randn(501, 3), torch.randn(40, 30).t()]
     places = made.take(tensors)
@@ -80,7 +81,7 @@ def test_no_memory_is_told_with_the_bytes_it_needs(made, monkeypatch):
 
 
 class FakeCuda:
-    """What PinnedMemory asks of torch.cuda; CPU tensors stand for the device's."""
+    """What Pinned asks of torch.cuda; CPU tensors stand for the device's."""
 
     def __init__(self, refuse=0):
         self.log, self._refuse = [], refuse
@@ -120,8 +121,8 @@ class FakeCuda:
 @pytest.fixture
 def pinned(monkeypatch):
     cuda = FakeCuda()
-    memory = PinnedMemory(cuda, torch.device("cpu"))
-    monkeypatch.setattr(arena, "memory_for", lambda tensors: memory)
+    memory = Pinned(cuda, torch.device("cpu"))
+    monkeypatch.setattr(arena, "pinned_for", lambda tensors: memory)
     return cuda
 
 
@@ -148,8 +149,8 @@ def test_pinned_memory_is_registered_once_and_again_after_growth(pinned):
 
 
 def test_a_driver_that_does_not_pin_is_told(made, monkeypatch):
-    memory = PinnedMemory(FakeCuda(refuse=2), torch.device("cpu"))
-    monkeypatch.setattr(arena, "memory_for", lambda tensors: memory)
+    memory = Pinned(FakeCuda(refuse=2), torch.device("cpu"))
+    monkeypatch.setattr(arena, "pinned_for", lambda tensors: memory)
     with pytest.raises(
         StorageError, match="cudaHostRegister of 2097152 bytes gave 2; raise the limit of locked memory"
     ):
@@ -158,4 +159,4 @@ def test_a_driver_that_does_not_pin_is_told(made, monkeypatch):
 
 def test_cpu_tensors_take_plain_memory_and_no_cuda_call(monkeypatch):
     monkeypatch.setattr(torch, "cuda", None)
-    assert type(arena.memory_for([torch.ones(2)])) is arena.PlainMemory
+    assert arena.pinned_for([torch.ones(2)]) is None

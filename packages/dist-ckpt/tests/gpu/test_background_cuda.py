@@ -8,7 +8,7 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background.arena import PinnedMemory
+from sixfold.dist_ckpt.background.arena import Pinned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def test_values_are_those_at_the_call_and_the_worker_has_no_context(tmp_path):
             handle = saver.save({"w": one("w", weights.t()), "b": one("b", bias)}, tmp_path / "c")
             weights.fill_(-1)
             bias.fill_(-1)
-            assert isinstance(saver._arena._memory, PinnedMemory)
+            assert isinstance(saver._arena._pinned, Pinned)
             handle.wait(120)
             loaded = dist_ckpt.load_plain_tensors(tmp_path / "c")
             assert loaded["w"].unique().tolist() == [value]

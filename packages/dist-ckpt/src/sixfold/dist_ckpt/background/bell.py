@@ -32,17 +32,15 @@ class Bell:
 
     def __init__(self, folder: Path | None) -> None:
         self._handle = None if folder is None else _watch(folder)
+        self._poll = select.poll()
+        if self._handle is not None:
+            self._poll.register(self._handle, select.POLLIN)
 
     def wait(self, seconds: float, names: AbstractSet[str]) -> set[str]:
         """Those of ``names`` that have appeared or gone; empty if none has in ``seconds``. All if the folder has."""
         until = time.monotonic() + seconds
         while (rest_s := until - time.monotonic()) > 0:
-            if self._handle is None:
-                time.sleep(rest_s)
-                continue
-            poll = select.poll()
-            poll.register(self._handle, select.POLLIN)
-            if poll.poll(rest_s * 1000) and (changed := self._changed(names)):
+            if self._poll.poll(rest_s * 1000) and (changed := self._changed(names)):
                 return changed
         return set()
 
@@ -50,13 +48,6 @@ class Bell:
         """Give the instance back."""
         if self._handle is not None:
             os.close(self._handle)
-            self._handle = None
-
-    def __enter__(self) -> Bell:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _changed(self, names: AbstractSet[str]) -> set[str]:
         assert self._handle is not None, "there is something to read"

@@ -37,7 +37,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -245,7 +245,7 @@ def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
     """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over. See ``Wait``."""
     board = board_of(job)
     wait, changed = Wait(job, board, gauge, share), set[str]()
-    with board.bell() as bell:
+    with closing(board.bell()) as bell:
         while (found := wait.turn(changed)) is None:
             changed = bell.wait(job.look_s, wait.names)
     return found
@@ -296,7 +296,7 @@ def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = Tru
 def _word(job: Job, board: Board) -> Outcome | None:
     """The outcome that another rank is about to put."""
     until = time.monotonic() + _WORD_S + 2 * job.look_s
-    with board.bell() as bell:
+    with closing(board.bell()) as bell:
         while (told := _told(board)) is None and time.monotonic() < until:
             bell.wait(job.look_s, {OUTCOME_NAME})
     return told
@@ -376,7 +376,7 @@ def abandon(job: Job) -> None:
 def remove(job: Job, board: Board) -> None:
     """The first rank's last act: when all have acknowledged, or soon, the board goes."""
     until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
-    with board.bell() as bell:
+    with closing(board.bell()) as bell:
         while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
             if board.life(rank, False).state in _HERE:
                 bell.wait(min(job.look_s, rest_s), {f"alive-{rank}"})

@@ -11,8 +11,8 @@ from counted import LISTING, counting
 from sixfold.dist_ckpt import LostPeerError
 from sixfold.dist_ckpt.background import bell, board, control
 from sixfold.dist_ckpt.background.board import FolderBoard
-from sixfold.dist_ckpt.background.channel import Gauge
 from sixfold.dist_ckpt.background.control import Job, Wait
+from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road.saving import Ticket
 from sixfold.dist_ckpt.stores import LocalStore, Save

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject
-from sixfold.dist_ckpt.background import channel, process
+from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -148,21 +147,6 @@ def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_it
         with pytest.raises(LostPeerError, match="the worker of rank 0 hangs and was killed"):
             handle.wait(10)
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
-
-
-def test_messages_of_any_size_pass_a_channel_whole_and_in_order():
-    import socket
-
-    ours, theirs = (channel.Channel(end, look_s=0.01) for end in socket.socketpair())
-    messages = [b"", b"x", bytes(3_000_000), b"y" * 70_000]
-    sender = threading.Thread(target=lambda: [ours.send(message, lambda: True) for message in messages])
-    sender.start()
-    assert [theirs.receive(lambda: True) for _ in messages] == messages
-    sender.join()
-    assert theirs.receive(lambda: False) is None
-    assert not ours.send(bytes(3_000_000), lambda: False), "nobody reads"
-    ours.close()
-    theirs.close()
 
 
 def test_a_forked_process_uses_neither_its_parents_saver_nor_its_handles(tmp_path, forked):

@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
 from sixfold.dist_ckpt.background import control
 from sixfold.dist_ckpt.background.arena import MappedArena
-from sixfold.dist_ckpt.background.channel import Channel, Gauge
 from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
 
-_LAST_WORD_S = 10.0
+_LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
 
 def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: threading.Lock) -> Outcome:
@@ -57,50 +57,50 @@ def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
     return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
 
 
-class _Parent:
-    """The trainer as the worker sees it: jobs come, and if it ends the worker ends."""
+class _Trainer:
+    """The trainer as the worker sees it: if it ends the worker ends."""
 
-    def __init__(self, channel: Channel, pid: int) -> None:
-        self._channel, self._pid = channel, pid
-        self.jobs: SimpleQueue[bytes] = SimpleQueue()
-        self.current: Job | None = None
-        self.turn = threading.Lock()
+    def __init__(self, pid: int) -> None:
+        self._pid, self.turn = pid, threading.Lock()
+        self.job: Job | None = None  # of this trainer, while it is done
 
-    def listen(self) -> None:
-        """Thread: hand on jobs; end the process with its parent, or when that closes the connection."""
-        with suppress(OSError, EOFError):
-            # Not only the end of the file: a process that a killed trainer has forked may hold its end open.
-            while (message := self._channel.receive(self.lives)) is not None:
-                self.jobs.put(message)
-        job = self.current
+    def watch(self) -> None:
+        """Thread: end the process with its trainer."""
+        while self.lives():
+            time.sleep(_LOOK_S)
+        job = self.job
         if job is not None:  # a store that does not answer holds this process no longer
             word = threading.Thread(target=control.speak_for_trainer, args=(job, self.turn), daemon=True)
             word.start()
             word.join(_LAST_WORD_S)
         os._exit(0)
 
-    def report(self, outcome: Outcome) -> None:
-        with suppress(OSError):  # it has ended; listen() ends this process
-            self._channel.send(outcome.encode(), self.lives)
-
     def lives(self) -> bool:
-        """Whether the process that started this one is still there."""
+        """Whether it is still there. (A process that it has forked may hold its end of the connection open.)"""
         return os.getppid() == self._pid
 
 
 def main() -> None:
-    """Serve jobs until the parent goes."""
-    channel, gauge_fd, arena_fd, pid = map(int, sys.argv[1:])
+    """Serve jobs until the trainer ends or says so."""
+    connection_fd, gauge_fd, arena_fd, pid = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    parent, gauge = _Parent(Channel(socket.socket(fileno=channel)), pid), Gauge(gauge_fd)
-    threading.Thread(target=parent.listen, daemon=True).start()
-    arena = MappedArena(arena_fd)
+    connection, gauge, arena = Connection(connection_fd), Gauge(gauge_fd), MappedArena(arena_fd)
+    trainer = _Trainer(pid)
+    watch = threading.Thread(target=trainer.watch, daemon=True)
+    watch.start()
     while True:
+        try:
+            message = connection.recv_bytes()
+        except (OSError, EOFError):
+            watch.join()  # it ends this process
+        if not message:
+            os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.
-        job = parent.current = pickle.loads(parent.jobs.get())
-        outcome = run(job, arena, gauge, parent.lives, parent.turn)
-        parent.current = None
-        parent.report(outcome)
+        job = trainer.job = pickle.loads(message)
+        outcome = run(job, arena, gauge, trainer.lives, trainer.turn)
+        trainer.job = None
+        with suppress(OSError):  # it has ended
+            connection.send_bytes(outcome.encode())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
-from sixfold.dist_ckpt.background.channel import Gauge
+from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer

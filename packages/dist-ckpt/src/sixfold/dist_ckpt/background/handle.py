@@ -42,11 +42,11 @@ class AsyncSave:
         self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None, started: float
     ) -> None:
         self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.target
-        self.blocked_s = 0.0  # until the call returns
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
         self._worker, self._job, self._sign, self._progress = worker, job, sign, progress
         self._started, self._pid = started, os.getpid()
+        self.blocked_s = time.monotonic() - started
         self._ended = threading.Event()
         self._total_s: float | None = None
         # Only an outcome takes it away: a thread that ends without one has not saved anything.
@@ -58,7 +58,7 @@ class AsyncSave:
         self._gauge, self._still, self._beat_at = worker.gauge, Stillness(), 0.0
         self._gauge.reset()
         self._idle_moves = self._gauge.moves
-        worker.channel.look_s = min(_GLANCE_S, job.beat_s)
+        self._look_s = min(_GLANCE_S, job.beat_s)
         self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
         self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
 
@@ -130,23 +130,27 @@ class AsyncSave:
                 self._saver = None
 
     def _outcome(self) -> Outcome:
-        channel, rank = self._worker.channel, self._job.rank
+        worker, rank = self._worker, self._job.rank
         try:
             self._meter = Meter(self._progress, lambda: self._job.content.total_bytes, in_call=False)
             self._file_bytes = self._job.content.file_bytes
             # Pickled here, where the trainer does not wait for it.
-            is_sent = channel.send(pickle.dumps(self._job, protocol=5), self._moves_on)
-            if is_sent and (report := channel.receive(self._moves_on)) is not None:
-                return Outcome.decode(report)
-            reason = "hangs and was killed"
+            job = pickle.dumps(self._job, protocol=5)
+            worker.hand_over(job)
+            while not worker.connection.poll(self._look_s):
+                if not self._moves_on():
+                    reason = "hangs and was killed"
+                    break
+            else:
+                return Outcome.decode(worker.connection.recv_bytes())
         except (OSError, EOFError):
             reason = "died"
         except BaseException as error:  # of the caller's progress, or else this thread's own
-            self._worker.kill()
+            worker.kill()
             known = _of_thread(error)
             outcome = control.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
             return Outcome(error=outcome.error or _of_committed(known))
-        ending = self._worker.kill()
+        ending = worker.kill()
         return control.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
 
     def _moves_on(self) -> bool:

@@ -107,37 +107,15 @@ class AsyncSaver:
         self.close()
 
     def _begun(self, request: SaveRequest, start: float) -> AsyncSave:
-        with told_to_all(request.group, request.timeout_s):
-            self._check_is_usable()
-            _check_is_possible(request)
-        with self._in_turn():
-            handle = self._launched(request, start)
-        handle.blocked_s = time.monotonic() - start
-        return handle
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """One call at a time: of two, the second would copy its tensors over those of the first."""
-        with self._turn:
-            if self._is_busy:
-                raise CheckpointError(
-                    "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
-                    "a flag, and save when that call has returned"
-                )
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
-
-    def _launched(self, request: SaveRequest, start: float) -> AsyncSave:
-        with told_to_all(request.group, request.timeout_s):
-            self._check_is_usable()  # it may have been closed meanwhile
-            self._let_go()
-            await_saves_to(request.store)
-            worker = typed(self._ready_worker)
-        agreed = saving.agree_on(request)
-        with ExitStack() as undo:
+        with self._in_turn(), ExitStack() as undo:
+            with told_to_all(request.group, request.timeout_s):
+                if self._is_closed:
+                    raise CheckpointError("this AsyncSaver is closed; make a new one")
+                _check_is_possible(request)
+                self._let_go()
+                await_saves_to(request.store)
+                worker = typed(self._ready_worker)
+            agreed = saving.agree_on(request)
             undo.callback(agreed.abandon)
             job, sign = self._hand_over(agreed, request, undo)
             flight = AsyncSave(self, worker, job, sign, request.progress, start)
@@ -153,13 +131,24 @@ class AsyncSaver:
                 raise
         return flight
 
-    def _check_is_usable(self) -> None:
-        if self._is_closed:
-            raise CheckpointError("this AsyncSaver is closed; make a new one")
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One call at a time: of two, the second would copy its tensors over those of the first."""
         if self._pid != os.getpid():
             raise CheckpointError(
                 f"this AsyncSaver is of process {self._pid}, its worker too; a process that was forked makes its own"
             )
+        with self._turn:
+            if self._is_busy:
+                raise CheckpointError(
+                    "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
+                    "a flag, and save when that call has returned"
+                )
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""

@@ -32,13 +32,15 @@ from checks.installs import (
     shared_environment,
     shared_key,
 )  # fmt: skip
-from checks.lanes import run_in_lane, turns_of_ci
+from checks.lanes import Step, run_in_lane, run_turns, session_step, turns_of_ci
 from checks.places import (
     ALSO_ISOLATED,
     BASE_DEFAULT,
     BASES,
     BASES_OF,
     CONSTRAINTS,
+    DOCS_LANES,
+    DOCS_LOGS,
     FULL,
     FULL_DEADLINE_S,
     INTEGRATION,
@@ -162,16 +164,32 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Build the site into site/, and run what it, the READMEs and the examples tell a reader to run."""
-    environment = shared_environment(session)
-    python, variables = docs_python(session), environment.variables | {"NO_MKDOCS_2_WARNING": "1"}
-    session.run(python, "-m", "mkdocs", "build", "--quiet", "--clean", env=variables, external=True)
-    # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
-    session.run(python, "tools/explorer/build.py", "site", external=True)
+    with ThreadPoolExecutor(1) as other:
+        making = other.submit(docs_python, session)  # pip keeps one core busy, and two venvs are to be filled
+        environment = shared_environment(session)
+        python = making.result()
+    variables = environment.variables | {"NO_MKDOCS_2_WARNING": "1"}
+
+    def step(name: str, *command: str, success: tuple[int, ...] = (0,)) -> Step:
+        return Step(name=name, command=(python, *command), logs=DOCS_LOGS, variables=variables, success=success)
+
+    def tests(name: str, *arguments: str) -> Step:
+        command = (*pytest_on(INTEGRATION / f"{name}.py"), "--whole-site", "-rs", *arguments, *environment.arguments)
+        some = (0, NO_TESTS_COLLECTED) if environment.arguments else (0,)
+        return step(" ".join([name, *arguments]), *command, success=some)
+
+    site = [
+        step("mkdocs", "-m", "mkdocs", "build", "--quiet", "--clean"),
+        # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
+        step("explorer", "tools/explorer/build.py", "site"),
+        tests("test_site", "-k", "not blocks_of_a_page"),
+        tests("test_explorer_page"),  # in a browser, where there is one
+    ]
+    apart = [[tests("test_site", "-k", "blocks_of_a_page")], [tests("test_moves")], [tests("test_docs")]]
+    failed = run_turns([site, *apart], DOCS_LANES)
     session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")
-    tests = [ROOT / "tests-integration" / name for name in ("test_site.py", "test_docs.py", "test_moves.py")]
-    environment.run(session, *pytest_on(*tests), "--whole-site", *environment.arguments)
-    page = ROOT / "tests-integration" / "test_explorer_page.py"  # in a browser, where there is one
-    session.run(python, *pytest_on(page), "-rs", "--whole-site", env=environment.variables, external=True)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}; their output is above and in {DOCS_LOGS.relative_to(ROOT)}")
 
 
 @nox.session(venv_backend="none")
@@ -263,10 +281,10 @@ def ci(session: nox.Session) -> None:
     with ThreadPoolExecutor(LANES) as lanes:
         start = time.monotonic()
         first, *others = turns_of_ci()
-        running = [lanes.submit(run_in_lane, [["bases"], *first])]
+        running = [lanes.submit(run_in_lane, map(session_step, [["bases"], *first]))]
         shared_environment(session)  # meanwhile: pip keeps one core busy
         installed = time.monotonic()
-        running += [lanes.submit(run_in_lane, turn) for turn in others]
+        running += [lanes.submit(run_in_lane, map(session_step, turn)) for turn in others]
         for done in as_completed(running):
             failed += done.result()
     count, minutes, of_pip = sum(map(len, [first, *others])), time.monotonic() - start, installed - start

@@ -1,7 +1,8 @@
 """The pages docs/move/*.md: a difference is that of its two programs, figures are those of the results, both programs
 print what the page says.
 
-One page runs here; the others with `--whole-site`, which `nox -s docs` gives, each where its peer is installed.
+One page runs here; the others with `--whole-site`, which `nox -s docs` gives, each where its peer is installed, in
+processes that have torch loaded; with `--every-case` as well each is started as its reader starts it.
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ import moves
 import pytest
 import site_told
 from repository_helpers import ROOT
+from warm_helpers import start_warm
 
 PAGES = {path.stem: path for path in moves.pages()}
 IN_EVERY_RUN = {"grain"}  # of it the second program where Grain is not
@@ -28,7 +30,10 @@ PEERS = {  # what the first program imports
     "grain": "grain",
     "mosaicml-streaming": "streaming",
 }
-ON_CPU = ROOT / "tests-integration/megatron_fsdp_on_cpu.py"
+ON_CPU = {  # what runs a first program where its peer asks for CUDA
+    "megatron-fsdp": ROOT / "tests-integration/megatron_fsdp_on_cpu.py",
+    "mosaicml-streaming": ROOT / "tests-integration/streaming_on_cpu.py",
+}
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -40,14 +45,33 @@ def installed(module):
 
 
 def arguments_of(command, page):
-    """A command of a page for this Python. torchrun finds a port of its own: pages may run beside each other."""
+    """What follows `python` for a command of a page. torchrun finds a port of its own: others may run beside it."""
     first, *rest = command.split()
-    if page == "megatron-fsdp" and "before.py" in rest:
-        rest.insert(rest.index("before.py"), str(ON_CPU))
+    if page in ON_CPU and "before.py" in rest:
+        rest.insert(rest.index("before.py"), str(ON_CPU[page]))
     if first == "python":
-        return [sys.executable, *rest]
+        return rest
     assert first == "torchrun", f"a page's command is {command!r}"
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]
+    return ["-m", "torch.distributed.run", "--standalone", *rest]
+
+
+def run(arguments, folder, *, warm):
+    """Status, output and errors of ``python *arguments``; warm in processes forked from one with torch loaded."""
+    environment, output, errors = {**os.environ, "OMP_NUM_THREADS": "1"}, folder / "stdout", folder / "stderr"
+    output.unlink(missing_ok=True)
+    errors.unlink(missing_ok=True)
+    if warm:
+        program = start_warm(arguments, folder=folder, environment=environment, output=output, errors=errors)
+    else:
+        with output.open("wb") as out, errors.open("wb") as err:
+            program = subprocess.Popen(
+                [sys.executable, *arguments], cwd=folder, env=environment, stdout=out, stderr=err
+            )
+    try:
+        status = program.wait(300)
+    finally:
+        program.kill()
+    return status, output.read_text(), errors.read_text()
 
 
 @each_page
@@ -124,26 +148,20 @@ def test_both_programs_print_what_the_page_says(page, tmp_path, request):
     (tmp_path / "after.py").write_text(move.after)
     has_peer = installed(PEERS[page])
     commands = [command for command in move.commands if has_peer or "before.py" not in command]
+    warm = page not in IN_EVERY_RUN and not request.config.getoption("--every-case")
     for command in commands:
-        done = subprocess.run(
-            arguments_of(command, page),
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert done.stdout == move.printed, command
+        status, printed, errors = run(arguments_of(command, page), tmp_path, warm=warm)
+        assert status == 0, f"{command}\n{printed}\n{errors}"
+        assert printed == move.printed, command
     if not has_peer and whole:
-        pytest.skip(
-            f"{PEERS[page]} is not installed (benchmarks/peers.txt): ours alone ran, and printed what the page says"
-        )
+        pytest.skip(f"{PEERS[page]} is not installed (docs/peers.txt): ours alone ran, and printed what the page says")
 
 
 def test_torchtitans_own_manager_saves_and_loads_by_one_line(tmp_path, monkeypatch):
     """What the page of torch DCP says of torchtitan 0.3.0, with its own two methods that call DCP."""
-    titan = pytest.importorskip("torchtitan.components.checkpointer.dcp", reason="torchtitan is a peer (peers.txt)")
+    titan = pytest.importorskip(
+        "torchtitan.components.checkpointer.dcp", reason="torchtitan is a peer (docs/peers.txt)"
+    )
     import torch
     import torch.distributed as dist
 

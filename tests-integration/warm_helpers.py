@@ -10,6 +10,7 @@ test_two_nodes.py, and by ``nox -s full`` everywhere.
 
 import atexit
 import multiprocessing
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -100,6 +101,7 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(environment)
+        multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where what is spawned from here looks for the script
         status = _run(arguments)
     finally:
         with suppress(Exception):

@@ -104,15 +104,15 @@ def shared_key() -> str:
 
 
 def docs_python(session: "nox.Session") -> str:
-    """The venv that builds the site: what docs/requirements.txt pins, and behind it the shared venv."""
+    """The venv that builds the site and has its peers: what two files in docs/ pin, and behind it the shared venv."""
 
     def install() -> None:
-        new_venv(session, DOCS, "--no-deps", "-r", str(DOCS_REQUIREMENTS))
+        new_venv(session, DOCS, "--no-compile", "--no-deps", *(f"-r{path}" for path in DOCS_REQUIREMENTS))
         (site,) = (DOCS / "lib").glob("python3.*/site-packages")
         behind = SHARED / site.relative_to(DOCS)  # may still be without anything
         (site / "shared.pth").write_text(f"import site; site.addsitedir({str(behind)!r})\n")
 
-    made_once(DOCS, key_of(str(DOCS).encode(), DOCS_REQUIREMENTS.read_bytes()), install)
+    made_once(DOCS, key_of(str(DOCS).encode(), *(path.read_bytes() for path in DOCS_REQUIREMENTS)), install)
     return str(DOCS / "bin" / "python")
 
 

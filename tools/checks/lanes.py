@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from checks.commands import AFTER_ISOLATION
@@ -32,25 +35,54 @@ def turns_of_ci() -> list[list[list[str]]]:
     return [first, *longest, *reversed(rest_of_them), [["types"]], [["ranks(ranktest)"]], [["lint"]]]
 
 
-def run_in_lane(turn: list[list[str]]) -> list[str]:
-    """Sessions one after the other, whatever the first comes to: the names of those that failed."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A command, and where its output goes until it has ended."""
+
+    name: str
+    command: tuple[str, ...]
+    logs: Path
+    variables: Mapping[str, str] = field(default_factory=dict)  # beside those of this process
+    success: tuple[int, ...] = (0,)
+
+
+def session_step(arguments: Sequence[str]) -> Step:
+    """One session in a nox of its own: what follows ``nox -s``."""
+    nox = (sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session")
+    return Step(name=arguments[0], command=(*nox, *arguments), logs=LOGS)
+
+
+def run_turns(turns: Iterable[Iterable[Step]], lanes: int) -> list[str]:
+    """Turn by turn as lanes come free; the names of the steps that failed."""
+    with ThreadPoolExecutor(lanes) as pool:
+        running = [pool.submit(run_in_lane, turn) for turn in turns]
+        return [name for done in as_completed(running) for name in done.result()]
+
+
+def run_in_lane(turn: Iterable[Step]) -> list[str]:
+    """Steps one after the other, whatever the first comes to: the names of those that failed."""
     failed = []
-    for arguments in turn:
-        status, seconds, log = run_session(arguments)
-        print(
-            f"{log.read_text(errors='replace')}\n==> {arguments[0]}: status {status} after {seconds:.0f} s", flush=True
-        )
-        if status:
-            failed.append(arguments[0])
+    for step in turn:
+        status, seconds, log = run_step(step)
+        print(f"{log.read_text(errors='replace')}\n==> {step.name}: status {status} after {seconds:.0f} s", flush=True)
+        if status not in step.success:
+            failed.append(step.name)
     return failed
 
 
-def run_session(arguments: list[str]) -> tuple[int, float, Path]:
-    """One session in a nox of its own: its status, seconds, and the file with its output."""
-    log, start = LOGS / f"{arguments[0]}.log", time.monotonic()
-    command = [sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session", *arguments]
+def run_step(step: Step) -> tuple[int, float, Path]:
+    """One step: its status, seconds, and the file with its output."""
+    step.logs.mkdir(parents=True, exist_ok=True)
+    log, start = step.logs / f"{step.name}.log", time.monotonic()
     with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            step.command,
+            cwd=ROOT,
+            env={**os.environ, **step.variables},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             status = process.wait(SESSION_DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -58,6 +90,6 @@ def run_session(arguments: list[str]) -> tuple[int, float, Path]:
             out.write(f"\nkilled: still running after {SESSION_DEADLINE_S:.0f} s\n".encode())
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what a session may have left behind
+                os.killpg(process.pid, signal.SIGKILL)  # also what a step may have left behind
             process.wait()
     return status, time.monotonic() - start, log

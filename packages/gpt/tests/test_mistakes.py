@@ -65,7 +65,7 @@ memory of a planet      | model.ffn_hidden_size=10000000000000  | 1 | rank 0: me
 --- data
 no such data            | data.blend=["wiki","cod"]             | 1 | cod.idx: found No such file or directory, expected a file ... PREFIX.bin and PREFIX.idx are read
 a pair cut short        | data.blend=["cut","code"]             | 1 | cut.bin: found ... bytes, expected ... bytes, as cut.idx says ... write the pair again [see errors/indexed-data.html#a-damaged-pair]
-an index cut short      | data.blend=["short","code"]           | 1 | short.idx: found ... bytes, expected at least ... bytes ...: write the pair again
+an index cut short      | data.blend=["short","code"]           | 1 | short.idx: found ... bytes, expected at least ... bytes ...: write the pair again [see errors/indexed-data.html#an-idx-that-is-cut-or-of-another-kind]
 not an index            | data.blend=["other","code"]           | 1 | other.idx: found b'XMIDIDX\x00\x00', expected b'MMIDIDX\x00\x00' ... Write the pair again from its source
 another tokenizer       | data.blend=["foreign","code"]         | 2 | data at foreign was made by tokenizer 'gpt2.json' (sha256 abababababab), but data.tokenizer is 'bytes' ...; all data of a run has one tokenizer
 a torn PREFIX.json      | data.blend=["torn","code"]            | 2 | torn.json is not JSON (...); it names the tokenizer of the pair: prepare the data again

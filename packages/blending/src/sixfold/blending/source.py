@@ -220,7 +220,10 @@ class Part:
             self.source.get(int(idx))
         except Exception as error:
             return error
-        return BlendingError(f"{self.label}: {problem}; the index is damaged, build it again")
+        return BlendingError(
+            f"{self.label}: {problem}; the index is damaged, build it again "
+            "[see errors/blending.html#the-data-changed-under-the-index]"
+        )
 
     def first_token(self, ids: I64) -> I64 | None:
         """Place of each sequence's first token in the flat data; None without pointers."""

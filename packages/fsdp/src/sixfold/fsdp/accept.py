@@ -32,9 +32,9 @@ def look_at(
             fault = _fault_of(parameter, options.mixed_precision.main_dtype)
             if fault is not None:
                 raise FsdpError(f"{name} {fault}")
-        fault = _fp8_fault(module, options, device)
-        if fault is not None:
-            raise FsdpError(fault)
+        unfit = _fp8_fault(module, options, device)
+        if unfit is not None:
+            raise FsdpError(unfit)
         specs = find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
         if options.buffers.merge_bytes is not None:
             itemsize = options.mixed_precision.main_dtype.itemsize

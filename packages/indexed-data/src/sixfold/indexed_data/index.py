@@ -58,7 +58,11 @@ class Index:
                 f"{raw.size} bytes",
                 f"at least {need} bytes",
             )
-            raise IndexedDataError.broken(problem, "The file was cut or its header damaged: write the pair again")
+            raise IndexedDataError.broken(
+                problem,
+                "The file was cut or its header damaged: write the pair again "
+                "[see errors/indexed-data.html#an-idx-that-is-cut-or-of-another-kind]",
+            )
         lengths, pointers, boundaries, modes = header.offsets
         self.lengths_S = raw[lengths:pointers].view("<i4")
         self.pointers_S = raw[pointers:boundaries].view("<i8")

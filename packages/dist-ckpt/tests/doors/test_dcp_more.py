@@ -152,7 +152,7 @@ def test_an_overlap_hides_no_hole_and_is_told(tmp_path, starts):
         size = (tmp_path / "c" / name).stat().st_size
         metadata.storage_data[MetadataIndex("w", chunk.offsets, n)] = type(info)(name, 0, size)
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointException, match=r"w\[:\]: chunks of the checkpoint overlap") as caught:
+    with pytest.raises(CheckpointException, match=r"w\[.*\]: chunks of the checkpoint overlap") as caught:
         dcp_load({"w": torch.full((8,), -7.0)}, dcp.Reader(tmp_path / "c"))
     assert isinstance(caught.value.failures[0][0], CorruptError)
     with pytest.raises(CorruptError, match=r"w\[:\]: chunks of the checkpoint overlap"):

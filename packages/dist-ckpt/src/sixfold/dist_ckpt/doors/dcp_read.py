@@ -23,33 +23,34 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from sixfold.dist_ckpt.doors import dcp_metadata
-from sixfold.dist_ckpt.doors.dcp_items import blocks_of, box_of, check_whole, is_writable, part_of
 from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, at, typed
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, at, typed
 from sixfold.dist_ckpt.files.integrity import Block, Span
 from sixfold.dist_ckpt.geometry.box import Box
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored, StoredChunk
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.plans import plan as plans
+from sixfold.dist_ckpt.plans.validation import raise_problems
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes
-from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
+from sixfold.dist_ckpt.state.dense import check_writable
+from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint
 from sixfold.dist_ckpt.stores.leases import Host
 from sixfold.dist_ckpt.stores.mirror import Mirror
-
-_Goal = tuple[ReadItem, torch.Tensor]  # and what the planner gave for it
 
 
 class _Wish(NamedTuple):
@@ -82,28 +83,31 @@ class _Opened:
     mirrors: ExitStack
     wished: list[Span] = field(default_factory=list)
 
-    def stored(self, item: ReadItem) -> tuple[Stored, StoredChunk]:
-        """The tensor and the chunk that an item is of."""
-        key, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+    def record(self, item: ReadItem, tensor: torch.Tensor | None = None) -> ShardedTensor:
+        """What an item asks for, and the tensor that the planner gives for it."""
+        key, start = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         stored = self.checkpoint.manifest.tensors.get(key)
-        if stored is not None:
-            for chunk in stored.near(Box(offset, (1,) * len(offset))):
-                if chunk.box.offset == offset:
-                    return stored, chunk
-        raise MismatchError(f"{key}: the planner asks for a chunk at {offset}, which the checkpoint does not hold")
+        if stored is None or len(start) != len(stored.shape):
+            raise MismatchError(f"{key}: the planner asks for a chunk at {start}, which the checkpoint does not hold")
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(start)
+        if not box.within(stored.shape):
+            raise MismatchError(f"{key}: the planner asks for {box} of a tensor of shape {stored.shape}")
+        dtype = stored.dtype if tensor is None else tensor.dtype
+        return ShardedTensor(key, tensor, dtype, box.size, stored.shape, box.offset, None)
 
-    def frame(self, item: ReadItem) -> ByteRange:
-        """Where an item lies."""
+    def bytes_at(self, item: ReadItem) -> ByteRange:
+        """Where a value lies that is no tensor."""
         key, objects = item.storage_index.fqn, self.checkpoint.manifest.objects
-        if item.type != LoadItemType.BYTE_IO:
-            return self.stored(item)[1].frame
         if key not in objects:
             raise MismatchError(f"{key}: the planner asks for bytes, which the checkpoint does not hold")
         return objects[key]
 
-    def touched(self, items: Iterable[ReadItem]) -> list[Span]:
+    def touched(self, items: Sequence[ReadItem]) -> list[Span]:
         """The blocks of these items that are hashed, or come into a mirror."""
-        return self.seen.touched(self.checkpoint, {self.frame(item) for item in items}, 1)
+        records = [self.record(item) for item in items if item.type != LoadItemType.BYTE_IO]
+        frames = plans.plan_load(records, self.checkpoint.manifest, dtype_policy="cast").frames()
+        frames |= {self.bytes_at(item) for item in items if item.type == LoadItemType.BYTE_IO}
+        return self.seen.touched(self.checkpoint, frames, 1)
 
     def arriving(self, share: _Share) -> tuple[Seen, Checkpoint]:
         """The checkpoint whose bytes arrive from now on, if it is a mirror. See [Note: mirrors that become one]."""
@@ -298,9 +302,9 @@ class Reader(StorageReader):
         now, share = self._opened(), plan.storage_data
         touched, mirror = now.touched(plan.items), now.seen.mirror
         if isinstance(share, _Share):  # a planner may have added items
-            hashed = blocks_of(share.blocks[share.rank]) | (blocks_of(touched) - blocks_of(now.wished))
+            hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
         else:
-            hashed, share = blocks_of(touched), _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
+            hashed, share = _blocks_of(touched), _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
             now.seen.check_room([touched], [now.seen.room()], block_bytes(now.checkpoint))
         try:
             with now.mirrors, now.seen.told():
@@ -326,41 +330,31 @@ class Reader(StorageReader):
         hashed: Iterable[Block],
         threads: int,
     ) -> None:
-        check_whole(planner, checkpoint.manifest)
+        _check_whole(planner, checkpoint.manifest)
+        goals = [(i, planner.resolve_tensor(i).detach()) for i in items if i.type != LoadItemType.BYTE_IO]
+        records = [now.record(item, tensor) for item, tensor in goals]
+        planned = plans.plan_load(records, checkpoint.manifest, dtype_policy=self.dtype_policy)
+        raise_problems(list(planned.mismatches), "asked for", MismatchError)
+        odd = {n for n, record in enumerate(records) if not _is_writable(record, goals[n][1])}
+        direct = replace(planned, reads=tuple(read for read in planned.reads if read.record not in odd))
         reader = engine.Reader(checkpoint, self.dtype_policy, threads)
-        reads, records, filled, whole = list[plans.Read](), list[ShardedTensor](), list[_Goal](), list[_Goal]()
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                continue
-            key, (stored, chunk) = item.storage_index.fqn, now.stored(item)
-            tensor = planner.resolve_tensor(item).detach()
-            box = box_of(item, chunk, tensor)
-            is_strict = self.dtype_policy == "strict" and tensor.dtype != stored.dtype
-            if is_strict or tensor.dtype.is_complex != stored.dtype.is_complex:
-                raise MismatchError(f"{key}: asked for {tensor.dtype}, stored is {stored.dtype}")
-            if not is_writable(key, tensor):
-                whole.append((item, tensor))
-                continue
-            step = (len(records), key, Piece(box, None), chunk, box, stored.dtype, stored.shape)
-            reads.append(plans.Read(*step))
-            records.append(ShardedTensor(key, tensor, tensor.dtype, box.size, stored.shape, box.offset, None))
-            filled.append((item, tensor))
-        reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
-        planned = plans.LoadPlan(reads=tuple(reads), zeroed=(), unexpected=(), mismatches=())
         has_digests = checkpoint.integrity is not None and self.verify != "off"
-        reader.run(records, planned, hashed if has_digests else (), lambda index: planner.commit_tensor(*filled[index]))
-        for item, tensor in whole:
-            tensor.copy_(part_of(self._value(reader, now, item)[1], item))
+
+        def filled(number: int) -> None:
+            if number not in odd:
+                planner.commit_tensor(*goals[number])
+
+        reader.run(records, direct, hashed if has_digests else (), filled)
+        for read in (read for read in planned.reads if read.record in odd):
+            item, tensor = goals[read.record]
+            tensor.copy_(_part_of(reader.read_value(read.key, read.chunk.frame, self.safe_globals)[1], item))
             planner.commit_tensor(item, tensor)
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._bytes(*self._value(reader, now, item)))
+        for item in (item for item in items if item.type == LoadItemType.BYTE_IO):
+            value = reader.read_value(item.storage_index.fqn, now.bytes_at(item), self.safe_globals)
+            planner.load_bytes(item, self._bytes(*value))
         if reader.cast_keys and self.dtype_policy == "cast":
             keys = ", ".join(sorted(reader.cast_keys))
             warnings.warn(f"values were converted to another dtype in {keys}", stacklevel=2)
-
-    def _value(self, reader: engine.Reader, now: _Opened, item: ReadItem) -> tuple[bytes, Any]:
-        return reader.read_value(item.storage_index.fqn, now.frame(item), self.safe_globals)
 
     def _bytes(self, data: bytes, value: Any) -> io.BytesIO:
         """What the planner may ``torch.load`` without rules: it was read by torch's weights-only rules before.
@@ -373,3 +367,47 @@ class Reader(StorageReader):
         torch.save(value, again)
         again.seek(0)
         return again
+
+
+def _is_writable(record: ShardedTensor, tensor: torch.Tensor) -> bool:
+    """Whether bytes can be put where a tensor lies; False for a subclass, which is filled by torch's copy.
+
+    Raises:
+        ShardingError: a meta tensor; two elements in one place.
+    """
+    try:
+        check_writable(record, tensor)
+    except ShardingError:
+        if type(tensor) is torch.Tensor:
+            raise
+        return False
+    return True
+
+
+def _part_of(value: Any, item: ReadItem) -> torch.Tensor:
+    """What an item wants of a whole chunk."""
+    if not isinstance(value, torch.Tensor):
+        raise CorruptError(f"{item.storage_index.fqn} is stored as a {type(value).__name__} and not as a tensor")
+    if tuple(value.shape) == tuple(item.lengths):
+        return value
+    return value[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
+
+
+def _check_whole(planner: LoadPlanner, manifest: Manifest) -> None:
+    """CorruptError for elements that are in no chunk, of a tensor that torch's planner asks for: they would stay.
+
+    That chunks overlap ``plan_load`` finds. Planners of users may have reasons to read less.
+    """
+    if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
+        return
+    for key, value in vars(planner)["state_dict"].items():
+        stored = manifest.tensors.get(key)
+        if stored is not None and isinstance(value, torch.Tensor):
+            missing = prod(stored.shape) - sum(chunk.box.volume for chunk in stored.chunks)
+            if missing > 0:
+                raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
+
+
+def _blocks_of(spans: Iterable[Span]) -> set[Block]:
+    """Each of them."""
+    return {block for span in spans for block in span.blocks()}

@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
 from sixfold.dist_ckpt.road.looking import common_data
 from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.road.request import LoadRequest
-from sixfold.dist_ckpt.state import by_name, factory, stateful, tree
+from sixfold.dist_ckpt.state import by_name, factory, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
@@ -365,7 +365,7 @@ def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: S
     return values
 
 
-def _finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], exchange: Exchange | None) -> Any:
+def _finished(assemble: Callable[[], tuple[Any, list[tuple[Any, Any]]]], exchange: Exchange | None) -> Any:
     """The result. Stateful objects get their values when no rank has an error left to raise.
 
     ``exchange`` is None if no rank has such objects.
@@ -375,7 +375,8 @@ def _finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], excha
     (result, found), _ = exchange.together(lambda: (assemble(), None), lambda _: None)
 
     def hand_over() -> tuple[None, None]:
-        stateful.hand_over(found)
+        for owner, own in found:
+            owner.load_state_dict(own)
         return None, None
 
     exchange.together(hand_over, lambda _: None)
@@ -384,7 +385,7 @@ def _finished(assemble: Callable[[], tuple[Any, list[stateful.Handover]]], excha
 
 def _assembled(
     expanded: Any, merges: Sequence[factory.Merge], parts: tree.Split, common: Any, values: Values
-) -> tuple[Any, list[stateful.Handover]]:
+) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
     values = factory.keep_own(values, merges, parts, common)
     result = tree.assemble(common, expanded, values)

@@ -63,31 +63,22 @@ class Names:
     rank: int
 
 
-def ask(node: Any, common: Any, stored: Names, path: tree.KeyPath = ()) -> Any:
-    """A copy of ``node`` with records in place of leaves that are stored under their name and not in common data.
+def ask(state: Any, common: Any, stored: Names) -> Any:
+    """A copy of a state dict with records in place of leaves that are stored under their name and not in common data.
 
-    An empty list asks for all that is stored below its name. ``common`` is the common data at this place.
+    An empty list asks for all that is stored below its name.
     """
-    if isinstance(node, LocalNonpersistentObject | ShardedTensor):
-        return node
-    if isinstance(node, ShardedObject):
-        bare = node.unique_key not in stored.objects and node.key in stored.objects and prod(node.global_shape) == 1
-        return PlainObject.named(node.key, node.replica_id) if bare else node
-    if path and common is tree.GONE and not isinstance(node, ShardedBase):
-        asked = _leaf(tree.key_text(path), node, stored)
-        if asked is not None:
-            return asked
-    if not tree.is_dict(node) and type(node) is not list:
-        return node
-    copies = [
-        # Most leaves are such records, and a state dict may have ten thousands.
-        (
-            name,
-            child if isinstance(child, ShardedTensor) else ask(child, tree.get(common, (name,)), stored, (*path, name)),
-        )
-        for name, child in tree.children(node)
-    ]
-    return tree.rebuilt(node, copies)
+
+    def change(path: tree.KeyPath, node: Any) -> Any:
+        if isinstance(node, ShardedObject):
+            bare = node.unique_key not in stored.objects and node.key in stored.objects and prod(node.global_shape) == 1
+            return PlainObject.named(node.key, node.replica_id) if bare else node
+        if isinstance(node, ShardedBase | LocalNonpersistentObject) or not path:
+            return node
+        asked = _leaf(tree.key_text(path), node, stored) if tree.get(common, path) is tree.GONE else None
+        return node if asked is None else asked
+
+    return tree.mapped(state, change)
 
 
 def _leaf(name: str, node: Any, stored: Names) -> Any:

@@ -1,12 +1,12 @@
 """Factories, DTensors and Stateful objects: leaves that are stored as something else.
 
 state dict --> expand (this file) --> state dict of records and common data --> tree.py
-loaded dict --> merge (this file) --> result, and what stateful.py hands over in the end
+loaded dict --> merge (this file) --> result, and what Stateful objects get in the end
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from sixfold.dist_ckpt.state.records import (
     ShardedObject,
     ShardedTensor,
 )
-from sixfold.dist_ckpt.state.stateful import Handover, is_stateful
 
 
 @dataclass(eq=False)
@@ -90,8 +89,8 @@ class Merge(NamedTuple):
     owner: Any = None
 
 
-def expand(node: Any, path: tree.KeyPath = ()) -> tuple[Any, list[Merge]]:
-    """A copy of the containers, factories replaced by what they build, outer ones first, and DTensors by records.
+def expand(node: Any) -> tuple[Any, list[Merge]]:
+    """A copy of the containers, factories replaced by what they build and DTensors by records; inner Merges first.
 
     A Stateful object is replaced by its state dict. The key of a DTensor is its path joined by dots, as torch's own
     distributed checkpoints flatten a state dict.
@@ -99,40 +98,42 @@ def expand(node: Any, path: tree.KeyPath = ()) -> tuple[Any, list[Merge]]:
     Raises:
         ShardingError: a leaf that belongs to one rank and would be lost: see ``check_leaf``.
     """
-    if isinstance(node, ShardedTensor):
-        return node, []
-    if isinstance(node, ShardedTensorFactory):
-        built, inner = expand(node.build(), path)
-        return built, [Merge(path, node.merge_fn), *inner]
-    if is_dtensor(node):
-        return _of_dtensor(node, path)
-    if is_stateful(node):
-        own, inner = expand(node.state_dict(), path)
-        return own, [Merge(path, lambda _: node, node), *inner]
-    if not tree.is_dict(node) and type(node) is not list:
-        check_leaf(node, path)
-        return node, []
     merges: list[Merge] = []
-    copies: list[tuple[Any, Any]] = []
-    for name, child in tree.children(node):
-        if isinstance(name, torch.Tensor):
+
+    def change(path: tree.KeyPath, leaf: Any) -> Any:
+        if path and isinstance(path[-1], torch.Tensor):
             raise ShardingError(
-                f"{tree.path_text(path)} has tensors as keys, which no load can tell apart; pass a state_dict(), as "
-                "optimizers have one"
+                f"{tree.path_text(path[:-1])} has tensors as keys, which no load can tell apart; pass a state_dict(), "
+                "as optimizers have one"
             )
-        copy, found = expand(child, (*path, name))
-        copies.append((name, copy))
-        merges += found
-    return tree.rebuilt(node, copies), merges
+        if isinstance(leaf, ShardedTensor) or tree.is_dict(leaf) or type(leaf) is list:
+            return leaf
+        if isinstance(leaf, ShardedTensorFactory):
+            built, merge = tree.mapped(leaf.build(), change, path), Merge(path, leaf.merge_fn)
+        elif is_stateful(leaf):
+            built, merge = tree.mapped(leaf.state_dict(), change, path), Merge(path, lambda _: leaf, leaf)
+        elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
+            records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
+            if not records:  # a rank outside the mesh: there is nothing here
+                return LocalNonpersistentObject(whole)
+            built, merge = records[0] if len(records) == 1 else records, Merge(path, lambda _: whole)
+        else:
+            check_leaf(leaf, path)
+            return leaf
+        merges.append(merge)
+        return built
+
+    return tree.mapped(node, change), merges
 
 
-def _of_dtensor(dtensor: Any, path: tree.KeyPath) -> tuple[Any, list[Merge]]:
-    """The records of a DTensor; a load gives the DTensor back, with the same memory."""
-    records = ShardedTensor.all_of_dtensor(tree.key_text(path), dtensor)
-    whole = dtensor.detach()
-    if not records:  # a rank outside the mesh: there is nothing here
-        return LocalNonpersistentObject(whole), []
-    return (records[0] if len(records) == 1 else records), [Merge(path, lambda _: whole)]
+def is_stateful(leaf: Any) -> bool:
+    """Whether a leaf has a state dict of its own, as torch's protocol of that name, which is not imported, says.
+
+    Modules, optimizers, schedulers and data loaders are such objects; classes, dicts, lists and tensors are none.
+    """
+    if isinstance(leaf, type | dict | list | torch.Tensor):
+        return False
+    return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
 def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
@@ -171,33 +172,30 @@ def _hidden(node: Any) -> Any:
     return None
 
 
-def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.KeyPath]) -> list[Handover]:
-    """Apply the merge functions to ``result``, inner ones first; what Stateful objects get comes back.
+def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.KeyPath]) -> list[tuple[Any, Any]]:
+    """Apply the merge functions to ``result``; Stateful objects and what their ``load_state_dict`` gets come back.
 
     A factory that lost a leaf to ``strict`` has nothing to merge: its sub dict stays as it is. One that lost all of
     them is left out as a record is. A Stateful object stands in the result as itself.
     """
-    found: list[Handover] = []
-    for path, merge_fn, owner in reversed(merges):
+    found: list[tuple[Any, Any]] = []
+    for path, merge_fn, owner in merges:
         sub_dict = tree.get(result, path)
         if sub_dict is tree.GONE:
             continue
         if not any(lost[: len(path)] == path for lost in left_out):
             if owner is not None:
-                found.append(Handover(path, owner, sub_dict))
+                found.append((owner, sub_dict))
             tree.put(result, path, merge_fn(sub_dict))
         elif isinstance(sub_dict, dict | list) and not sub_dict:
             tree.drop(result, path)
-    return found[::-1]
+    return found
 
 
 def owners_without_values(merges: Sequence[Merge], parts: tree.Split, common: Any) -> set[str]:
     """Names of Stateful objects of which nothing at all is asked for by records or saved as common data."""
-    return {
-        tree.key_text(path)
-        for path, _, owner in merges
-        if owner is not None and tree.get(common, path) is tree.GONE and not _below(path, parts.records)
-    }
+    found = _of_owners(merges, parts, common)
+    return {tree.key_text(path) for path, below, is_common in found if not below and not is_common}
 
 
 def keep_own(
@@ -208,18 +206,19 @@ def keep_own(
     An object of whose state nothing was found gets nothing.
     """
     kept = dict(values)
-    for path, _, owner in merges:
-        if owner is None:
-            continue
-        records = _below(path, parts.records)
-        if tree.get(common, path) is not tree.GONE or any(at in values for at, _ in records):
-            for at, record in records:
+    for _, below, is_common in _of_owners(merges, parts, common):
+        if is_common or any(at in values for at, _ in below):
+            for at, record in below:
                 if isinstance(record, ShardedTensor | ShardedObject):
                     kept.setdefault(at, record.data)
     return kept
 
 
-def _below(
-    path: tree.KeyPath, records: Sequence[tuple[tree.KeyPath, ShardedBase]]
-) -> list[tuple[tree.KeyPath, ShardedBase]]:
-    return [(at, record) for at, record in records if at[: len(path)] == path]
+def _of_owners(
+    merges: Sequence[Merge], parts: tree.Split, common: Any
+) -> Iterator[tuple[tree.KeyPath, list[tuple[tree.KeyPath, ShardedBase]], bool]]:
+    """Where each Stateful object stands, its records, and whether common data is saved for it."""
+    for path, _, owner in merges:
+        if owner is not None:
+            below = [(at, record) for at, record in parts.records if at[: len(path)] == path]
+            yield path, below, tree.get(common, path) is not tree.GONE

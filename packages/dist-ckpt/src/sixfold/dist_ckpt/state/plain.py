@@ -53,20 +53,7 @@ _HARMLESS: tuple[tuple[Any, str], ...] = (
     *(
         (kind, f"{module}.{kind.__name__}")
         for module in ("builtins", "__builtin__")
-        for kind in (
-            bool,
-            bytes,
-            dict,
-            float,
-            frozenset,
-            int,
-            list,
-            range,
-            set,
-            slice,
-            str,
-            tuple,
-        )
+        for kind in (bool, bytes, dict, float, frozenset, int, list, range, set, slice, str, tuple)
     ),
 )
 

@@ -10,7 +10,7 @@ defaultdicts and lists are walked through and come back as what they were; anyth
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import ShardingError
@@ -87,32 +87,28 @@ def key_text(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def split(tree: Mapping[Any, Any]) -> Split:
-    """Take a state dict apart into records, local objects and common data."""
-    records: list[tuple[KeyPath, ShardedBase]] = []
-    local: list[tuple[KeyPath, LocalNonpersistentObject]] = []
-    for path, leaf in leaves(tree):
-        if isinstance(leaf, ShardedBase):
-            records.append((path, leaf))
-        elif isinstance(leaf, LocalNonpersistentObject):
-            local.append((path, leaf))
-    common = _common_part(tree)
-    return Split(records, local, {} if common is GONE else common)
+def mapped(node: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
+    """``node`` with ``change(path, part)`` in place of each part, which is looked into if it stays itself.
 
-
-def _common_part(node: Any) -> Any:
-    """What is common in ``node``; GONE if nothing is.
-
-    A list that loses some of its elements becomes {position: value}, so that positions survive.
+    A part that becomes GONE is left out, and a container that loses all it had. A list that loses some of its elements
+    becomes {position: value}, so that positions survive.
     """
-    if isinstance(node, ShardedBase | LocalNonpersistentObject):
-        return GONE
-    if not is_dict(node) and type(node) is not list:
-        return node
-    kept = [(name, part) for name, child in children(node) if (part := _common_part(child)) is not GONE]
+    new = change(path, node)
+    if new is not node or not (is_dict(node) or type(node) is list):
+        return new
+    kept = [(name, part) for name, of in children(node) if (part := mapped(of, change, (*path, name))) is not GONE]
     if not kept and node:
         return GONE
     return dict(kept) if type(node) is list and len(kept) < len(node) else rebuilt(node, kept)
+
+
+def split(tree: Mapping[Any, Any]) -> Split:
+    """Take a state dict apart into records, local objects and common data."""
+    parts = list(leaves(tree))
+    common = mapped(tree, lambda _, node: GONE if isinstance(node, ShardedBase | LocalNonpersistentObject) else node)
+    records = [(path, leaf) for path, leaf in parts if isinstance(leaf, ShardedBase)]
+    local = [(path, leaf) for path, leaf in parts if isinstance(leaf, LocalNonpersistentObject)]
+    return Split(records, local, {} if common is GONE else common)
 
 
 def assemble(common: Any, request: Any, values: Mapping[KeyPath, Any], path: KeyPath = ()) -> Any:

@@ -117,7 +117,8 @@ def overview(root: Path) -> str:
     for package in site_raises.BASES:
         kinds = site_raises.kinds(package, root).values()
         names = ", ".join(f"[`{kind.name}`]({package}.md#{_slug(kind.name)})" for kind in public(kinds))
-        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(messages(package, root))} |")
+        told = list(entries(package, root).values())
+        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(told)} | {len(told) - told.count(None)} |")
     return OVERVIEW + "\n".join(rows) + "\n"
 
 
@@ -244,6 +245,6 @@ whatever its values are: beside them stand cause, an example and a remedy. Where
 
 A run that ends without an error, gives NaN or is slow: [debug a hang, a NaN, a slow rank](../do/debug.md).
 
-| package | classes | messages |
-|---|---|---|
+| package | classes | messages | of these with cause, example, remedy |
+|---|---|---|---|
 """

@@ -37,7 +37,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if share.error is not None:
         # A full disk must have room for the word that says so.
-        for file in () if not job.ticket.staging else Path(job.ticket.staging).glob(f"__{job.rank}_*"):
+        for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
         return control.fail(job, share.error, gauge, has_trainer)

@@ -355,7 +355,7 @@ def speak_for_trainer(job: Job, turn: Lock) -> None:
 def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The outcome of a save whose first rank can commit no more: what the target says."""
     try:
-        is_there = job.content.store.holds(job.ticket.save_id)
+        is_there = job.content.store.holds(job.ticket.save.save_id)
     except CheckpointError as error:
         return Outcome(error=kind(_blame(job, reason, f"whether it was committed cannot be seen ({error})")))
     return Outcome() if is_there else Outcome(error=kind(_blame(job, reason)))

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,11 +25,12 @@ from sixfold.dist_ckpt.geometry.box import whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import told_to_all
-from sixfold.dist_ckpt.road import loading, saving
+from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road.hosts import Seen
 from sixfold.dist_ckpt.road.loading import Looked, Values, Ways
 from sixfold.dist_ckpt.road.reader import copy_values
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
+from sixfold.dist_ckpt.road.saving import Agreed, agree_on
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore
@@ -42,23 +44,24 @@ from sixfold.dist_ckpt.strategies.base import (
     LoadShardedStrategy,
 )
 
+Result = TypeVar("Result")
+
 if TYPE_CHECKING:
     from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 
 
 def save(request: SaveRequest) -> None:
     """As ``serialization.save``, with strategies that write by themselves."""
-    begun = _begin(request)
-    strategy = request.sharded
+    agreed, strategy = _begun(request), request.sharded
 
-    def write(mine: dict[Any, Any]) -> None:
+    def write(mine: dict[Any, Any], staging: Path) -> None:
         if isinstance(strategy, AsyncSaveShardedStrategy) and type(strategy).save is AsyncSaveShardedStrategy.save:
-            strategy.async_save(mine, begun.staging).execute_sync(request.group, request.timeout_s)
+            strategy.async_save(mine, staging).execute_sync(request.group, request.timeout_s)
         else:
-            strategy.save(mine, begun.staging)
+            strategy.save(mine, staging)
 
-    with begun.agreed.abandoned_on_error():
-        begun.agreed.exchange.together(lambda: begun.run(write), lambda _: begun.commit())
+    with agreed.abandoned_on_error():
+        agreed.exchange.together(lambda: (_written(request, agreed, write), None), lambda _: _commit(request, agreed))
 
 
 def async_save(request: SaveRequest) -> AsyncRequest:
@@ -74,85 +77,72 @@ def async_save(request: SaveRequest) -> AsyncRequest:
                 f"{strategy} saves by itself and is no AsyncSaveShardedStrategy, so that only a plain save can let it; "
                 "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
             )
-    begun = _begin(request)
-    made: list[AsyncRequest] = []
-    with begun.agreed.abandoned_on_error():
-        begun.agreed.exchange.together(
-            lambda: begun.run(lambda mine: made.append(strategy.async_save(mine, begun.staging))),
-            lambda _: begun.save_common(),
-        )
-    return made[0]._replace(finalize_fns=[*made[0].finalize_fns, begun.commit_together])
+    agreed = _begun(request)
+    exchange = agreed.exchange
+    with agreed.abandoned_on_error():
+        made, _ = exchange.together(lambda: (_written(request, agreed, strategy.async_save), None), lambda _: None)
+
+    def commit() -> None:
+        with agreed.abandoned_on_error():
+            exchange.together(lambda: (None, None), lambda _: _commit(request, agreed))
+
+    return made._replace(finalize_fns=[*made.finalize_fns, commit])
 
 
-@dataclass(slots=True)
-class _Begun:
+def _begun(request: SaveRequest) -> Agreed:
     """A save that all ranks agree on, by strategies that write by themselves."""
-
-    request: SaveRequest
-    store: LocalStore
-    agreed: saving.Agreed
-    has_common: bool = False
-
-    @property
-    def staging(self) -> Path:
-        """The folder that is not the checkpoint yet."""
-        return Path(self.agreed.ticket.staging)
-
-    def run(self, write: Callable[[dict[Any, Any]], None]) -> tuple[None, None]:
-        """Let the strategies write this rank's records; in the form of ``Exchange.together``."""
-        request, save, nbytes = self.request, self.agreed.ticket.save, self.agreed.content.nbytes
-        mine, objects = _shares(self.agreed.records, request.sharded.can_handle_sharded_objects)
-        if self.agreed.exchange.rank:
-            self.store.join(save)
-        meter = Meter(request.progress, lambda: nbytes)
-        with self.store.told(save, nbytes):
-            write(mine)
-            if objects:
-                request.common.save_sharded_objects(objects, self.staging)
-        meter.finish()
-        return None, None
-
-    def save_common(self) -> None:
-        """The common data, unless that is done; on the first rank."""
-        if not self.has_common:
-            with self.store.told(self.agreed.ticket.save, self.agreed.content.nbytes):
-                self.request.common.save_common(self.agreed.content.common, self.staging)
-            self.has_common = True
-
-    def commit(self) -> None:
-        """What is written last, and into place; on the first rank."""
-        save, strategy, common = self.agreed.ticket.save, self.request.sharded, self.request.common
-        with self.store.told(save, self.agreed.content.nbytes):
-            strategy.check_written(self.staging)
-        self.save_common()
-        with self.store.told(save, self.agreed.content.nbytes):
-            config = {
-                "sharded_backend": strategy.backend,
-                "sharded_backend_version": strategy.version,
-                "common_backend": common.backend,
-                "common_backend_version": common.version,
-            }
-            storage.write_file(self.staging, POINTER, json.dumps(config).encode())
-            _complete_integrity(self.staging)
-            _sync(self.staging)
-        self.store.publish(save)
-
-    def commit_together(self) -> None:
-        """``commit``, called on all ranks."""
-        with self.agreed.abandoned_on_error():
-            self.agreed.exchange.together(lambda: (None, None), lambda _: self.commit())
-
-
-def _begin(request: SaveRequest) -> _Begun:
-    store = request.store
     with told_to_all(request.group, request.timeout_s):
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
-        if not isinstance(store, LocalStore):
+        if not isinstance(request.store, LocalStore):
             raise CheckpointError(
-                f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
+                f"{request.store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
             )
-    return _Begun(request, store, saving.agree_on(request))
+    return agree_on(request)
+
+
+@contextmanager
+def _staging(agreed: Agreed) -> Iterator[Path]:
+    """The folder that is not the checkpoint yet; errors inside name what is the matter with it."""
+    save, store = agreed.ticket.save, agreed.content.store
+    assert isinstance(store, LocalStore), f"{store.name} was refused before"
+    with store.told(save, agreed.content.nbytes):
+        yield Path(save.staging)
+
+
+def _written(request: SaveRequest, agreed: Agreed, write: Callable[[dict[Any, Any], Path], Result]) -> Result:
+    """Let the strategies write this rank's records, on the first rank the common data too; what ``write`` returns."""
+    content, rank = agreed.content, agreed.exchange.rank
+    mine, objects = _shares(agreed.records, request.sharded.can_handle_sharded_objects)
+    if rank:
+        content.store.join(agreed.ticket.save)
+    meter = Meter(request.progress, lambda: content.nbytes)
+    with _staging(agreed) as staging:
+        result = write(mine, staging)
+        if objects:
+            request.common.save_sharded_objects(objects, staging)
+        if not rank:
+            request.common.save_common(content.common, staging)
+    meter.finish()
+    return result
+
+
+def _commit(request: SaveRequest, agreed: Agreed) -> None:
+    """What is written last, and into place; on the first rank."""
+    strategy, common, store = request.sharded, request.common, agreed.content.store
+    config = {
+        "sharded_backend": strategy.backend,
+        "sharded_backend_version": strategy.version,
+        "common_backend": common.backend,
+        "common_backend_version": common.version,
+    }
+    with _staging(agreed) as staging:
+        strategy.check_written(staging)
+        storage.write_file(staging, POINTER, json.dumps(config).encode())
+        _complete_integrity(staging)
+        _sync(staging)
+    assert isinstance(store, LocalStore), f"{store.name} was refused before"
+    store.publish(agreed.ticket.save)
 
 
 def _shares(
@@ -240,7 +230,7 @@ def listing(
 def _values(
     wanted: Looked, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy, dtype_policy: str
 ) -> tuple[Values, set[str]]:
-    """What was loaded, by place, and the keys whose dtype was converted."""
+    """What was loaded, by place, and the keys whose dtype was converted. A strategy gets records of stored dtypes."""
     stored, folder = wanted.checkpoint.manifest, wanted.checkpoint.folder
     present: dict[tree.KeyPath, ShardedBase] = {}
     for path, record in wanted.parts.records:
@@ -262,7 +252,7 @@ def _values(
             raise CheckpointError(f"{record}: {strategy} returned no value for it")
         values[path] = found
         if isinstance(record, ShardedTensor):
-            values[path] = _settle(record, found, dtype_policy)
+            values[path] = _settled(record, found, dtype_policy)
             if found.dtype != record.dtype:
                 converted.add(record.key)
     return values, converted
@@ -270,16 +260,14 @@ def _values(
 
 def _as_stored(record: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
     """The record that the strategy gets: the caller's own, or one of the stored dtype with a tensor of its own."""
-    copy = record.without_data()
-    copy.dtype = dtype
-    if record.data is not None and record.dtype == dtype:
-        copy.data = record.data.detach()
-    else:
-        copy.init_data("cpu")
+    if record.dtype == dtype and record.data is not None:
+        return replace(record, data=record.data.detach())
+    copy = replace(record, data=None, dtype=dtype)
+    copy.init_data("cpu")
     return copy
 
 
-def _settle(record: ShardedTensor, found: Any, dtype_policy: str) -> torch.Tensor:
+def _settled(record: ShardedTensor, found: Any, dtype_policy: str) -> torch.Tensor:
     """Put what a strategy returned into the caller's tensor."""
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(f"{record}: the strategy returned a {type(found).__name__}, not a tensor")

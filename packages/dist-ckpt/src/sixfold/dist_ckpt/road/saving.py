@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,20 +54,7 @@ class Ticket(NamedTuple):
 
     save: Save
     common_differs: bool = False
-    metadata: str = "torch"  # or "compact": no .metadata is written
     again: bool = False  # nothing is decided: the first rank asks for all tables
-
-    @property
-    def save_id(self) -> str:
-        return self.save.save_id
-
-    @property
-    def staging(self) -> str:
-        return self.save.staging
-
-    @property
-    def target(self) -> str:
-        return self.save.target
 
 
 def save(request: SaveRequest) -> None:
@@ -175,7 +161,7 @@ class _FirstRank:
         save_id, nbytes = secrets.token_hex(8), sum(report.nbytes for report in reports)
         self._save = store.begin(save_id, nbytes, self._request.if_exists, owns_file)
         differs = len({report.common_digest for report in reports}) > 1
-        return Ticket(self._save, differs, self._request.metadata)
+        return Ticket(self._save, differs)
 
     def abandon(self) -> None:
         """Remove what was made."""
@@ -243,7 +229,16 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         request.store.name,
     )
     content = RankContent(
-        request.store, tensors, writes, stored, common, common_bytes, nbytes, encoded, engine.thread_count
+        request.store,
+        tensors,
+        writes,
+        stored,
+        common,
+        common_bytes,
+        nbytes,
+        encoded,
+        engine.thread_count,
+        request.metadata,
     )
     return content, report, parts
 
@@ -270,22 +265,19 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, kept: K
         kept: of the last save, or None; it is brought up to date.
     """
     save = ticket.save
-    index = index_of(written, save.save_id, kept, ticket.metadata)
-    for_torch = partial(_for_torch, written, save) if ".metadata" in index else None
+    index = index_of(written, save.save_id, kept, content.metadata)
+
+    def for_torch() -> Iterable[bytes]:
+        """A ``.metadata`` that names the files by their folder."""
+        return metadata.encode_parts(index_of_written(written, save.save_id).within(save.inside))
+
     small = index | {"common.pt": content.common_bytes}
-    complete(
-        content.store, save, _digests(written), small, metadata.encode_config(), for_torch if save.inside else None
-    )
+    is_inside = ".metadata" in index and save.inside
+    complete(content.store, save, _digests(written), small, metadata.encode_config(), for_torch if is_inside else None)
 
 
 def _digests(written: list[Written]) -> dict[str, FileDigest]:
     return {name: digest for part in written for name, digest in part.files.items()}
-
-
-def _for_torch(written: list[Written], save: Save) -> Iterable[bytes]:
-    """A ``.metadata`` that names the files by their folder."""
-    index = index_of_written(written, save.save_id)
-    return metadata.encode_parts(index.within(save.inside))
 
 
 class _Unfinished(LocalStore):

@@ -69,6 +69,7 @@ class RankContent:
     nbytes: int
     table: Encoded
     threads: int = 1
+    metadata: str = "torch"  # or "compact": no .metadata is written
 
     @property
     def file_bytes(self) -> int:

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 Ints = tuple[int, ...]
 
-_WORD = (1 << 64) - 1
-
 
 class Box(NamedTuple):
     """The elements ``offset[d] <= i[d] < offset[d] + size[d]`` for every axis d."""
@@ -177,13 +175,6 @@ def cover_weight(box: Box) -> int:
     """
     weight = 1
     for axis, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
-        weight *= _mixed(start + length, axis) - _mixed(start, axis)
+        # Of texts: Python's hash of small integers keeps their differences.
+        weight *= hash(f"{axis} {start + length}") - hash(f"{axis} {start}")
     return weight
-
-
-def _mixed(place: int, axis: int) -> int:
-    """splitmix64 of a place, another one for each axis. Python's hash of small integers keeps their differences."""
-    mixed = (place + (axis + 1) * 0x1E3779B97F4A7C15) & _WORD
-    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _WORD
-    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & _WORD
-    return mixed ^ mixed >> 31

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -88,41 +89,32 @@ class Stored(Protocol):
         """The chunks that may share an element with a box, and perhaps others."""
 
 
-class _Search(NamedTuple):
-    """The chunks of one tensor by their starts on the axis that tells them apart best."""
-
-    axis: int
-    starts: list[int]
-    longest: int
-    chunks: list[StoredChunk]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredTensor:
     """``Stored`` with all its chunks in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...]
-    _searches: list[_Search] = field(default_factory=list, compare=False, repr=False)  # one, from the first use on
 
     @property
     def chunk_count(self) -> int:
         return len(self.chunks)
 
+    @cached_property
+    def _search(self) -> tuple[int, int, list[StoredChunk]]:
+        """The axis whose starts tell the chunks apart best, the longest chunk on it, and the chunks by these starts."""
+        boxes = [chunk.box for chunk in self.chunks]
+        axis = max(range(len(self.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
+        return axis, max(box.size[axis] for box in boxes), sorted(self.chunks, key=lambda chunk: chunk.box.offset[axis])
+
     def near(self, wanted: Box) -> Sequence[StoredChunk]:
         if len(self.chunks) < FEW_CHUNKS or not self.shape:
             return self.chunks
-        if not self._searches:
-            boxes = [chunk.box for chunk in self.chunks]
-            axis = max(range(len(self.shape)), key=lambda d: len({box.offset[d] for box in boxes}))
-            ordered = sorted(self.chunks, key=lambda chunk: chunk.box.offset[axis])
-            longest = max(box.size[axis] for box in boxes)
-            self._searches.append(_Search(axis, [c.box.offset[axis] for c in ordered], longest, ordered))
-        search = self._searches[0]
-        start = wanted.offset[search.axis]
-        low = bisect_right(search.starts, start - search.longest)
-        return search.chunks[low : bisect_left(search.starts, start + wanted.size[search.axis])]
+        axis, longest, chunks = self._search
+        start = wanted.offset[axis]
+        low = bisect_right(chunks, start - longest, key=lambda chunk: chunk.box.offset[axis])
+        return chunks[low : bisect_left(chunks, start + wanted.size[axis], key=lambda chunk: chunk.box.offset[axis])]
 
 
 class ChunkDecoder(Protocol):

@@ -140,14 +140,11 @@ def _differing(by_rank: list[dict[str, Digest]]) -> tuple[list[str], dict[str, D
 
 def _who(path: str, by_rank: list[dict[str, Digest]]) -> str:
     """``ranks [0, 1], [2] hold different values; ranks [3] hold none``."""
-    holders: dict[Digest, list[int]] = {}
+    ranks: dict[Digest | None, list[int]] = {}
     for rank, found in enumerate(by_rank):
-        if path in found:
-            holders.setdefault(found[path], []).append(rank)
-    without = [rank for rank, found in enumerate(by_rank) if path not in found]
-    text = f"ranks {', '.join(map(_ranks, holders.values()))} hold " + (
-        "different values" if len(holders) > 1 else "it"
-    )
+        ranks.setdefault(found.get(path), []).append(rank)
+    without = ranks.pop(None, [])
+    text = f"ranks {', '.join(map(_ranks, ranks.values()))} hold {'different values' if len(ranks) > 1 else 'it'}"
     return text + (f", ranks {_ranks(without)} do not have it" if without else "")
 
 

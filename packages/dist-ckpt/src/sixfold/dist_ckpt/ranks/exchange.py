@@ -119,7 +119,11 @@ class Exchange:
 
         For a call that makes its next exchange inside the ``work`` of another one: who tells takes part in one alone.
         """
-        self.together(lambda: (None, None), lambda _: None)
+        self.everyone(lambda: None)
+
+    def everyone(self, work: Callable[[], Mine]) -> Mine:
+        """Run ``work`` on every rank; an error on any of them is raised on all."""
+        return self.together(lambda: (work(), None), lambda _: None)[0]
 
     def _reported(self, above: int, heard: list[bytes]) -> tuple[Outcome, list[bytes]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
@@ -211,11 +215,11 @@ def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
     except Exception as error:
         known = error
 
-        def tell() -> tuple[None, None]:
+        def tell() -> None:
             raise known
 
         try:
-            Exchange(group, timeout_s).together(tell, lambda _: None)
+            Exchange(group, timeout_s).everyone(tell)
         except Exception:
             if isinstance(known, CheckpointError):
                 raise

@@ -83,7 +83,6 @@ class Held(NamedTuple):
     identity: Identity
     unit: int
     is_main: bool
-    relaxed: bool
     device: str  # "" without data
 
 
@@ -92,7 +91,7 @@ def held(record: ShardedTensor, whole: bool) -> Held:
     same, main = identity(record), is_main_replica(record.replica_id)
     unit = max(1, same.elements) if whole else cut_unit(record)
     device = "" if record.data is None else record.data.device.type
-    return Held(record.shard_id, same, unit, main, record.allow_shape_mismatch, device)
+    return Held(record.shard_id, same, unit, main, device)
 
 
 class Passage(NamedTuple):
@@ -165,7 +164,7 @@ def plan_passages(by_rank: Sequence[tuple[Mapping[int, Held], Mapping[int, FileP
     for rank, (found, _) in enumerate(by_rank):
         copies = Counter[tuple[Any, ...]]()
         for index, wish in found.items():
-            kind = (wish.identity, wish.relaxed, wish.device)
+            kind = (wish.identity, wish.device)
             key = (*kind, copies[kind])  # a second copy on one rank is another shard
             copies[kind] += 1
             wanted[key][rank] = index

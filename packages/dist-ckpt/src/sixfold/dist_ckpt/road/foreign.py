@@ -27,7 +27,7 @@ from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import told_to_all
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road.hosts import Seen
-from sixfold.dist_ckpt.road.loading import Looked, Values, Ways
+from sixfold.dist_ckpt.road.loading import Looked, Values
 from sixfold.dist_ckpt.road.reader import copy_values
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.road.saving import Agreed, agree_on
@@ -80,7 +80,7 @@ def async_save(request: SaveRequest) -> AsyncRequest:
     agreed = _begun(request)
     exchange = agreed.exchange
     with agreed.abandoned_on_error():
-        made, _ = exchange.together(lambda: (_written(request, agreed, strategy.async_save), None), lambda _: None)
+        made = exchange.everyone(lambda: _written(request, agreed, strategy.async_save))
 
     def commit() -> None:
         with agreed.abandoned_on_error():
@@ -185,17 +185,25 @@ def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: L
         if request.store.local_folder is None:
             raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
 
-    def opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
-        manifest = _manifest(seen.folder, strategy, common_strategy)
-        return Checkpoint(seen.folder, manifest, None, "off", ()), common_strategy.load_common(seen.folder), False
+    return _Load(request, strategy, common_strategy).run()
 
-    def read(wanted: Looked, asked: LoadRequest, *_: Any) -> tuple[Values, set[str]]:
-        meter = Meter(asked.progress, lambda: wanted.reads.nbytes)
-        found = _values(wanted, strategy, common_strategy, asked.dtype_policy)
+
+class _Load(loading.Load):
+    """A load by strategies that read by themselves."""
+
+    def __init__(self, asked: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> None:
+        super().__init__(asked, LoadEngine())
+        self._strategies = strategy, common_strategy
+
+    def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
+        checkpoint = Checkpoint(seen.folder, _manifest(seen.folder, *self._strategies), None, "off", ())
+        return checkpoint, self._strategies[1].load_common(seen.folder), False
+
+    def values(self, looked: Looked, *_: Any) -> tuple[Values, set[str]]:
+        meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
+        found = _values(looked, *self._strategies, self.asked.dtype_policy)
         meter.finish()
         return found
-
-    return loading.load(request, LoadEngine(), Ways(opened, read))
 
 
 def _manifest(folder: Path, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Manifest:

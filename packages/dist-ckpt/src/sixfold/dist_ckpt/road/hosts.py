@@ -146,20 +146,9 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
     mates = next(ranks for ranks in hosts if exchange.rank in ranks)
     mirror = Mirror(store, token, exchange.rank, mates, exchange.timeout_s)
     is_first = exchange.rank == mates[0]
-
-    def make() -> tuple[None, None]:
-        if is_first:
-            mirror.create()
-        return None, None
-
-    def join() -> tuple[None, None]:
-        if not is_first:
-            mirror.attach()
-        return None, None
-
     try:
-        exchange.together(make, lambda _: None)
-        exchange.together(join, lambda _: None)
+        exchange.everyone(mirror.create if is_first else lambda: None)
+        exchange.everyone(lambda: None if is_first else mirror.attach())
         yield Seen(store, mirror.folder, mirror, hosts, exchange.rank)
     finally:
         mirror.close()

@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored
+from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
-from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
@@ -89,137 +88,134 @@ class Looked:
     common: dict[Any, Any]
     relay: Relay | None = None
 
-    def shareable(self) -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        """The tensors that can be loaded, and the place of the last frame that each of them needs."""
-        known = {step.record for step in self.reads.reads} | {index for index, _ in self.reads.zeroed}
-        kept = sorted(known)
-        number = {index: n for n, index in enumerate(kept)}
-        last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in self.reads.reads}
-        return [self.tensors[index] for index in kept], last
+    @property
+    def objects(self) -> list[ShardedObject]:
+        """Records of objects."""
+        return [record for _, record in self.parts.records if isinstance(record, ShardedObject)]
 
 
-class Ways(NamedTuple):
-    """How a load opens a checkpoint and reads what it wants: what a strategy of a user does for itself.
-
-    Attributes:
-        open: gives the checkpoint, its common data, and whether each value is stored under its own name.
-        read: gives the values by place, and the keys whose dtype was converted. Its further arguments: threads, the
-            blocks to hash, this rank.
-    """
-
-    open: Callable[[Seen, LoadRequest], tuple[Checkpoint, dict[Any, Any], bool]]
-    read: Callable[[Looked, LoadRequest, int, Shares, int], tuple[Values, set[str]]]
+def load(asked: LoadRequest, engine: LoadEngine) -> Any:
+    """``serialization.load`` by the built-in engine."""
+    return Load(asked, engine).run()
 
 
-def load(asked: LoadRequest, engine: LoadEngine, ways: Ways | None = None) -> Any:
-    """``serialization.load``. ``ways``: None for those of the built-in engine."""
-    exchange = Exchange(asked.group, asked.timeout_s)
-    ways = ways or Ways(_opened if engine.with_common else _opened_without_common, _read_one_save)
-    with seen_at(asked.store, exchange) as seen:
-        looked, decision, values, casts = _loaded(asked, engine, ways, exchange, seen)
-    mode = asked.strict
-    if casts and asked.dtype_policy == "cast":
-        warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
-    if exchange.rank == 0 and not mode.logs:
-        _warn_of_stateful(looked, decision)
-    result = _finished(
-        lambda: _assembled(looked.expanded, looked.merges, looked.parts, looked.common, values),
-        exchange if decision.has_stateful else None,
-    )
-    missing = decision.missing if mode.minds_missing else set()
-    if mode.logs and (missing or decision.unexpected):
-        _warn_of_keys(missing, decision.unexpected)
-    return (result, missing, decision.unexpected) if mode.returns else result
+class Load:
+    """One load. Strategies of users do what ``opened`` and ``values`` do by themselves (foreign.py)."""
 
+    def __init__(self, asked: LoadRequest, engine: LoadEngine) -> None:
+        self.asked, self.engine = asked, engine
+        self.exchange = Exchange(asked.group, asked.timeout_s)
 
-def _loaded(
-    asked: LoadRequest, engine: LoadEngine, ways: Ways, exchange: Exchange, seen: Seen
-) -> tuple[Looked, _Decision, Values, list[str]]:
-    """What was asked for and decided, the values by place, and the keys whose dtype was converted."""
+    def run(self) -> Any:
+        """The result, on every rank."""
+        asked, exchange, mode = self.asked, self.exchange, self.asked.strict
+        with seen_at(asked.store, exchange) as seen, ExitStack() as pause:
+            if self.engine.parallel and seen.mirror is None:  # which has been an exchange
+                exchange.hear()
+            pause.enter_context(collection_paused())
+            looked, decision, shares = exchange.apart(
+                lambda: self._requested(seen), lambda reports: _agree(reports, asked, seen)
+            )
+            if looked.reads.nbytes > _SHORT_BYTES:
+                pause.close()
+            values, casts = exchange.together(
+                lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(seen, casts)
+            )
+        if casts and asked.dtype_policy == "cast":
+            warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
+        if exchange.rank == 0 and not mode.logs:
+            _warn_of_stateful(looked, decision)
+        if decision.has_stateful:  # they get their values when no rank has an error left to raise
+            result, found = exchange.everyone(lambda: _assembled(looked, values))
+            exchange.everyone(lambda: _hand_over(found))
+        else:
+            result, _ = _assembled(looked, values)
+        missing = decision.missing if mode.minds_missing else set()
+        if mode.logs:
+            _warn_of_keys(missing, decision.unexpected)
+        return (result, missing, decision.unexpected) if mode.returns else result
 
-    def requested() -> tuple[Looked, _Report]:
+    def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
+        """The checkpoint, its common data, and whether each value was stored under its own name: by DCP, or its way."""
+        checkpoint = seen.opened(self.asked.verify)
+        if not self.engine.with_common:
+            return checkpoint, {}, False
+        common, manifest = common_data(checkpoint, self.asked.safe_globals), checkpoint.manifest
+        is_plain = manifest.save_id is None or any(map(by_name.is_plain, () if common else manifest.objects))
+        return checkpoint, common, is_plain and not common
+
+    def values(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
+        try:
+            window_bytes = WINDOW_BYTES if looked.relay is None else _RELAY_WINDOW_BYTES
+            meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
+            reader = Reader(looked.checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
+            looked.seen.start(shares, block_bytes(looked.checkpoint))
+            values = _read(looked, reader, shares[self.exchange.rank], self.asked.safe_globals)
+            meter.finish()
+            return values, reader.cast_keys
+        except CorruptError:  # another save that takes the folder's place meanwhile explains any other error too
+            looked.seen.check_unchanged()
+            raise
+        finally:
+            looked.checkpoint.check_unchanged()
+
+    def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        with looked.seen.told():
+            return typed(lambda: self.values(looked, threads, shares))
+
+    def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
         with seen.told():
-            return typed(lambda: _requested(asked, engine, ways, exchange, seen))
+            return typed(lambda: self._parallel(seen) if self.engine.parallel else self._alone(seen))
 
-    def agreed(reports: list[_Report]) -> tuple[_Decision, list[Shares]]:
-        return _agree(reports, asked.strict, asked.validate_access_integrity, seen)
+    def _alone(self, seen: Seen) -> tuple[Looked, _Report]:
+        looked = self._look(seen)
+        return looked, _report(looked, looked, self.exchange)
 
-    def read() -> tuple[Values, set[str]]:
-        with seen.told():
-            return typed(lambda: ways.read(looked, asked, decision.threads, shares, exchange.rank))
-
-    def of_one_save(casts: list[set[str]]) -> list[str]:
-        seen.check_unchanged()
-        return sorted(set().union(*casts))
-
-    with ExitStack() as pause:
-        if engine.parallel and seen.mirror is None:  # which has been an exchange
-            exchange.hear()
-        pause.enter_context(collection_paused())
-        looked, decision, shares = exchange.apart(requested, agreed)
-        if looked.reads.nbytes > _SHORT_BYTES:
-            pause.close()
-        values, casts = exchange.together(read, of_one_save)
-    return looked, decision, values, casts
-
-
-def _requested(
-    asked: LoadRequest, engine: LoadEngine, ways: Ways, exchange: Exchange, seen: Seen
-) -> tuple[Looked, _Report]:
-    found: list[Looked] = []
-
-    def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
-        found.append(_look(asked, ways, exchange.rank, seen))
-        return found[0].shareable()
-
-    if engine.parallel:
+    def _parallel(self, seen: Seen) -> tuple[Looked, _Report]:
+        """The same where ranks read for each other."""
         from sixfold.dist_ckpt.ranks.relay import relay_through
 
-        within = exchange if engine.group is None else Exchange(engine.group, exchange.timeout_s)
-        relay = relay_through(look, within, engine.memory)
-        wanted = found[0]
-        reads = plan.plan_load(relay.mine, wanted.checkpoint.manifest, dtype_policy=asked.dtype_policy)
-        looked = replace(wanted, tensors=relay.mine, reads=reads, relay=relay)
-    else:
-        look()
-        wanted = looked = found[0]
-    return looked, _report(looked, wanted, exchange)
+        found: list[Looked] = []
 
+        def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+            """The tensors that can be loaded, and the place of the last frame that each of them needs."""
+            found.append(self._look(seen))
+            tensors, reads = found[0].tensors, found[0].reads
+            number = {index: n for n, index in enumerate(reads.records())}
+            last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in reads.reads}
+            return [tensors[index] for index in number], last
 
-def _look(asked: LoadRequest, ways: Ways, rank: int, seen: Seen) -> Looked:
-    """What this rank wants of the checkpoint; records without data get some."""
-    checkpoint, common, is_bare = ways.open(seen, asked)
-    expanded, merges = factory.expand(tree.checked(asked.state))
-    stored = checkpoint.manifest.tensors
-    expanded = by_name.ask(expanded, common, by_name.Names(stored, checkpoint.manifest.objects, is_bare, rank))
-    parts = tree.split(expanded)
-    tensors = list[ShardedTensor]()
-    for number, (place, record) in enumerate(parts.records):
-        if not isinstance(record, ShardedTensor):
-            continue
-        if record.key in stored and record.data is None:
-            record = record.without_data()  # a copy: the caller's record stays without data
-            _allocate(record, stored[record.key])
-            parts.records[number] = (place, record)
-        elif record.key in stored and record.data is not None:
-            check_writable(record, record.data)
-        tensors.append(record)
-    table, pieces = tabulate(tensors)
-    reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=asked.dtype_policy, pieces=pieces)
-    return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+        group, exchange = self.engine.group, self.exchange
+        within = exchange if group is None else Exchange(group, exchange.timeout_s)
+        relay = relay_through(look, within, self.engine.memory)
+        manifest = found[0].checkpoint.manifest
+        reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
+        looked = replace(found[0], tensors=relay.mine, reads=reads, relay=relay)
+        return looked, _report(looked, found[0], exchange)
 
-
-def _opened(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
-    """See ``Ways``. Each value was stored under its own name by DCP, or through its interface."""
-    checkpoint = seen.opened(asked.verify)
-    common = common_data(checkpoint, asked.safe_globals)
-    names = map(by_name.record_of, () if common else checkpoint.manifest.objects)
-    without_id = checkpoint.manifest.save_id is None
-    return checkpoint, common, not common and (without_id or any(isinstance(n, by_name.PlainObject) for n in names))
-
-
-def _opened_without_common(seen: Seen, asked: LoadRequest) -> tuple[Checkpoint, dict[Any, Any], bool]:
-    return seen.opened(asked.verify), {}, False
+    def _look(self, seen: Seen) -> Looked:
+        """What this rank wants of the checkpoint; records without data get some."""
+        checkpoint, common, is_bare = self.opened(seen)
+        expanded, merges = factory.expand(tree.checked(self.asked.state))
+        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+        expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
+        parts = tree.split(expanded)
+        tensors = list[ShardedTensor]()
+        for number, (place, record) in enumerate(parts.records):
+            if not isinstance(record, ShardedTensor):
+                continue
+            if record.key in stored and record.data is None:
+                record = record.without_data()  # a copy: the caller's record stays without data
+                _allocate(record, stored[record.key])
+                parts.records[number] = (place, record)
+            elif record.key in stored and record.data is not None:
+                check_writable(record, record.data)
+            tensors.append(record)
+        table, pieces = tabulate(tensors)
+        policy = self.asked.dtype_policy
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
+        return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
 def _allocate(record: ShardedTensor, stored: Stored) -> None:
@@ -237,17 +233,18 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
 
 def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
-    checkpoint, tensors, manifest = looked.checkpoint, wanted.tensors, looked.checkpoint.manifest
-    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
+    checkpoint, manifest, objects = looked.checkpoint, looked.checkpoint.manifest, wanted.objects
     mismatches, unknown = _object_mismatches(objects, manifest)
-    unexpected = {tensors[index].key for index in wanted.reads.unexpected} | unknown
+    unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
     unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
+    frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
+    frames |= looked.reads.frames() | set(checkpoint.unread)
     return _Report(
         wanted.table,
         [record.without_data() for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
-        looked.seen.touched(checkpoint, _frames(looked, objects), exchange.ranks),
+        looked.seen.touched(checkpoint, frames, exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
         manifest if exchange.rank == 0 else None,
@@ -260,37 +257,22 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
 def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> tuple[list[str], set[str]]:
     """Objects whose grid is another than the saved one, and objects that are not stored at all."""
     absent = [record for record in objects if record.unique_key not in manifest.objects]
-    if not absent:
-        return [], set()
-    grids: dict[str, tuple[int, ...]] = {}
-    for stored_key in manifest.objects:
-        try:
-            record = ShardedObject.empty_from_unique_key(stored_key)
-        except ShardingError:  # bytes of plain DCP, which have no grid
-            continue
-        grids[record.key] = record.global_shape
+    names = [] if not absent else [name for name in manifest.objects if not by_name.is_plain(name)]
+    grids = {record.key: record.global_shape for record in map(by_name.record_of, names)}
     lines, unknown = [], set()
     for record in absent:
-        if record.key in grids and grids[record.key] != record.global_shape:
+        grid = grids.get(record.key, record.global_shape)
+        if grid != record.global_shape:
             lines.append(
-                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grids[record.key]}; "
-                "objects cannot be cut anew"
+                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
+                "cut anew"
             )
         else:
             unknown.add(record.unique_key)
     return lines, unknown
 
 
-def _frames(looked: Looked, objects: Sequence[ShardedObject]) -> set[ByteRange]:
-    """What this rank reads itself."""
-    stored = looked.checkpoint.manifest.objects
-    own = {stored[record.unique_key] for record in objects if record.unique_key in stored}
-    return looked.reads.frames() | own | set(looked.checkpoint.unread)
-
-
-def _agree(
-    reports: list[_Report], strict: StrictHandling, validate_access_integrity: bool, seen: Seen
-) -> tuple[_Decision, list[Shares]]:
+def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_Decision, list[Shares]]:
     if len({report.seen for report in reports}) > 1:
         raise CorruptError(
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
@@ -302,12 +284,13 @@ def _agree(
     manifest = reports[0].manifest
     assert manifest is not None, "the first rank's report"
     # All keys are looked at only if they are asked about: for a mode that minds them, or for a guess at what was meant.
+    strict = request.strict
     counts = strict.minds_missing or (unexpected and strict.raises_unexpected) or any(r.has_stateful for r in reports)
     missing = {key for keys in (manifest.tensors, manifest.objects) for key in keys} - asked if counts else set[str]()
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
-    if validate_access_integrity:
+    if request.validate_access_integrity:
         problems = validation.table_problems(table, "asked for")
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
@@ -324,35 +307,20 @@ def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
     return min(4, *(max(1, count // ranks[host]) for host, count in cpus))
 
 
-def _read_one_save(
-    looked: Looked, asked: LoadRequest, threads: int, shares: Shares, rank: int
-) -> tuple[Values, set[str]]:
-    """``_read``, unless another save takes the folder's place meanwhile, which explains any other error too."""
-    try:
-        window_bytes = WINDOW_BYTES if looked.relay is None else _RELAY_WINDOW_BYTES
-        meter = Meter(asked.progress, lambda: looked.reads.nbytes)
-        reader = Reader(looked.checkpoint, asked.dtype_policy, threads, window_bytes, meter.add)
-        looked.seen.start(shares, block_bytes(looked.checkpoint))
-        values = _read(looked, reader, shares[rank], asked.safe_globals)
-        meter.finish()
-        return values, reader.cast_keys
-    except CorruptError:
-        looked.seen.check_unchanged()
-        raise
-    finally:
-        looked.checkpoint.check_unchanged()
+def _of_one_save(seen: Seen, casts: list[set[str]]) -> list[str]:
+    """The keys whose dtype was converted on any rank."""
+    seen.check_unchanged()
+    return sorted(set().union(*casts))
 
 
 def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]) -> Values:
     checkpoint, relay = looked.checkpoint, looked.relay
     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
     blocks = [block for span in share for block in span.blocks()] if has_digests else []
-    if relay is None:
-        reader.run(looked.tensors, looked.reads, blocks)
-    else:
-        try:
-            reader.run(looked.tensors, looked.reads, blocks, relay.on_complete)
-        finally:
+    try:
+        reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
+    finally:
+        if relay is not None:
             relay.finish()
     values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
     for path, record in looked.parts.records:
@@ -365,32 +333,18 @@ def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: S
     return values
 
 
-def _finished(assemble: Callable[[], tuple[Any, list[tuple[Any, Any]]]], exchange: Exchange | None) -> Any:
-    """The result. Stateful objects get their values when no rank has an error left to raise.
-
-    ``exchange`` is None if no rank has such objects.
-    """
-    if exchange is None:
-        return assemble()[0]
-    (result, found), _ = exchange.together(lambda: (assemble(), None), lambda _: None)
-
-    def hand_over() -> tuple[None, None]:
-        for owner, own in found:
-            owner.load_state_dict(own)
-        return None, None
-
-    exchange.together(hand_over, lambda _: None)
-    return result
+def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
+    for owner, own in found:
+        owner.load_state_dict(own)
 
 
-def _assembled(
-    expanded: Any, merges: Sequence[factory.Merge], parts: tree.Split, common: Any, values: Values
-) -> tuple[Any, list[tuple[Any, Any]]]:
+def _assembled(looked: Looked, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
-    values = factory.keep_own(values, merges, parts, common)
-    result = tree.assemble(common, expanded, values)
+    common, parts = looked.common, looked.parts
+    values = factory.keep_own(values, looked.merges, parts, common)
+    result = tree.assemble(common, looked.expanded, values)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
-    found = factory.merge(result, merges, [path for path in wanted if path not in values])
+    found = factory.merge(result, looked.merges, [path for path in wanted if path not in values])
     return ({} if result is tree.GONE else result), found
 
 

@@ -36,7 +36,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
 from sixfold.dist_ckpt.road.sources import Sources, comparable
-from sixfold.dist_ckpt.state.by_name import PlainObject, record_of
+from sixfold.dist_ckpt.state.by_name import is_plain as is_plain_object
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
@@ -165,7 +165,7 @@ class Reader:
         """The object of a frame; ours and megatron's are lists of one."""
         _, value = self.read_value(stored_key, frame, safe_globals)
         # A zarr object is a file of its own, without a list, and so is what plain DCP wrote.
-        in_list = self._checkpoint.manifest.decoder is None and not isinstance(record_of(stored_key), PlainObject)
+        in_list = self._checkpoint.manifest.decoder is None and not is_plain_object(stored_key)
         return value[0] if in_list and isinstance(value, list) and len(value) == 1 else value
 
     def _windows(
@@ -305,10 +305,6 @@ class Reader:
             self._moved(count)
 
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
-        self._copy_part(records, step)
-        self._moved(step.nbytes)
-
-    def _copy_part(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
             frame = step.chunk.frame
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
@@ -317,6 +313,7 @@ class Reader:
             copy_values(step.key, source, target, self._policy)
             if target.dtype != source.dtype:
                 self.cast_keys.add(step.key)
+        self._moved(step.nbytes)
 
     @property
     def _block_bytes(self) -> int:

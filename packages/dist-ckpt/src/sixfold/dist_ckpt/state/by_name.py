@@ -49,6 +49,11 @@ def record_of(stored_key: str) -> ShardedObject:
         return PlainObject.named(stored_key)
 
 
+def is_plain(stored_key: str) -> bool:
+    """Whether an object is stored under its bare key."""
+    return isinstance(record_of(stored_key), PlainObject)
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """What a checkpoint has, for ``ask``.

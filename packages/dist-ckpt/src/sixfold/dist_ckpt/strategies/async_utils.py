@@ -109,12 +109,8 @@ class _InThread:
 
 def _wait_together(running: Running, group: Group, timeout_s: float) -> None:
     """Wait for it on every rank; an error of one is raised on all."""
-
-    def wait() -> tuple[None, None]:
-        running.wait(timeout_s)
-        return None, None
-
-    Exchange(group, 2 * timeout_s).together(wait, lambda _: None)  # a peer may wait all of timeout_s for its own
+    # A peer may wait all of timeout_s for its own.
+    Exchange(group, 2 * timeout_s).everyone(lambda: running.wait(timeout_s))
 
 
 class _Call(NamedTuple):

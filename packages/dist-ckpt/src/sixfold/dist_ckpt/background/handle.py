@@ -41,7 +41,7 @@ class AsyncSave:
     def __init__(
         self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None, started: float
     ) -> None:
-        self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.target
+        self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.save.target
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
         self._worker, self._job, self._sign, self._progress = worker, job, sign, progress
@@ -51,7 +51,7 @@ class AsyncSave:
         self._total_s: float | None = None
         # Only an outcome takes it away: a thread that ends without one has not saved anything.
         self._error: CheckpointError | None = CheckpointError(
-            f"the background save to {job.ticket.target} ended without an outcome; save again"
+            f"the background save to {job.ticket.save.target} ended without an outcome; save again"
         )
         self._is_told = False
         self._meter, self._file_bytes = Meter(None), 0  # made in the thread

@@ -138,7 +138,7 @@ def _who_writes(by_rank: list[Told]) -> list[Passage]:
         for index, shard in shards.items():
             if shard.device and mains[shard.identity] == 1:
                 first.setdefault(shard.identity, index)
-        alike = {index: shards[index]._replace(relaxed=False, device="cpu") for index in first.values()}
+        alike = {index: shards[index]._replace(device="cpu") for index in first.values()}
         candidates.append((alike, {}))
     return plan_passages(candidates)
 

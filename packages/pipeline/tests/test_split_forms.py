@@ -171,6 +171,39 @@ def test_a_backward_reads_the_weight_that_its_forward_read(looks):
     assert equal_bits(*found)
 
 
+def doubled(y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g * 2)
+    y.register_hook(lambda g: g + 1)
+    return y
+
+
+def removed(y: Tensor) -> Tensor:
+    handle = y.register_hook(lambda g: g * 7)
+    y.register_hook(lambda g: g + 1)
+    handle.remove()
+    return y
+
+
+def in_place(y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g * 2)
+    y = y.mul_(3)
+    y.register_hook(lambda g: g + 1)
+    return y
+
+
+def kept(y: Tensor) -> Tensor:
+    y.retain_grad()
+    y.register_hook(lambda g: g + y.detach())
+    return y
+
+
+@pytest.mark.parametrize("change", [doubled, removed, in_place, kept], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)], ids=str)
+@pytest.mark.parametrize("wants", [True, False])
+def test_the_weights_see_what_hooks_of_the_output_make_of_its_gradient(change, shape, wants):
+    both(lambda module, x: module[1:](change(module[0](x))), seeded(*shape).requires_grad_(wants))  # type: ignore[index]
+
+
 def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
     found = {}
     for again in (False, True):

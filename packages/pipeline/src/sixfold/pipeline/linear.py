@@ -197,10 +197,20 @@ def _as_matrix(input: Tensor) -> bool:
     return dimensions > 2 and input.is_contiguous()
 
 
+class _Last(dict[int | None, Callable[..., Any]]):
+    """Hooks of an output, in the order in which autograd calls them: ours, under None, stays the last."""
+
+    def __setitem__(self, key: int | None, hook: Callable[..., Any]) -> None:
+        ours = self.pop(None)
+        super().__setitem__(key, hook)
+        super().__setitem__(None, ours)
+
+
 def _natively(input: Tensor, operands: Any, entries: list[Entry], held: Any) -> Tensor:
     """Torch's operator on detached parameters, and a hook for the gradient of its output. [Note: two forms]
 
-    The hook is at the operator's own node: behind every hook of the output, and left alone by who changes it in place.
+    The hook is the output's, behind every other one of it, and stays with the operator's node where the output is
+    changed in place. ``register_hook`` would make a handle besides, 2 us of a call.
     Where the input wants no gradient there is a node if the bias is a leaf; the bias' gradient is then made in I.
     """
     dimensions = input.dim()
@@ -211,9 +221,9 @@ def _natively(input: Tensor, operands: Any, entries: list[Entry], held: Any) -> 
         leaf = bias.detach().requires_grad_()
         operands = weight, leaf
     output = F.linear(rows, *operands)
-    node: Any = output.grad_fn
     kept = None if held[3][0] is None else rows  # the weight's gradient reads it
-    node.register_prehook(partial(_arrived, entries, held, kept, rows._version, leaf))
+    output._backward_hooks = _Last({None: partial(_arrived, entries, held, kept, rows._version, leaf)})  # type: ignore[assignment]
+    output.grad_fn._register_hook_dict(output)  # type: ignore[union-attr]
     return output if dimensions == 2 else output.view(*input.shape[:-1], output.shape[1])
 
 
@@ -223,9 +233,8 @@ def _arrived(
     rows: Tensor | None,
     version: int,
     leaf: Tensor | None,
-    gradients: tuple[Tensor | None],
+    gradient: Tensor | None,
 ) -> None:
-    gradient = gradients[0]
     if gradient is None:
         return
     store, _, _, targets = held

@@ -54,6 +54,7 @@ class GradientStore:
         slot: what is open now, None while closed.
         alone: nobody else looks after the stage's gradients.
         task, thread: autograd's number of the I that runs, once it reached a layer, and who runs it.
+        entry: the code that enters autograd for I.
         inner: the last pass inside of another, and what it was asked for.
         leaf: stands for the parameters of deferred layers where nothing else wants a gradient.
     """
@@ -78,6 +79,7 @@ class GradientStore:
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
         self.task, self.thread = NOBODY, 0
         self.inner: tuple[int, Asked] = NOBODY, None
+        self.entry = GradientStore.backward.__code__
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
 
     def open(self, k: int) -> None:

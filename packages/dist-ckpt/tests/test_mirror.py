@@ -252,7 +252,7 @@ def test_a_dead_processs_mirror_goes_with_the_next_load_and_a_living_ones_stays(
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
-def test_a_mirror_without_its_name_goes_after_an_error_at_once_and_after_a_kill_with_a_later_load(
+def test_a_mirror_without_a_lock_goes_after_an_error_at_once_and_after_a_kill_with_a_later_load(
     memory, spool, monkeypatch, holds_lock
 ):
     mirror = Mirror(memory)
@@ -266,10 +266,10 @@ def test_a_mirror_without_its_name_goes_after_an_error_at_once_and_after_a_kill_
             mirror.create()
     mirror.close()
     assert not set(spool.iterdir())
-    begun = mirror.folder.parent.with_suffix(".begun")
+    begun = mirror.folder.parent
     begun.mkdir()
     if holds_lock:
-        (begun / "alive-0").touch()
+        (begun / ".alive-0").touch()
     leases.remove_dead(spool)
     assert begun.exists(), "it may be about to be held"
     os.utime(begun, (0, 0))

@@ -47,7 +47,8 @@ from sixfold.dist_ckpt.road.request import check_if_exists
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
-from sixfold.dist_ckpt.stores.store import Content, Part, PartFile, Save, complete, part_name
+from sixfold.dist_ckpt.stores.store import Content, Part, Save, complete, part_name
+from sixfold.dist_ckpt.stores.stream import PartFile
 
 Place = str | os.PathLike[str] | Store
 _Places = list[tuple[MetadataIndex, ByteRange]]  # of a file, in its order

@@ -91,22 +91,13 @@ class Index:
         """D."""
         return self.offsets_ND.shape[1]
 
-    def part(self, rows: slice) -> Part:
-        """The chunks of these numbers: nothing as long as all of them is made."""
-        at, place = (rows, rows) if self.order is None else (self.order[0][rows], self.order[1][rows])
-        return Part(
-            self.tensor_N[at],
-            self.offsets_ND[at],
-            self.sizes_ND[at],
-            self.file_N[place],
-            self.start_N[place],
-            self.length_N[place],
-        )
-
     def parts(self) -> Iterator[Part]:
-        """All chunks, a batch at a time."""
+        """All chunks, a batch at a time: nothing as long as all of them is made."""
         for low in range(0, self.chunk_count, BATCH_ROWS):
-            yield self.part(slice(low, low + BATCH_ROWS))
+            rows = slice(low, low + BATCH_ROWS)
+            at, place = (rows, rows) if self.order is None else (self.order[0][rows], self.order[1][rows])
+            boxes = self.tensor_N[at], self.offsets_ND[at], self.sizes_ND[at]
+            yield Part(*boxes, self.file_N[place], self.start_N[place], self.length_N[place])
 
     def counts(self) -> list[int]:
         """Chunks of each tensor."""
@@ -170,8 +161,7 @@ class _Writer:
         yield b"\x80\x04" + b"".join(name + b"0" for name in names)  # each into the memo, and off the stack
         yield b"".join((self._new("Metadata"), b"}(", self._text("state_dict_metadata"), b"}("))
         axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64, device="cpu")
-        for rows, shares in _batches(index.counts()):
-            yield from self._entries(index, axes_K, index.part(rows), shares)
+        yield from self._entries(index, axes_K)
         yield b"".join(self._text(key) + self._new("BytesStorageMetadata") for key in index.objects)
         yield b"".join((b"u", self._text("planner_data"), _plain(index.planner_data)))
         yield self._text("storage_data") + b"}("
@@ -190,29 +180,34 @@ class _Writer:
             parts += [self._text("sixfold_save_id"), self._text(index.save_id)]
         yield b"".join([*parts, b"ub."])
 
-    def _entries(self, index: Index, axes_K: torch.Tensor, part: Part, shares: Sequence[_Share]) -> Iterator[bytes]:
-        """Entries of ``state_dict_metadata``: a batch of chunks, and where a tensor of it begins or ends."""
+    def _entries(self, index: Index, axes_K: torch.Tensor) -> Iterator[bytes]:
+        """Entries of ``state_dict_metadata``: tensors without chunks, then the others, batch by batch of chunks."""
+        last = -1
+        for number, count in enumerate(index.counts()):
+            if not count:
+                yield self._tensor(*index.tensors[number]) + b"eub"
         new, size = self._new("ChunkStorageMetadata") + b"}(" + self._text("offsets"), self._text("sizes")
-        blobs: dict[int, memoryview] = {}
-        widths: dict[int, int] = {}
-        for axes, row_M in _by_axes(part, axes_K):
-            offsets, sizes = part.offsets_MD[row_M, :axes], part.sizes_MD[row_M, :axes]
-            form = [new, *self._sizes(offsets), size, *self._sizes(sizes), b"ub"]
-            blob, widths[axes] = _rows(form, len(row_M))
-            blobs[axes] = memoryview(blob)
-        for number, chunks, begins, ends in shares:
-            key, dtype, shape = index.tensors[number]
-            parts: list[bytes | memoryview] = []
-            if begins:
-                parts += [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
-                parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
-            if chunks:
-                taken = chunks * widths[len(shape)]
-                parts.append(blobs[len(shape)][:taken])
-                blobs[len(shape)] = blobs[len(shape)][taken:]
-            if ends:
-                parts.append(b"eub")
-            yield b"".join(parts)
+        for part in index.parts():
+            blobs: dict[int, tuple[memoryview, int]] = {}
+            for axes, row_M in _by_axes(part, axes_K):
+                offsets, sizes = part.offsets_MD[row_M, :axes], part.sizes_MD[row_M, :axes]
+                rows, width = _rows([new, *self._sizes(offsets), size, *self._sizes(sizes), b"ub"], len(row_M))
+                blobs[axes] = memoryview(rows), width
+            found, counts = torch.unique_consecutive(part.tensor_M, return_counts=True)
+            for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+                axes = len(index.tensors[number][2])
+                (blob, width), begin = blobs[axes], b""
+                if number != last:
+                    begin = (b"eub" if last >= 0 else b"") + self._tensor(*index.tensors[number])
+                blobs[axes], last = (blob[count * width :], width), number
+                yield begin + blob[: count * width]
+        yield b"eub" if last >= 0 else b""
+
+    def _tensor(self, key: str, dtype: torch.dtype, shape: Ints) -> bytes:
+        """An entry up to its chunks."""
+        parts = [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
+        parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
+        return b"".join(parts)
 
     def _places(self, index: Index, axes_K: torch.Tensor, keys_K: torch.Tensor, part: Part) -> Iterator[bytes]:
         """Entries of ``storage_data``: where the chunks of a batch lie."""
@@ -274,34 +269,6 @@ class _Writer:
         short = number < 256
         self._memo[value] = b"h" + bytes([number]) if short else b"j" + struct.pack("<I", number)
         return b"q" + bytes([number]) if short else b"r" + struct.pack("<I", number)
-
-
-class _Share(NamedTuple):
-    """The chunks of tensor ``number`` in a batch, and whether its first and its last ones are among them."""
-
-    number: int
-    chunks: int
-    begins: bool
-    ends: bool
-
-
-def _batches(count_K: Sequence[int]) -> Iterator[tuple[slice, list[_Share]]]:
-    """Rows, at most ``BATCH_ROWS`` at a time, and whose they are."""
-    low = rows = 0
-    shares: list[_Share] = []
-    for number, count in enumerate(count_K):
-        left = count
-        while True:
-            taken = min(left, BATCH_ROWS - rows)
-            shares.append(_Share(number, taken, left == count, left == taken))
-            left, rows = left - taken, rows + taken
-            if rows == BATCH_ROWS:
-                yield slice(low, low + rows), shares
-                low, rows, shares = low + rows, 0, []
-            if not left:
-                break
-    if shares:
-        yield slice(low, low + rows), shares
 
 
 def _by_axes(part: Part, axes_K: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

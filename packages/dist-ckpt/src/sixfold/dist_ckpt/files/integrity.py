@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import RawIOBase
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,10 +74,6 @@ class Integrity:
         }
         return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
 
-    def spans_of(self, ranges: Iterable[ByteRange]) -> list[Span]:
-        """The blocks that hold any byte of ``ranges``, as few sorted spans."""
-        return spans_of(ranges, self.block_bytes)
-
     def all_spans(self) -> list[Span]:
         """Every block of every file."""
         return [Span(name, 0, len(file.digests)) for name, file in sorted(self.files.items())]
@@ -99,28 +96,20 @@ class Integrity:
         """CorruptError unless ``data`` is the whole content of the file."""
         for index in range(max(1, -(-len(data) // self.block_bytes))):
             start = index * self.block_bytes
-            self._compare(path, index, data[start : start + self.block_bytes])
+            self.compare(path, index, digest(self.algorithm, data[start : start + self.block_bytes]))
 
     def check_blocks(self, folder: Path, blocks: Iterable[Block]) -> int:
         """Read and hash ``blocks``; CorruptError names the first that differs. Returns the bytes read."""
-        total, handle, opened = 0, None, None
+        total = 0
         # One buffer for all: fresh memory costs more than the hash. The file may claim blocks of any size.
         buffer = bytearray(min(self.block_bytes, BLOCK_BYTES))
-        try:
-            for block in sorted(blocks):
-                if block.file != opened:
-                    if handle:
-                        handle.close()
-                    opened, handle = block.file, (folder / block.file).open("rb", buffering=0)
-                assert handle is not None, block
-                handle.seek(block.number * self.block_bytes)
-                hasher = self.hasher()
-                count = _hash_file(handle, self.block_bytes, buffer, hasher)
-                self.compare(folder / block.file, block.number, hasher.hexdigest())
-                total += count
-        finally:
-            if handle:
-                handle.close()
+        for name, same in groupby(sorted(blocks), lambda block: block.file):
+            with (folder / name).open("rb", buffering=0) as file:
+                for block in same:
+                    file.seek(block.number * self.block_bytes)
+                    hasher = self.hasher()
+                    total += _hash_file(file, self.block_bytes, buffer, hasher)
+                    self.compare(folder / name, block.number, hasher.hexdigest())
         return total
 
     def hasher(self) -> Hasher:
@@ -134,9 +123,6 @@ class Integrity:
             start = index * self.block_bytes
             stop = min(start + self.block_bytes, max(file.size, start))
             raise CorruptError(f"{path}: bytes {start}:{stop} are not those that were saved ({self.algorithm} differs)")
-
-    def _compare(self, path: Path, index: int, data: bytes | memoryview) -> None:
-        self.compare(path, index, digest(self.algorithm, data))
 
 
 def spans_of(ranges: Iterable[ByteRange], block_bytes: int) -> list[Span]:
@@ -197,11 +183,8 @@ class BlockHasher:
 
     def update(self, data: bytes | memoryview) -> None:
         """Add the next bytes of the file."""
-        view = memoryview(data)
-        while len(view):
-            take = min(len(view), BLOCK_BYTES - self.size % BLOCK_BYTES)
-            self._close_block_after(crc32(view[:take], self._crc), take)
-            view = view[take:]
+        for piece in cut_at_blocks(memoryview(data), self.size):
+            self._close_block_after(crc32(piece, self._crc), len(piece))
 
     def add(self, pieces: Iterable[Piece]) -> None:
         """Add bytes, cut at blocks for this place of the file, that are hashed already."""

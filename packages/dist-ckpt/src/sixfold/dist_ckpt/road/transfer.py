@@ -35,7 +35,8 @@ from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores.pool import Pool
-from sixfold.dist_ckpt.stores.store import Part, PartFile, Save, Store, part_name
+from sixfold.dist_ckpt.stores.store import Part, Save, Store, part_name
+from sixfold.dist_ckpt.stores.stream import PartFile
 
 COPY_BYTES = 1 << 22
 

@@ -10,8 +10,8 @@ from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.local import LocalStore
 from sixfold.dist_ckpt.stores.memory import MemoryStore
-from sixfold.dist_ckpt.stores.store import Part, PartFile, Save, Store
-from sixfold.dist_ckpt.stores.stream import Sink
+from sixfold.dist_ckpt.stores.store import Part, Save, Store
+from sixfold.dist_ckpt.stores.stream import PartFile, Sink
 from sixfold.dist_ckpt.stores.url import UrlStore
 
 __all__ = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -32,24 +33,13 @@ def copy_attributes(source: Path, target: Path, *, writable: bool = False) -> No
             os.chown(target, -1, status.st_gid)
         with suppress(OSError):
             os.chown(target, status.st_uid, -1)
-    wanted, found = _extended(source), _extended(target)
-    for name in found.keys() - wanted.keys():
-        with suppress(OSError):
-            os.removexattr(target, name)
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            with suppress(OSError):
-                os.setxattr(target, name, value)
-    os.chmod(target, stat.S_IMODE(status.st_mode) | (stat.S_IRWXU if writable else 0))
-
-
-def _extended(folder: Path) -> dict[str, bytes]:
-    found = {}
     with suppress(OSError):  # a file system without them
-        for name in os.listxattr(folder):
-            with suppress(OSError):
-                found[name] = os.getxattr(folder, name)
-    return found
+        for name in set(os.listxattr(target)) - set(os.listxattr(source)):
+            os.removexattr(target, name)
+    with suppress(OSError):
+        shutil.copystat(source, target)
+    os.utime(target)  # which is newer than its source
+    os.chmod(target, stat.S_IMODE(status.st_mode) | (stat.S_IRWXU if writable else 0))
 
 
 def is_mount_point(folder: Path) -> bool:

@@ -40,7 +40,6 @@ from sixfold.dist_ckpt.stores.store import (
     POINTER,
     Content,
     Part,
-    PartFile,
     Save,
     Store,
     check_names,
@@ -48,7 +47,7 @@ from sixfold.dist_ckpt.stores.store import (
     overtaken,
     pieces_of,
 )
-from sixfold.dist_ckpt.stores.stream import Sink, StreamFile
+from sixfold.dist_ckpt.stores.stream import PartFile, Sink, StreamFile
 
 TAIL_BYTES = 1 << 12  # of .metadata; a save's id stands among the last 300
 _PIECE_BYTES = 8 << 20

@@ -19,14 +19,14 @@ from sixfold.dist_ckpt.files.crc import join_pieces
 from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.stores.pool import Pool
-from sixfold.dist_ckpt.stores.stream import GATHER_BYTES, GatheredFile, hashed
+from sixfold.dist_ckpt.stores.stream import GATHER_BYTES, PartFile, hashed
 
 _RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
 _SYNC_BYTES = 1 << 26  # of a file that are waited for at once
 _SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
 
 
-class FrameFile(GatheredFile):
+class FrameFile(PartFile):
     """A file of frames, written once from start to end, hashed in the same pass.
 
     Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
@@ -67,7 +67,7 @@ class FrameFile(GatheredFile):
         parts: Callable[[], Iterable[tuple[memoryview, object]]],
         frame: Callable[[int], Frame],
     ) -> None:
-        """As ``PartFile``. The parts are taken once, one by one as the writing goes on; nothing is copied."""
+        """As its base. The parts are taken once, one by one as the writing goes on; nothing is copied."""
         self._flush()
         start = self.position
         pieces = hashed(parts(), start + head_bytes, self._write)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from sixfold.dist_ckpt.errors import StorageError
 
-_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}(\.begun)?")
-_BEGUN_S = 600.0  # a folder that is older and still without its name: its process was killed before it held a lock
+_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}")
+_BEGUN_S = 600.0  # a folder that is older and still without a lock: its process was killed before it held one
 
 
 class Host(NamedTuple):
@@ -54,8 +54,10 @@ def mirror_name(token: str) -> str:
 
 def hold(root: Path, rank: int) -> int:
     """Hold a rank's lock in a folder until the handle, which is returned, is closed."""
-    handle = os.open(lock_path(root, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    path, hidden = lock_path(root, rank), root / f".alive-{rank}"
+    handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
+    hidden.rename(path)  # who sees it sees it held
     return handle
 
 
@@ -90,10 +92,9 @@ def remove_dead(parent: Path) -> None:
     for folder in _own_mirrors(parent):
         with suppress(OSError):
             locks = [path for path in folder.iterdir() if path.name.startswith("alive-")]
-            is_begun = folder.suffix == ".begun"
-            if is_begun and time.time() - folder.stat().st_mtime < _BEGUN_S:
+            if not locks and time.time() - folder.stat().st_mtime < _BEGUN_S:
                 continue  # its first lock is about to be held
-            if (locks or is_begun) and not any(map(is_held, locks)):
+            if not any(map(is_held, locks)):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -161,8 +161,15 @@ class LocalStore(Store):
     def told(self, save: Save, nbytes: int) -> Iterator[None]:
         """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
         staging = Path(save.staging)
-        with overtaken_told(staging, self.path), full_disk_told(self.path.parent, nbytes):
-            yield
+        try:
+            with full_disk_told(self.path.parent, nbytes):
+                yield
+        except (OSError, StorageError) as error:
+            is_gone = error.errno == errno.ENOENT and not staging.exists()
+            # Of the last rename, if the system says so.
+            if is_gone or (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+                raise overtaken(self.path) from error
+            raise
 
 
 def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -> FileDigest:
@@ -232,19 +239,6 @@ def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
             f"{shutil.disk_usage(folder).free} are free now in {folder}; an older checkpoint is whole",
             error.errno,
         ) from error
-
-
-@contextmanager
-def overtaken_told(staging: Path, target: Path) -> Iterator[None]:
-    """An error that comes of another save's commit to the same target is told as such."""
-    try:
-        yield
-    except (OSError, StorageError) as error:
-        if error.errno == errno.ENOENT and not staging.exists():
-            raise overtaken(target) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # of the last rename
-            raise overtaken(target) from error
-        raise
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:

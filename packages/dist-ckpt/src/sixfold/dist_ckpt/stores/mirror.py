@@ -12,8 +12,8 @@ needed.
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
 holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
 the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and who finds the
-marks of all deletes the folder. A folder gets its name when the first lock is held; one that has been without for
-long was left by a process that was killed before, and goes too.
+marks of all deletes the folder. One that has been without a lock for long was left by a process that was killed before
+it held one, and goes too.
 """
 
 from __future__ import annotations
@@ -131,14 +131,8 @@ class Mirror:
         sizes = {name.removeprefix(self._base): found[name] for name in names}
         if not {FILE_NAME, POINTER} <= sizes.keys():
             (self._marks,) = self._asked(self._store.marks)
-        begun = self._root.with_name(f"{self._root.name}.begun")
-        begun.mkdir(mode=0o700)
-        try:
-            self._lock_handle = hold(begun, self._rank)
-            begun.rename(self._root)
-        except BaseException:
-            shutil.rmtree(begun, ignore_errors=True)
-            raise
+        self._root.mkdir(mode=0o700)
+        self._lock_handle = hold(self._root, self._rank)
         for name, size in sizes.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

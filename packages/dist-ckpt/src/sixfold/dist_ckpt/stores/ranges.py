@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from queue import Empty, SimpleQueue
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from threading import Thread
 from typing import Any
 
@@ -51,30 +50,31 @@ def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callabl
     Raises:
         TimeoutError: for ``limit_s`` none has ended, and ``moves``, which grows with what is done, stood still.
     """
-    ended: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+    futures = [_begun(action) for action in actions]
+    left, seen, since = set(futures), moves(), time.monotonic()
+    while left:
+        done, left = wait(left, limit_s / 8, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if done or moves() != seen:
+            seen, since = moves(), time.monotonic()
+        elif time.monotonic() - since > limit_s:
+            raise TimeoutError
+    return [future.result() for future in futures]
 
-    def act(number: int, action: Callable[[], Any]) -> None:
+
+def _begun(action: Callable[[], Any]) -> Future[Any]:
+    """In a thread that nobody waits for: no pool, whose threads the interpreter joins."""
+    future: Future[Any] = Future()
+
+    def act() -> None:
         try:
-            ended.put((number, action(), None))
+            future.set_result(action())
         except BaseException as error:
-            ended.put((number, None, error))
+            future.set_exception(error)
 
-    for number, action in enumerate(actions):
-        Thread(target=act, args=(number, action), daemon=True).start()
-    results, seen, since = dict[int, Any](), moves(), time.monotonic()
-    while len(results) < len(actions):
-        try:
-            number, value, error = ended.get(timeout=limit_s / 8)
-        except Empty:
-            if moves() != seen:
-                seen, since = moves(), time.monotonic()
-            if time.monotonic() - since > limit_s:
-                raise TimeoutError from None
-            continue
-        if error is not None:
-            raise error
-        results[number], since = value, time.monotonic()
-    return [results[number] for number in range(len(actions))]
+    Thread(target=act, daemon=True).start()
+    return future
 
 
 def cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:

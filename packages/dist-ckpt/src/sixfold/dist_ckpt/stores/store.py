@@ -19,9 +19,9 @@ from typing import Protocol, Self, runtime_checkable
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files import compact
-from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, FileDigest, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.stores.stream import PartFile
 
 POINTER = "metadata.json"
 _OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
@@ -89,34 +89,6 @@ class Part:
 def part_name(rank: int, number: int) -> str:
     """The name of a rank's file of frames."""
     return f"__{rank}_{number}.distcp"
-
-
-class PartFile(Protocol):
-    """A file of frames while it is filled, once from start to end."""
-
-    @property
-    def position(self) -> int:
-        """Bytes so far."""
-
-    def add(self, parts: Sequence[bytes], nbytes: int) -> None:
-        """Add small parts of ``nbytes`` together."""
-
-    def add_large(
-        self,
-        head_bytes: int,
-        parts: Callable[[], Iterable[tuple[memoryview, object]]],
-        frame: Callable[[int], Frame],
-    ) -> None:
-        """Add a frame around raw bytes that lie elsewhere.
-
-        Args:
-            parts: gives the bytes in their order, each with the owner of its memory; may be called twice. They do
-                not change until the file is finished.
-            frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
-        """
-
-    def append(self, data: bytes) -> None:
-        """Add bytes."""
 
 
 @runtime_checkable

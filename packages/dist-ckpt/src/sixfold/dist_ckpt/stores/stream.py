@@ -32,8 +32,10 @@ class Sink(Protocol):
         """Forget what was written; the file does not appear."""
 
 
-class GatheredFile(ABC):
-    """A ``PartFile`` (store.py): small parts are gathered and written a megabyte at a time, all is hashed on the way.
+class PartFile(ABC):
+    """A file of frames while it is filled, once from start to end.
+
+    Small parts are gathered and written a megabyte at a time, all is hashed on the way.
 
     Args:
         moved: told of each part that is written, by its bytes.
@@ -47,16 +49,34 @@ class GatheredFile(ABC):
 
     @property
     def position(self) -> int:
+        """Bytes so far."""
         return self._hasher.size + self._gathered_bytes
 
     def add(self, parts: Sequence[bytes], nbytes: int) -> None:
+        """Add small parts of ``nbytes`` together."""
         self._gathered += parts
         self._gathered_bytes += nbytes
         if self._gathered_bytes >= GATHER_BYTES:
             self._flush()
 
     def append(self, data: bytes) -> None:
+        """Add bytes."""
         self.add((data,), len(data))
+
+    @abstractmethod
+    def add_large(
+        self,
+        head_bytes: int,
+        parts: Callable[[], Iterable[tuple[memoryview, object]]],
+        frame: Callable[[int], Frame],
+    ) -> None:
+        """Add a frame around raw bytes that lie elsewhere.
+
+        Args:
+            parts: gives the bytes in their order, each with the owner of its memory; may be called twice. They do
+                not change until the file is finished.
+            frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
+        """
 
     def _flush(self) -> None:
         if self._gathered:
@@ -86,7 +106,7 @@ def hashed(
     return pieces
 
 
-class StreamFile(GatheredFile):
+class StreamFile(PartFile):
     """A file over a sink. As a context it discards what was not finished."""
 
     def __init__(self, sink: Sink, moved: Callable[[int], None] | None = None) -> None:

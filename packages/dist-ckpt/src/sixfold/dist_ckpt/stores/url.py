@@ -26,8 +26,8 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight, stall_s
-from sixfold.dist_ckpt.stores.store import PartFile, Save
-from sixfold.dist_ckpt.stores.stream import Sink
+from sixfold.dist_ckpt.stores.store import Save
+from sixfold.dist_ckpt.stores.stream import PartFile, Sink
 
 PATIENCE_S = 10.0
 BLOCK_BYTES = 8 << 20  # of an upload that are sent as one part

@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
@@ -60,9 +62,10 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self, group: Group = "world", timeout_s: float = 600.0) -> None:
-        """Run it to its end, on all ranks of ``group``. Collective."""
+        """Run it to its end, on all ranks of ``group``: an error of one is raised on all. Collective."""
         running = self.start()
-        _wait_together(running, group, timeout_s)
+        # A peer may wait all of timeout_s for its own.
+        Exchange(group, 2 * timeout_s).everyone(lambda: running.wait(timeout_s))
         for fn in self.finalize_fns:
             fn()
 
@@ -85,37 +88,24 @@ class _InThread:
     """A function in a thread."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
-        self._fn = fn
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="sixfold-async-call", daemon=True)
-        self._thread.start()
+        self._ended: Future[None] = Future()
+        threading.Thread(target=self._run, args=(fn,), name="sixfold-async-call", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, fn: Callable[[], Any]) -> None:
         try:
-            self._fn()
+            fn()
+            self._ended.set_result(None)
         except BaseException as error:  # told by wait
-            self._error = error
+            self._ended.set_exception(error)
 
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not futures.wait([self._ended], timeout_s).done:
             raise LostPeerError(f"the function of a request has not ended within timeout_s={timeout_s}; it goes on")
-        if self._error is not None:
-            raise CheckpointError(f"{type(self._error).__name__}: {self._error}") from self._error
-
-
-def _wait_together(running: Running, group: Group, timeout_s: float) -> None:
-    """Wait for it on every rank; an error of one is raised on all."""
-    # A peer may wait all of timeout_s for its own.
-    Exchange(group, 2 * timeout_s).everyone(lambda: running.wait(timeout_s))
-
-
-class _Call(NamedTuple):
-    request: AsyncRequest
-    running: Running
+        if (error := self._ended.exception()) is not None:
+            raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 class AsyncCallsQueue:
@@ -129,14 +119,13 @@ class AsyncCallsQueue:
 
     def __init__(self, persistent: bool = False, *, group: Group = "world", timeout_s: float = 600.0) -> None:
         self.persistent, self._group, self._timeout_s = persistent, group, timeout_s
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[AsyncRequest] = deque()
         self._last = -1
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start it and put it in the queue; returns its number. Called on all ranks."""
         self._last += 1
-        frozen = async_request.freeze()._replace(call_idx=self._last)
-        self._calls.append(_Call(frozen, frozen.start()))
+        self._calls.append(async_request._replace(is_frozen=True, call_idx=self._last, handle=async_request.start()))
         return self._last
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
@@ -149,22 +138,17 @@ class AsyncCallsQueue:
             CheckpointError: a request failed, on any rank; it leaves the queue, and its functions are not called.
                 What a finalize function raises is raised on its own rank alone.
         """
-        ended: list[int] = []
-        while self._calls and (blocking or self._ended(self._calls[0].running, no_dist)):
-            request, running = self._calls.popleft()
-            if no_dist:
-                running.wait(self._timeout_s)
-            else:
-                _wait_together(running, self._group, self._timeout_s)
-            for fn in request.finalize_fns:
-                fn()
+        ended, group = list[int](), None if no_dist else self._group
+
+        def has_ended(request: AsyncRequest) -> bool:
+            exchange = Exchange(group, self._timeout_s)
+            return bool(exchange.together(lambda: (None, request.start().done()), all)[1])
+
+        while self._calls and (blocking or has_ended(self._calls[0])):
+            request = self._calls.popleft()
+            request.execute_sync(group, self._timeout_s)
             ended.append(request.call_idx)
         return ended
-
-    def _ended(self, running: Running, no_dist: bool) -> bool:
-        if no_dist:
-            return running.done()
-        return bool(Exchange(self._group, self._timeout_s).together(lambda: (None, running.done()), all)[1])
 
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are in the queue."""

@@ -278,26 +278,14 @@ def get(action: StrategyAction | str, backend: str, version: int) -> Any:
     except KeyError:
         known = sorted((name, number) for what, name, number in _registered if what is kind)
         raise MismatchError(
-            f"unknown strategy {(backend, version)} for {kind.value}; there are {known}, strategies.register adds more"
+            f"Cannot find a default strategy for: {(kind.value, backend, version)}: unknown strategy "
+            f"{(backend, version)} for {kind.value}; there are {known}, strategies.register adds more"
         ) from None
 
 
-def get_default_strategy(action: StrategyAction | str, backend: str, version: int) -> Any:
-    """``get`` under megatron-core's name.
-
-    Raises:
-        MismatchError: there is none; the text lists what there is.
-    """
-    try:
-        return get(action, backend, version)
-    except MismatchError as error:
-        what = (_action(action).value, backend, version)
-        raise MismatchError(f"Cannot find a default strategy for: {what}: {error}") from None
-
-
-def register_default_strategy(action: StrategyAction | str, backend: str, version: int, strategy: Strategy) -> None:
-    """``register`` under megatron-core's name."""
-    register(action, backend, version, strategy)
+# Under megatron-core's names.
+get_default_strategy = get
+register_default_strategy = register
 
 
 def find(action: StrategyAction, strategy: Any, default: tuple[str, int]) -> Any:

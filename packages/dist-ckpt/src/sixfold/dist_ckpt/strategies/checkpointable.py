@@ -98,9 +98,8 @@ class CheckpointableShardedTensor(_Checkpointable):
     @classmethod
     def from_sh_ten(cls, sh_ten: ShardedTensor) -> CheckpointableShardedTensor:
         """The record as such a tensor."""
-        if not isinstance(sh_ten, ShardedTensor) or sh_ten.data is None:
-            raise ShardingError(f"{sh_ten}: a ShardedTensor with data is wrapped")
-        return cls(sh_ten.data, sh_ten)
+        data: Any = sh_ten.data
+        return cls(data, sh_ten)
 
 
 class LocalShardsContainer(_Checkpointable):

@@ -17,35 +17,21 @@ import torch.distributed as dist
 
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
+from sixfold.dist_ckpt.ranks import relay
 from sixfold.dist_ckpt.ranks.exchange import Exchange
-from sixfold.dist_ckpt.ranks.relay import (
-    EXCHANGE_ALGORITHMS,
-    Identity,
-    Passage,
-    Told,
-    agree,
-    part_of,
-    plan_passages,
-    relay_through,
-)
+from sixfold.dist_ckpt.ranks.relay import Identity, Passage, Told
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId
+from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
-from sixfold.dist_ckpt.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadEngine,
-    LoadShardedStrategy,
-    Records,
-    SaveEngine,
-    SaveShardedStrategy,
-)
+from sixfold.dist_ckpt.strategies.base import LoadEngine, LoadShardedStrategy, SaveEngine, SaveShardedStrategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
 
 _REPLICA = 1  # any replica id but the main one
 
 
-class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+class FullyParallelSaveStrategyWrapper(base.AsyncSaveShardedStrategy):
     """Each replicated shard is written by its holders in turn, so that all write about as many bytes.
 
     Only who holds what is exchanged, no data. The fullest rank writes at most one percent more than it must;
@@ -94,7 +80,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
         """The same by the wrapped strategy's ``async_save``."""
-        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+        if not isinstance(self.base_strategy, base.AsyncSaveShardedStrategy):
             raise CheckpointError(f"{self.base_strategy} is no AsyncSaveShardedStrategy; only a plain save can let it")
         return self.base_strategy.async_save(self._shared_out(sharded_state_dict), checkpoint_dir)
 
@@ -109,21 +95,21 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             }
         )
 
-    def _arrange(self, make: Callable[[], Records], exchange: Exchange) -> Records:
+    def _arrange(self, make: Callable[[], base.Records], exchange: Exchange) -> base.Records:
         return [record for records in self._arrange_each(make, exchange) for record in records]
 
-    def _arrange_each(self, make: Callable[[], Records], exchange: Exchange) -> list[Records]:
+    def _arrange_each(self, make: Callable[[], base.Records], exchange: Exchange) -> list[base.Records]:
         """This rank's records, each replaced by what this rank writes of it, or by a replica."""
         group = self.parallelization_group
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
         whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
-        records: Records = []
+        records: base.Records = []
 
         def tensors() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
             records.extend(make())
             return [record for record in records if isinstance(record, ShardedTensor)], {}
 
-        mine, passages = agree(tensors, within, self._memory, _who_writes, whole_shards=whole)
+        mine, passages = relay.agree(tensors, within, self._memory, _who_writes, whole_shards=whole)
         if self._memory is not None:
             self.cached_distribution = _distribution(passages, mine)
         return _apply(records, mine, passages, within.rank)
@@ -140,20 +126,22 @@ def _who_writes(by_rank: list[Told]) -> list[Passage]:
                 first.setdefault(shard.identity, index)
         alike = {index: shards[index]._replace(device="cpu") for index in first.values()}
         candidates.append((alike, {}))
-    return plan_passages(candidates)
+    return relay.plan_passages(candidates)
 
 
-def _apply(records: Records, mine: Sequence[ShardedTensor], passages: Sequence[Passage], rank: int) -> list[Records]:
+def _apply(
+    records: base.Records, mine: Sequence[ShardedTensor], passages: Sequence[Passage], rank: int
+) -> list[base.Records]:
     """For each record the parts of it that this rank writes, or a replica, or what is not shared out as it is."""
-    written: dict[int, Records] = {}  # by number in ``mine``
+    written: dict[int, base.Records] = {}  # by number in ``mine``
     for passage in passages:
         ranks = (passage.sender, *passage.receivers)
         if rank in ranks:
             number = passage.records[ranks.index(rank)]
             parts = written.setdefault(number, [])
             if rank == passage.sender:
-                parts.append(replace(part_of(mine[number], passage.start, passage.stop), replica_id=0))
-    shards, number, arranged = {passage.shard for passage in passages}, -1, list[Records]()
+                parts.append(replace(relay.part_of(mine[number], passage.start, passage.stop), replica_id=0))
+    shards, number, arranged = {passage.shard for passage in passages}, -1, list[base.Records]()
     for record in records:
         if isinstance(record, ShardedTensor):
             number += 1
@@ -204,8 +192,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if exchange_algo not in EXCHANGE_ALGORITHMS:
-            raise CheckpointError(f"exchange_algo is {exchange_algo!r}; it is one of {EXCHANGE_ALGORITHMS}")
+        if exchange_algo not in relay.EXCHANGE_ALGORITHMS:
+            raise CheckpointError(f"exchange_algo is {exchange_algo!r}; it is one of {relay.EXCHANGE_ALGORITHMS}")
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -240,19 +228,19 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         within = Exchange("world" if group is None else group, 600.0)
         for record in tensors.values():
             record.init_data("cpu")
-        relay = relay_through(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
-        asked = {("tensors", number): record for number, record in enumerate(relay.mine)}
+        passing = relay.relay_through(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
+        asked = {("tensors", number): record for number, record in enumerate(passing.mine)}
         asked |= {("objects", *path): record for path, record in objects.items()}
         try:
             loaded = self.base_strategy.load(tree.nest(dict(asked)), checkpoint_dir)
-            for number, record in enumerate(relay.mine):
+            for number, record in enumerate(passing.mine):
                 value = tree.get(loaded, ("tensors", number))
                 assert record.data is not None, f"{record} has no data after init_data"
                 if value.data_ptr() != record.data.data_ptr():
                     record.data.detach().copy_(value.view(record.data.shape))
-                relay.on_complete(number)
+                passing.on_complete(number)
         finally:
-            relay.finish()
+            passing.finish()
         values: dict[tree.KeyPath, Any] = {path: record.data for path, record in tensors.items()}
         values |= {path: tree.get(loaded, ("objects", *path)) for path in objects}
         return tree.nest(values)

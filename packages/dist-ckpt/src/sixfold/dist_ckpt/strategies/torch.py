@@ -22,21 +22,16 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import paths, store_at
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
-from sixfold.dist_ckpt.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadEngine,
-    LoadShardedStrategy,
-    ReadsOneFormat,
-    SaveEngine,
-)
+from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine
 
 __all__ = ["TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"]
 
 BACKEND, VERSION = "torch_dist", 1
 
 
-class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
+class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
     """Saves the folder that torch DCP and megatron-core read.
 
     Args:
@@ -100,7 +95,7 @@ def _copied(leaf: Any) -> Any:
     return replace(leaf, data=leaf.data.detach().clone())
 
 
-class TorchDistLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
+class TorchDistLoadShardedStrategy(base.ReadsOneFormat, base.LoadShardedStrategy):
     """Loads folders of this package, of torch DCP and of megatron-core.
 
     Args:

@@ -17,7 +17,6 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
 from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.stores import local as storage
@@ -105,15 +104,15 @@ def test_ctrl_c_in_the_call_of_a_background_save_leaves_nothing_and_the_next_one
     assert names(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize(("place", "after"), [(AsyncSave, False), (AsyncSave, True), (threading.Thread, True)])
+@pytest.mark.parametrize("after", [False, True])
 def test_ctrl_c_between_launch_and_handle_leaves_nothing_or_a_save_that_the_next_call_waits_for(
-    tmp_path, monkeypatch, ctrl_c, saver, place, after
+    tmp_path, monkeypatch, ctrl_c, saver, after
 ):
     pid = saver.save(state(1), tmp_path / "c").worker_pid
     saver._let_go()
     os.kill(pid, signal.SIGSTOP)  # so that the next call would copy over what it still has to write
     with monkeypatch.context() as patch:
-        interrupt_at(patch, place, "_start" if place is AsyncSave else "start", after)
+        interrupt_at(patch, threading.Thread, "start", after)
         with pytest.raises(KeyboardInterrupt):
             saver.save(state(2), tmp_path / "c")
     flight = saver._flight  # of a thread that had begun; it may not have come so far

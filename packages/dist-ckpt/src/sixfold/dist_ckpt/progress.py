@@ -14,7 +14,7 @@ thread that made the call, and pass there as they are; on any other thread Pytho
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 
 from sixfold.dist_ckpt.errors import CheckpointError
 
@@ -33,7 +33,7 @@ class Meter:
     def __init__(
         self, progress: Progress | None, total: Callable[[], int] = lambda: 0, *, in_call: bool = True
     ) -> None:
-        self._progress, self._lock = progress, Lock()
+        self._progress, self._lock = progress, RLock()
         self._caller = get_ident() if in_call else None
         self.total, self._done = 0 if progress is None else total(), 0
         if self.total:
@@ -41,15 +41,15 @@ class Meter:
 
     def add(self, nbytes: int) -> None:
         """So many bytes more."""
-        if self._progress is not None and nbytes:
-            with self._lock:
-                self._reach(self._done + nbytes)
+        with self._lock:
+            self.reach(self._done + nbytes)
 
     def reach(self, done: int) -> None:
         """So many bytes so far."""
-        if self._progress is not None:
-            with self._lock:
-                self._reach(done)
+        with self._lock:
+            if self._done < done < self.total:  # the total itself is kept for ``finish``
+                self._done = done
+                self._tell(done)
 
     def finish(self) -> None:
         """All is done."""
@@ -67,11 +67,6 @@ class Meter:
                 self.finish()
 
         return tell
-
-    def _reach(self, done: int) -> None:
-        if self._done < done < self.total:  # the total itself is kept for ``finish``
-            self._done = done
-            self._tell(done)
 
     def _tell(self, done: int) -> None:
         if self._progress is None:

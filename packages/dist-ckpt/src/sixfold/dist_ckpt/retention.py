@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
 # prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died.
-_NAME = re.compile(r"(\.)?step-(\d{8,})(?(1)\.(old|gone|tmp|job)-(.+))")
+_NAME = re.compile(r"(\.)?step-(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
 _STILL_S = 3600.0  # see [Note: dead or slow]
 _Place = TypeVar("_Place", Path, ByPointer)
 
@@ -117,15 +117,12 @@ def prune(
     run = _run_at(root)
     found = [step for step in run.steps() if run.is_complete(step)]
     old = found[: max(0, len(found) - keep_last)]
-    deleted = []
-    for step in old:
-        if keep_every is not None and step % keep_every == 0:
-            continue
+    deleted = [step for step in old if keep_every is None or step % keep_every]
+    for step in deleted:
         typed(partial(run.delete, step))
-        deleted.append(step_path(root, step))
     kept = found[len(old) :]
     run.delete_left(before=kept[0] if kept else 0)
-    return deleted
+    return [step_path(root, step) for step in deleted]
 
 
 def _run_at(root: str | Path | ByPointer) -> _LocalRun | _StoredRun:
@@ -139,19 +136,10 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class _Found(NamedTuple):
-    """What a name says: ``kind`` is None for a step itself, else what stands beside it; ``save`` is whose it is."""
-
-    step: int
-    kind: str | None
-    save: str | None
-
-
-def _read(name: str) -> _Found | None:
+def _read(name: str) -> re.Match[str] | None:
+    """Step, kind and save of a name; kind is None for a step itself, else what stands beside it."""
     match = _NAME.fullmatch(name)
-    if match is None or _name(int(match[2])) not in name:  # with a zero more
-        return None
-    return _Found(int(match[2]), match[3], match[4])
+    return match if match and _name(int(match["step"])) in name else None  # not with a zero more
 
 
 class _LocalRun:
@@ -160,13 +148,13 @@ class _LocalRun:
 
     def steps(self) -> list[int]:
         """Of all that could be a checkpoint, ascending."""
-        return sorted({found.step for found, _ in self._named(None, "old")})
+        return sorted({int(found["step"]) for found, _ in self._named(None, "old")})
 
     def is_complete(self, step: int) -> bool:
         return serialization.check_is_distributed_checkpoint(self._root / _name(step))
 
     def delete(self, step: int) -> None:
-        siblings = [path for found, path in self._named("old") if found.step == step]
+        siblings = [path for found, path in self._named("old") if int(found["step"]) == step]
         for folder in (self._root / _name(step), *siblings):
             if folder.is_symlink():
                 folder.unlink()
@@ -182,16 +170,16 @@ class _LocalRun:
             shutil.rmtree(path, ignore_errors=True)
         by_save: dict[tuple[Any, ...], list[Path]] = {}
         for found, path in self._named("tmp", "job"):
-            if found.step < before:
-                by_save.setdefault((found.step, found.save), []).append(path)
+            if int(found["step"]) < before:
+                by_save.setdefault(found.group("step", "save"), []).append(path)
         for folders in by_save.values():
             if time.time() - max(map(_changed_at, folders)) > _STILL_S:
                 for folder in folders:
                     storage.discard(folder)
 
-    def _named(self, *kinds: str | None) -> list[tuple[_Found, Path]]:
+    def _named(self, *kinds: str | None) -> list[tuple[re.Match[str], Path]]:
         names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
-        return [(found, self._root / name) for name in names if (found := _read(name)) and found.kind in kinds]
+        return [(found, self._root / name) for name in names if (found := _read(name)) and found["kind"] in kinds]
 
 
 def _changed_at(folder: Path) -> float:
@@ -236,5 +224,5 @@ class _StoredRun:
         """The step, and the name in its folder, of each file."""
         for name in self._store.list_files():
             folder, slash, rest = name.partition("/")
-            if slash and (found := _read(folder)) and found.kind is None:
-                yield found.step, rest
+            if slash and (found := _read(folder)) and found["kind"] is None:
+                yield int(found["step"]), rest

@@ -20,7 +20,6 @@ from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedObject,
     ShardedTensor,
 )
 
@@ -41,8 +40,8 @@ __all__ = [
 ]
 
 Parts = tuple[Any, Any]
-_names: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
-_loggers: ContextVar[tuple[logging.Logger, ...]] = ContextVar("loggers", default=())
+_Stack = tuple[tuple[str, ...], logging.Logger]
+_stack: ContextVar[_Stack] = ContextVar("stack", default=((), logging.getLogger(__name__)))
 
 
 def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
@@ -51,14 +50,6 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     if len({len(found) for found in lists}) > 1:
         raise DictError(f"iterables of unequal lengths {[len(found) for found in lists]} are zipped; all are as long")
     return zip(*lists, strict=True)
-
-
-def _sharded_tensor_shard_id(sharded_tensor: ShardedTensor) -> tuple[Any, ...]:
-    return sharded_tensor.shard_id
-
-
-def _sharded_object_id(sharded_object: ShardedObject) -> tuple[Any, ...]:
-    return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
 def _by_kind(state: dict[Any, Any], *kinds: type) -> Parts:
@@ -141,14 +132,12 @@ def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None
 ) -> Iterator[tuple[str, logging.Logger]]:
     """Within the block, messages of ``debug_time`` and ``debug_msg`` go to this logger, under one more name."""
-    loggers = (*_loggers.get(), *([current_logger] if current_logger else []))
-    names = (*_names.get(), *([name] if name else []))
-    tokens = _names.set(names), _loggers.set(loggers)
+    names, logger = _stack.get()
+    token = _stack.set(((*names, name) if name else names, current_logger or logger))
     try:
-        yield ".".join(names), loggers[-1] if loggers else logging.getLogger(__name__)
+        yield ".".join(_stack.get()[0]), current_logger or logger
     finally:
-        _names.reset(tokens[0])
-        _loggers.reset(tokens[1])
+        _stack.reset(token)
 
 
 @contextmanager

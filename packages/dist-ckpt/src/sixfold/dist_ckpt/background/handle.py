@@ -100,19 +100,15 @@ class AsyncSave:
     def __repr__(self) -> str:
         return f"AsyncSave({str(self.checkpoint_dir)!r}, {'done' if self.done() else 'in flight'})"
 
-    def _start(self) -> None:
-        """Begin; whoever calls this has recorded the save before."""
-        self._thread.start()
-
     def _is_given_up(self) -> bool:
-        """Whether an interrupt of ``_start`` came before anything had begun; then nothing will."""
+        """Whether an interrupt of its start came before anything had begun; then nothing will."""
         return self._mine.acquire(blocking=False)
 
     def _watch(self) -> None:
         if not self._mine.acquire(blocking=False):
             return
         try:
-            self._error = self._outcome().error or self._told_all()
+            self._error = self._outcome().error
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self._worker.kill()  # the next call fills the arena anew
             self._error = _of_thread(error)
@@ -142,7 +138,10 @@ class AsyncSave:
                     reason = "hangs and was killed"
                     break
             else:
-                return Outcome.decode(worker.connection.recv_bytes())
+                outcome = Outcome.decode(worker.connection.recv_bytes())
+                if outcome.error is None:
+                    self._meter.finish()
+                return outcome
         except (OSError, EOFError):
             reason = "died"
         except BaseException as error:  # of the caller's progress, or else this thread's own
@@ -168,14 +167,6 @@ class AsyncSave:
         # The worker of another rank than the first that has done its share waits for the outcome.
         is_written = job.rank > 0 and control.board_of(job).has(f"rank-{job.rank}")
         return is_written and still_s < job.patience_s(control.END)
-
-    def _told_all(self) -> CheckpointError | None:
-        """The last call of the caller's progress, after the commit."""
-        try:
-            self._meter.finish()
-        except CheckpointError as error:
-            return _of_committed(error)
-        return None
 
     def _acknowledge(self) -> None:
         if self._sign is None:

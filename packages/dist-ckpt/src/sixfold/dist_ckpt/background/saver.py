@@ -121,7 +121,7 @@ class AsyncSaver:
             flight = AsyncSave(self, worker, job, sign, request.progress, start)
             try:
                 self._flight = flight
-                flight._start()
+                flight._thread.start()
                 undo.pop_all()
             except BaseException:
                 if flight._is_given_up():  # else it goes on, and the next call waits for it
@@ -215,12 +215,11 @@ class AsyncSaver:
 
     def _copy(self, content: transfer.RankContent) -> tuple[transfer.RankContent, dict[int, Place]]:
         """The content without tensors, and where their values are now."""
-        needed = sorted({write.record for write in content.writes})
-        tensors = [content.records[index].data for index in needed]
-        places = self._arena.take([tensor for tensor in tensors if tensor is not None])
+        tensors = {index: content.records[index].data for index in sorted({write.record for write in content.writes})}
+        places = self._arena.take([tensor for tensor in tensors.values() if tensor is not None])
         records = [_without_data(record) for record in content.records]
         # Common data is in common_bytes; as objects it could name classes that the worker cannot import.
-        return replace(content, records=records, common={}), dict(zip(needed, places, strict=True))
+        return replace(content, records=records, common={}), dict(zip(tensors, places, strict=True))
 
 
 def _without_data(record: ShardedTensor) -> ShardedTensor:

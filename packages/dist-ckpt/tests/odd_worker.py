@@ -3,7 +3,7 @@
 python odd_worker.py slow:PAUSE_S <arguments of the worker>             each write of a file takes a while
 python odd_worker.py held:PATH <arguments of the worker>                so does it; and it decides when PATH exists
 python odd_worker.py orphan:PATH <arguments of the worker>              once PATH exists it writes when its trainer is
-                                                                        dead, and takes its time to end
+                                                                        dead
 python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
 python odd_worker.py stops:MODULE.FUNCTION <arguments of the worker>    SIGSTOP before the first call
@@ -14,7 +14,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
 
 kind, _, what = sys.argv.pop(1).partition(":")
@@ -41,13 +40,8 @@ if kind == "held":
 
     _worker.control.decide = held
 if kind == "orphan":
-    abandon, write, trainer = _worker.control.abandon, _worker.saving.write, os.getppid()
+    write, trainer = _worker.saving.write, os.getppid()
     path, kind, what = what, "slow", "0"
-
-    def abandon_and_linger(job):
-        abandon(job)
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(6.0)
 
     def write_as_an_orphan(*arguments):
         while os.path.exists(path) and os.getppid() == trainer:
@@ -55,7 +49,7 @@ if kind == "orphan":
         time.sleep(0.3 if os.path.exists(path) else 0.0)
         return write(*arguments)
 
-    _worker.control.abandon, _worker.saving.write = abandon_and_linger, write_as_an_orphan
+    _worker.saving.write = write_as_an_orphan
 place, _, count = (what if kind in ("dies", "stops") else f"stores.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

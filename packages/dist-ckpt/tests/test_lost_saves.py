@@ -1,8 +1,6 @@
 """What takes a save's files away while it goes on in a store: the save is whole, or it says so."""
 
 import io
-import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
-from sixfold.dist_ckpt.background import control
-from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 from sixfold.dist_ckpt.stores.store import Part, complete
 
@@ -117,43 +113,6 @@ def test_a_commit_that_misses_a_file_leaves_the_older_checkpoint_visible():
     with pytest.raises(StorageError, match="were removed while it went on"):
         dist_ckpt.save(state(2), store, group=None)
     assert value_of(store) == [1.0]
-
-
-def job_of(store, monkeypatch):
-    save = store.begin("b" * 16, 0)
-    parts = part_of(store, save)
-    monkeypatch.setattr(saving, "commit", lambda *_: complete(store, save, parts, {"common.pt": b"c"}, POINTER))
-    return SimpleNamespace(rank=0, ranks=1, content=SimpleNamespace(store=store), ticket=SimpleNamespace(save=save))
-
-
-def test_a_trainer_that_dies_before_the_commit_begins_keeps_the_older_checkpoint(monkeypatch):
-    store, outcomes, whose = Acting(), [], threading.Lock()
-    dist_ckpt.save(state(1), store, group=None)
-    job = job_of(store, monkeypatch)
-    store.acts["<list>"] = lambda: outcomes.append(control.commit(job, [], whose))
-    control.speak_for_trainer(job, whose)
-    assert "rank 0 died" in str(outcomes[0].error)
-    assert value_of(store) == [1.0]
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_trainer_that_dies_in_the_commit_waits_for_it_so_long(monkeypatch, is_slow):
-    store, whose = Acting(), threading.Lock()
-    dist_ckpt.save(state(1), store, group=None)
-    job = job_of(store, monkeypatch)
-    word = threading.Thread(target=control.speak_for_trainer, args=(job, whose))
-
-    def die():
-        word.start()
-        word.join(30 if is_slow else 0.05)
-        assert word.is_alive() != is_slow
-
-    monkeypatch.setattr(control, "_COMMIT_S", 0.02 if is_slow else 30)
-    store.acts["/metadata.json"] = die
-    assert control.commit(job, [], whose).error is None
-    word.join(30)
-    assert store.holds("b" * 16)
-    assert len([name for name in store.files if name.startswith("save-00000002")]) == 4
 
 
 def test_a_part_that_is_gone_cannot_be_taken_over_and_that_is_told():

@@ -286,7 +286,7 @@ def lose_the_first_rank_before_its_worker_writes(rank, ranks, folder):
 
 
 def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tmp_path):
-    """It removes what was written, finds the folder gone when it would write, and the others ask it why."""
+    """It writes on when its trainer is dead."""
     results = run_ranks(lose_the_first_rank_before_its_worker_writes, 2, tmp_path, allow_exit=(0,), timeout=60)
     kind, text, value = results[1]
     assert (kind, value) == ("LostPeerError", 1), text

@@ -119,7 +119,7 @@ def test_what_another_process_or_rank_cannot_see_is_refused_by_the_call(saver, m
         with pytest.raises(CheckpointError, match=r"of one process; .* save"):
             saver.save(state(1), place)
     monkeypatch.setattr(Mine, "__module__", "__main__")
-    with pytest.raises(CheckpointError, match="mine: its class Mine is of __main__"):
+    with pytest.raises(CheckpointError, match="mine is a Mine of __main__"):
         saver.save(state(1), Mine())
 
 

@@ -343,7 +343,7 @@ def test_a_bad_state_dict_is_told_by_the_call(saver, tmp_path):
 
 
 def test_what_only_save_can_do_is_refused(saver, tmp_path):
-    with pytest.raises(CheckpointError, match=r"of one process; .*: use save"):
+    with pytest.raises(CheckpointError, match=r"of one process; .*; or use save"):
         saver.save(state(2), "memory://c")
     with pytest.raises(CheckpointError, match="save by themselves"):
         saver.save(state(2), tmp_path / "z", ("zarr", 1))

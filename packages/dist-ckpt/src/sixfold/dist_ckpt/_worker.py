@@ -14,7 +14,6 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +31,7 @@ from sixfold.dist_ckpt.road import saving
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
 
-def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bool], turn: threading.Lock) -> Outcome:
+def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
     if share.error is not None:
@@ -40,13 +39,13 @@ def run(job: Job, arena: MappedArena, gauge: Gauge, has_trainer: Callable[[], bo
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
-        return control.fail(job, share.error, gauge, has_trainer)
+        return control.fail(job, share.error, gauge)
     if job.rank == 0:
-        return control.decide(job, share.value, gauge, has_trainer, turn)
+        return control.decide(job, share.value, gauge)
     try:
         control.board_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
-        return control.fail(job, StorageError(str(error), error.errno), gauge, has_trainer)
+        return control.fail(job, StorageError(str(error), error.errno), gauge)
     return control.await_outcome(job, gauge)
 
 
@@ -61,23 +60,17 @@ class _Trainer:
     """The trainer as the worker sees it: if it ends the worker ends."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self.turn = pid, threading.Lock()
+        self._pid = pid
         self.job: Job | None = None  # of this trainer, while it is done
 
     def watch(self) -> None:
-        """Thread: end the process with its trainer."""
-        while self.lives():
+        """Thread: end the process with it. (A process that it has forked may hold its end of the connection open.)"""
+        while os.getppid() == self._pid:
             time.sleep(_LOOK_S)
-        job = self.job
-        if job is not None:  # a store that does not answer holds this process no longer
-            word = threading.Thread(target=control.speak_for_trainer, args=(job, self.turn), daemon=True)
-            word.start()
-            word.join(_LAST_WORD_S)
+        threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
+        if (job := self.job) is not None:
+            control.speak_for_trainer(job)
         os._exit(0)
-
-    def lives(self) -> bool:
-        """Whether it is still there. (A process that it has forked may hold its end of the connection open.)"""
-        return os.getppid() == self._pid
 
 
 def main() -> None:
@@ -97,7 +90,7 @@ def main() -> None:
             os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.
         job = trainer.job = pickle.loads(message)
-        outcome = run(job, arena, gauge, trainer.lives, trainer.turn)
+        outcome = run(job, arena, gauge)
         trainer.job = None
         with suppress(OSError):  # it has ended
             connection.send_bytes(outcome.encode())

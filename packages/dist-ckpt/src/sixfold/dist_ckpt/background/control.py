@@ -25,22 +25,16 @@ worker no longer.
 committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
 verdict: the board lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
 outcome, so that all hear the same.
-
-[Note: whose turn] In a worker the commit, and the thread that takes all away when the trainer has died, exclude each
-other by a lock; who begins first goes first. Both at once could lose two checkpoints: the commit removes the older
-one, the other thread the newer.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Place
@@ -62,8 +56,7 @@ RECORDS, OWN_WORKER, OUTCOME, UNKNOWN, END = 2.0, 1.0, 0.25, 0.1, 0.0
 _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
-_ORPHANED_S = 4.0  # a worker that lives ends with its trainer and takes the board away; one that does not is dead too
-_COMMIT_S = 8.0  # less than the trainer's last word may take: a kill leaves a commit whole or unseen
+_ORPHANED_S = 4.0  # a worker ends with its trainer, and may have committed just before
 _ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
 _HERE = (State.LIVES, State.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
@@ -147,7 +140,7 @@ class Wait:
             return settle(job, _SILENT) if job.rank else Outcome(error=overtaken(job.ticket.save.target))
         if job.rank == 0 and self._has_all():
             return Outcome(value=self._shares)
-        told = _told(self._board)
+        told = self._board.get(OUTCOME_NAME)
         loss = self._look(changed) if told is None else None
         if loss is None:
             return told
@@ -195,7 +188,7 @@ class Wait:
 
     def _ended_by(self, loss: Loss) -> Outcome | None:
         job, board = self._job, self._board
-        if (told := _told(board)) is not None:
+        if (told := board.get(OUTCOME_NAME)) is not None:
             return told
         try:
             ended = give_up(job, board, loss.error)
@@ -222,23 +215,22 @@ def board_of(job: Job) -> Board:
     return Board.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
-def decide(job: Job, share: Any, gauge: Gauge, has_trainer: Callable[[], bool], turn: Lock) -> Outcome:
+def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
 
-    def gathered() -> list[Any]:
-        if job.ranks == 1:
-            return [share]
-        outcome = await_outcome(job, gauge, share)
-        if outcome.error is not None:
-            raise outcome.error
-        if board_of(job).verdict(COMMIT) != COMMIT:
-            raise LostPeerError(f"rank 0 was stopped during a background save; {_ADVICE}")
-        return cast(list[Any], outcome.value)
+    def committed() -> None:
+        shares = [share]
+        if job.ranks > 1:
+            outcome = await_outcome(job, gauge, share)
+            if outcome.error is not None:
+                raise outcome.error
+            if board_of(job).verdict(COMMIT) != COMMIT:
+                raise LostPeerError(f"rank 0 died or was stopped during a background save; {_ADVICE}")
+            shares = outcome.value
+        saving.commit(shares, job.content, job.ticket)
 
-    outcome = Outcome.of(lambda: typed(gathered), "the first rank's worker")
-    if outcome.error is None:
-        outcome = commit(job, outcome.value, turn)
-    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge, has_trainer)
+    outcome = Outcome.of(lambda: typed(committed), "rank 0")
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
 
 
 def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
@@ -251,13 +243,10 @@ def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
     return found
 
 
-def fail(job: Job, error: CheckpointError, gauge: Gauge, has_trainer: Callable[[], bool] = lambda: True) -> Outcome:
+def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
     """A rank has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
         abandon(job)  # which also frees the disk for what is put now
-    is_orphaned = not has_trainer() if job.rank == 0 else board_of(job).life(0, False).state not in _HERE
-    if is_orphaned:  # its worker has removed what was written: that is then the reason
-        error = LostPeerError(f"rank 0 died during a background save; {_ADVICE}")
     if job.ranks == 1:
         return Outcome(error=error)
     board = board_of(job)
@@ -297,7 +286,7 @@ def _word(job: Job, board: Board) -> Outcome | None:
     """The outcome that another rank is about to put."""
     until = time.monotonic() + _WORD_S + 2 * job.look_s
     with closing(board.bell()) as bell:
-        while (told := _told(board)) is None and time.monotonic() < until:
+        while (told := board.get(OUTCOME_NAME)) is None and time.monotonic() < until:
             bell.wait(job.look_s, {OUTCOME_NAME})
     return told
 
@@ -308,48 +297,24 @@ def tell(board: Board, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _told(board: Board) -> Outcome | None:
-    try:
-        return board.get(OUTCOME_NAME)
-    except CheckpointError as error:
-        return Outcome(error=error)
-
-
-def commit(job: Job, written: list[Any], turn: Lock) -> Outcome:
-    """Move the save into place, unless ``speak_for_trainer`` has begun to take it away. See [Note: whose turn]."""
-    if not turn.acquire(blocking=False):
-        return Outcome(error=LostPeerError(f"rank 0 died during a background save; {_ADVICE}"))
-    try:
-        return Outcome.of(lambda: typed(lambda: saving.commit(written, job.content, job.ticket)), "rank 0")
-    finally:
-        turn.release()
-
-
 def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
     if job.rank:
         is_written = board_of(job).has(f"rank-{job.rank}")
         return await_outcome(job, gauge) if is_written else fail(job, kind(_blame(job, reason)), gauge)
-    told = _told(board_of(job)) if job.ranks > 1 else None
+    told = board_of(job).get(OUTCOME_NAME) if job.ranks > 1 else None
     outcome = told or settle(job, reason, kind)
     return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
 
 
-def speak_for_trainer(job: Job, turn: Lock) -> None:
+def speak_for_trainer(job: Job) -> None:
     """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
 
-    The first rank takes all away, which the others see; a commit that has begun ends first.
+    What was written stays for the next save to take away, as behind any save that is killed.
     """
-    if job.rank == 0:
-        if not turn.acquire(timeout=_COMMIT_S):
-            return
-        abandon(job)
-        if job.ranks > 1:
-            board_of(job).remove()
-    elif not (board := board_of(job)).has(f"rank-{job.rank}"):
-        text = f"rank {job.rank} of {job.ranks} died during a background save; {_ADVICE}"
-        with suppress(OSError):
-            give_up(job, board, LostPeerError(text), waits=False)
+    if job.ranks > 1 and not (board := board_of(job)).has(f"rank-{job.rank}"):
+        text = f"rank {job.rank} died during a background save; {_ADVICE}"
+        give_up(job, board, LostPeerError(text), waits=False)
 
 
 def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:

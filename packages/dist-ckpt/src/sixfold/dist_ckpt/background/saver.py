@@ -9,8 +9,8 @@ no rank needs the group. The worker is ``_worker.py``, what trainers and workers
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
 in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
-checkpoint. A killed trainer takes its worker with it within a second; the save is lost, its staging folder goes, the
-target stays.
+checkpoint. A killed trainer takes its worker with it within a second; the save is lost, the target stays, and the
+next save takes away what was written.
 """
 
 from __future__ import annotations
@@ -270,31 +270,24 @@ def start(request: SaveRequest) -> AsyncSave:
 
 def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
-    store = request.store
-    is_lonely = store.local_folder is None and not isinstance(store, ByPointer)
-    for is_so, text in (
-        (
-            not store.is_shared,
-            f"{store.name} is memory of one process; background saves are written by another: use save",
-        ),
-        (
-            type(store).__module__ == "__main__",
-            f"{store.name}: its class {type(store).__name__} is of __main__, which the worker process never runs; "
-            "import it from a module, or use save",
-        ),
-        (
-            is_lonely and Exchange(request.group, request.timeout_s).ranks > 1,
-            f"{store.name} does not derive from stores.ByPointer, by which workers of several ranks leave word for "
-            "each other; use save, or group=None",
-        ),
-        (
-            request.engine is None,
-            f"the strategies {request.sharded}, {request.common} save by themselves, which only save can let them; "
-            "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper",
-        ),
-    ):
-        if is_so:
-            raise CheckpointError(text)
+    store, why = request.store, None
+    if not store.is_shared:
+        why = "is memory of one process; background saves are written by another"
+    elif type(store).__module__ == "__main__":
+        why = f"is a {type(store).__name__} of __main__, which the worker process never runs: import it from a module"
+    elif request.engine is None:
+        why = (
+            f"is saved by {request.sharded} and {request.common}, which save by themselves: background saves go with "
+            "('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
+        )
+    elif store.local_folder is None and not isinstance(store, ByPointer):
+        if Exchange(request.group, request.timeout_s).ranks > 1:
+            why = (
+                "does not derive from stores.ByPointer, by which workers of several ranks leave word for each other: "
+                "pass group=None"
+            )
+    if why is not None:
+        raise CheckpointError(f"{store.name} {why}; or use save")
 
 
 def await_saves_to(store: Store) -> None:

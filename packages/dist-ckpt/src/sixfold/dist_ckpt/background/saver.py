@@ -280,12 +280,13 @@ def _check_is_possible(request: SaveRequest) -> None:
             f"is saved by {request.sharded} and {request.common}, which save by themselves: background saves go with "
             "('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
         )
-    elif store.local_folder is None and not isinstance(store, ByPointer):
-        if Exchange(request.group, request.timeout_s).ranks > 1:
-            why = (
-                "does not derive from stores.ByPointer, by which workers of several ranks leave word for each other: "
-                "pass group=None"
-            )
+    elif not (
+        store.local_folder or isinstance(store, ByPointer) or Exchange(request.group, request.timeout_s).ranks == 1
+    ):
+        why = (
+            "does not derive from stores.ByPointer, by which workers of several ranks leave word for each other: "
+            "pass group=None"
+        )
     if why is not None:
         raise CheckpointError(f"{store.name} {why}; or use save")
 

@@ -183,7 +183,8 @@ def docs(session: nox.Session) -> None:
         # What the schedule explorer loads: npm fetches a pinned Pyodide; without npm it says so, and the page does.
         step("explorer", "tools/explorer/build.py", "site"),
         tests("test_site", "-k", "not blocks_of_a_page"),
-        tests("test_explorer_page"),  # in a browser, where there is one
+        tests("test_site_page"),  # in a browser, where there is one
+        tests("test_explorer_page"),
     ]
     apart = [[tests("test_site", "-k", "blocks_of_a_page")], [tests("test_moves")], [tests("test_docs")]]
     failed = run_turns([site, *apart], DOCS_LANES)

@@ -58,9 +58,9 @@ def _one_help(index: int, said: tuple[str, str]) -> str:
 
 
 def _filled(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links]``; nothing where there is no page."""
+    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links, by its names]``; nothing where there is none."""
     ((title, value),) = entry.items()
     if not str(value).endswith("/"):
         return entry if value in site_pages.pages() else None
-    found = site_pages.section(value)
-    return {title: found} if found else None
+    found, names = site_pages.section(value), site_pages.titles(value)
+    return {title: [{names[page]: page} if page in names else page for page in found]} if found else None

@@ -61,10 +61,10 @@ def says(text: str, words: str) -> bool:
 def pages(root: Path) -> dict[str, str]:
     lines = [PAGE.rstrip()]
     for row in figures(root):
-        what = f"{row.what}<br><small>`{row.command}`; {row.machine}</small>"
-        result = row.result.replace(" ... ", "; ")
         file = f"[{row.date} {row.package}](../benchmarks/results/{row.file})"
-        cells = (what, f"**{result}**", row.peer or "none", file)
+        what = f"{row.what}<br><small>{file}; `{row.command}`; {row.machine}</small>"
+        result = row.result.replace(" ... ", "; ")
+        cells = (what, f"**{result}**", row.peer or "none")
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += ["", "## Files without a row", ""]
     lines += [f"- [{file}](../benchmarks/results/{file}): {why}" for file, why in left_out(root).items()]
@@ -87,6 +87,6 @@ Every figure has a file in `benchmarks/results/` with the command, machine, scal
 them. A ratio is ours to the peer's of one run, in turns, unless the file says otherwise. Most were taken on two CPU
 cores: they say nothing of a network or a GPU.
 
-| what, by which command and where | result | peer | file |
-|---|---|---|---|
+| what; its file, command and machine | result | peer |
+|---|---|---|
 """

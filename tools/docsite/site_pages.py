@@ -25,7 +25,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SECTIONS = ("start/", "move/", "do/", "understand/", "errors/", "reference/")  # of mkdocs.yml's navigation
 OUTSIDE = ("packages/*/README.md", "packages/*/CHANGELOG.md", "benchmarks/**/*.md", "CONTRIBUTING.md")
-HOME = {"README.md": "README.md"}  # on disk -> in the site: the repository's README says what the home page says
+# On disk -> in the site: the repository's README says what the home page says; from the others pages are made.
+HOME = {
+    "README.md": "README.md",
+    "docs/errors": "errors/README.md",
+    "docs/reference": "reference/README.md",
+    "docs/figures.toml": "figures.md",
+}
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".c": "c", ".h": "c"}
 LINK = re.compile(
     r"(?P<start>!?\[[^\[\]]*(?:\[[^\]]*\][^\[\]]*)*\]\()(?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?(?P<end>\))"
@@ -77,6 +83,15 @@ def section(folder: str) -> list[str]:
     linked = [os.path.normpath(f"{folder}{target}") for target in links(pages()[readme].text)]
     own = [page for page in linked if page in pages() and not page.startswith(tuple({*SECTIONS} - {folder}))]
     return list(dict.fromkeys([readme, *own]))
+
+
+def titles(folder: str) -> dict[str, str]:
+    """What the lists and tables of a section's README call its pages, by their address."""
+    found: dict[str, str] = {}
+    for line, is_code in lines_of(pages()[f"{folder}README.md"].text):
+        for match in [] if is_code or not line.startswith(("- ", "| ")) else links_in(line):
+            found.setdefault(os.path.normpath(f"{folder}{match['target']}"), match["start"][1:-2])
+    return found
 
 
 def links(text: str) -> list[str]:

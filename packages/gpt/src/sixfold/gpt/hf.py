@@ -300,11 +300,11 @@ def export_model(
         for key, (name, piece) in ours.items()
     }
     total = sum(prod(r.global_shape) * r.dtype.itemsize for r in records.values())
-    plan = safetensors_export.plan(records, max_shard_bytes if total > max_shard_bytes else None)
-    order = [key for file in plan.files for key in file.keys]
+    files, index = safetensors_export.plan(records, max_shard_bytes if total > max_shard_bytes else None)
+    order = [key for file in files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
         safetensors_export.write(
-            draft, plan, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
+            draft, files, index, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
         )
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})
         for r in records.values():

@@ -100,9 +100,8 @@ def _entry(name: str, entry: Any, first: int) -> Entry:
         raise CorruptError(f"{name}: an entry has dtype, shape and data_offsets, not {_shown(entry)}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in _DTYPES:
-        if kind in _PACKED:
-            raise MismatchError(f"{name}: its dtype {kind} is not read here; known are {', '.join(_DTYPES)}")
-        raise CorruptError(f"{name}: its dtype is {_shown(kind)}; known are {', '.join(_DTYPES)}")
+        error = MismatchError if kind in _PACKED else CorruptError
+        raise error(f"{name}: its dtype {_shown(kind)} is not read here; known are {', '.join(_DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CorruptError(f"{name}: shape {_shown(shape)} and data_offsets {_shown(offsets)} are lists of counts")
     dtype, (start, stop) = _DTYPES[kind], offsets
@@ -132,21 +131,12 @@ def parse_index(data: bytes) -> dict[str, str]:
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(data.decode(), object_pairs_hook=_without_doubles)
+        content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise CorruptError(f"{what} is no JSON: {type(error).__name__}: {_shown(error)}") from error
     if not isinstance(content, dict):
         raise CorruptError(f"{what} is a {type(content).__name__}, not an object")
     return content
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} stands there twice")
-        found[name] = value
-    return found
 
 
 def _are_counts(value: Any) -> bool:

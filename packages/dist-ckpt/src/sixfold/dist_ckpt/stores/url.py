@@ -118,21 +118,9 @@ class UrlStore(ByPointer, tells=True):
     def _streamed(
         self, name: str, fill: Callable[[PartFile], None], nbytes: int, moved: Callable[[int], None] | None = None
     ) -> FileDigest:
-        most = 0  # that was told of: an upload that is begun anew tells of the same bytes once
-
-        def once() -> FileDigest:
-            done = 0
-
-            def forward(count: int) -> None:
-                nonlocal done, most
-                done, before = done + count, most
-                most = max(most, done)
-                if moved is not None:
-                    moved(most - before)
-
-            return super(UrlStore, self)._streamed(name, fill, nbytes, forward)
-
-        return self._put(once, f"uploading {name.rpartition('/')[2]}")
+        # What is told of an upload that is begun anew is told twice: a progress grows for a while before its bytes do.
+        what = f"uploading {name.rpartition('/')[2]}"
+        return self._put(lambda: super(UrlStore, self)._streamed(name, fill, nbytes, moved), what)
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
         fs, _ = self._connection()

@@ -49,7 +49,7 @@ from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint
-from sixfold.dist_ckpt.stores.leases import Host
+from sixfold.dist_ckpt.stores.leases import Host, this_host
 from sixfold.dist_ckpt.stores.mirror import Mirror
 
 
@@ -258,7 +258,7 @@ class Reader(StorageReader):
         """Each rank: which blocks its items touch goes with its plan."""
         now = self._opened()
         now.wished, mirror = now.touched(plan.items), now.seen.mirror
-        mine = (None, "") if mirror is None else (Host.here(), mirror.token)
+        mine = (None, "") if mirror is None else (this_host(), mirror.token)
         cpus = (socket.gethostname(), len(os.sched_getaffinity(0)))
         return replace(
             plan, storage_data=_Wish(now.wished, cpus, now.checkpoint.manifest.save_id, now.seen.room(), *mine)

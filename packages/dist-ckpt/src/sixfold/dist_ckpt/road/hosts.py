@@ -130,13 +130,13 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
         yield Seen(store, store.local_folder, None, (everyone,), exchange.rank)
         return
 
-    from sixfold.dist_ckpt.stores.leases import Host
+    from sixfold.dist_ckpt.stores.leases import this_host
     from sixfold.dist_ckpt.stores.mirror import Mirror
 
     def here() -> tuple[None, Host]:
         if exchange.ranks > 1 and not store.is_shared:
             raise CheckpointError(f"{store.name} is seen by one process alone; load it with group=None")
-        return None, Host.here()
+        return None, this_host()
 
     def by_host(found: list[Host]) -> tuple[str, tuple[tuple[int, ...], ...]]:
         hosts = tuple(tuple(rank for rank in everyone if found[rank] == host) for host in dict.fromkeys(found))

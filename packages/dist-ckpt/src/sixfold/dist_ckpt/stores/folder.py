@@ -254,16 +254,21 @@ def is_complete(path: str | Path) -> bool:
     Raises:
         StorageError: the system does not let us see, which is not taken for a "no".
     """
+    return opens(lambda: open_checkpoint(path, verify="off"))
+
+
+def opens(look: Callable[[], object]) -> bool:
+    """Whether ``look`` opens a checkpoint, looked at again where it was replaced a moment ago."""
     for _ in range(LOOKS):
         try:
-            open_checkpoint(path, verify="off")
+            look()
         except StorageError as error:
             if error.errno != errno.ESTALE:
                 raise
-            continue  # replaced or removed a moment ago
         except CheckpointError:
             return False
-        return True
+        else:
+            return True
     return False
 
 
@@ -323,9 +328,7 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
 
     def size(name: str) -> int:
         if name not in integrity.files:
-            if (folder / name).exists():
-                raise CorruptError(f"{folder / name} is not in {checks.FILE_NAME}: the save did not write it")
-            raise CorruptError(f"{folder / name} is missing; {path.name} names bytes of it")
+            raise CorruptError(f"{folder / name} is not in {checks.FILE_NAME}, and {path.name} names bytes of it")
         return integrity.files[name].size
 
     def check(start: int, stop: int) -> None:

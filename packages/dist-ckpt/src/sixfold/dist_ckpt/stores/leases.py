@@ -1,6 +1,6 @@
 """Leases: folders of this host that live as long as one of the processes which use them.
 
-    Host.here, mirror_name --> mirror.py;  hold, is_held --> mirror.py;  remove_dead (this file) --> dead ones are gone
+    this_host, mirror_name --> mirror.py;  hold, is_held --> mirror.py;  remove_dead (this file) --> dead ones are gone
 
 A process holds a lock in the folder, which the system takes back when the process is killed.
 """
@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 from sixfold.dist_ckpt.errors import StorageError
 
@@ -28,23 +27,17 @@ _NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}")
 _BEGUN_S = 600.0  # a folder that is older and still without a lock: its process was killed before it held one
 
 
-class Host(NamedTuple):
-    """Ranks with equal ones share a mirror: one system, one folder for temporary files."""
+#: Ranks with equal ones share a mirror: one system, one folder for temporary files.
+Host = tuple[str, str, str, int, int]
 
-    name: str
-    boot: str
-    folder: str
-    device: int
-    inode: int
 
-    @classmethod
-    def here(cls) -> Host:
-        """The host of this process."""
-        folder, boot = os.path.realpath(tempfile.gettempdir()), ""
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        status = os.stat(folder)
-        return cls(socket.gethostname(), boot, folder, status.st_dev, status.st_ino)
+def this_host() -> Host:
+    """The host of this process."""
+    folder, boot = os.path.realpath(tempfile.gettempdir()), ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = os.stat(folder)
+    return socket.gethostname(), boot, folder, status.st_dev, status.st_ino
 
 
 def mirror_name(token: str) -> str:

@@ -7,12 +7,10 @@ Loads see a store through road/hosts.py, where ranks share a mirror.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.stores import folder, paths, store_at
 from sixfold.dist_ckpt.stores.store import Store
 
@@ -47,13 +45,9 @@ def is_complete(store: Store) -> bool:
     Raises:
         StorageError: the store does not answer, which is not taken for a "no".
     """
-    for _ in range(folder.LOOKS):
-        try:
-            with viewed(store) as place:
-                return folder.is_complete(place)
-        except StorageError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        except CheckpointError:
-            return False
-    return False
+
+    def look() -> None:
+        with viewed(store) as place:
+            folder.open_checkpoint(place, verify="off")
+
+    return folder.opens(look)

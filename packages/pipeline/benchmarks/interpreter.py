@@ -75,13 +75,6 @@ def bare_split(stages: int) -> Callable[[], object]:
     x, y = torch.randn(M, ROWS, WIDTH), torch.randn(M, ROWS, WIDTH)
     share = torch.tensor(1 / M)
 
-    def within(store: GradientStore, k: int, module: nn.Module, leaf: Tensor) -> Tensor:
-        store.open(k)
-        try:
-            return module(leaf)
-        finally:
-            store.close()
-
     def step() -> None:
         for k in range(M):
             hidden, pairs = x[k], []
@@ -89,7 +82,7 @@ def bare_split(stages: int) -> Callable[[], object]:
                 leaf = hidden.detach()
                 if pairs:
                     leaf.requires_grad_()
-                hidden = within(store, k, module, leaf)
+                hidden = store.forward(k, module, (leaf,), {})
                 pairs.append((leaf, hidden))
             gradient = share
             for number in range(stages - 1, -1, -1):

@@ -71,11 +71,7 @@ def split(
         k = int(action[1])
         if action[0] == "F":
             leaves[k] = leaf(xs[k])
-            store.open(k)
-            try:
-                outputs[k] = run(module, leaves[k])
-            finally:
-                store.close()
+            outputs[k] = store.forward(k, run, (module, leaves[k]), {})
         elif action[0] == "I":
             output = outputs.pop(k)
             store.backward(k, (get_gradient_edge(output),), (seeded(output, k),))

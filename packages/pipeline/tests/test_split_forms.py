@@ -34,11 +34,7 @@ def model() -> nn.Sequential:
 
 def split(store: GradientStore, module: nn.Module, x: Tensor, call: Call, k: int = 0) -> None:
     """F and I of a microbatch."""
-    store.open(k)
-    try:
-        y = call(module, x)
-    finally:
-        store.close()
+    y = store.forward(k, call, (module, x), {})
     store.backward(k, (get_gradient_edge(y),), (seeded(*y.shape),))
 
 
@@ -80,9 +76,8 @@ def test_torchs_own_operator_runs_where_the_input_or_the_bias_wants_a_gradient()
     store = GradientStore(Stage(layer, 0))
     names = []
     for wants in (True, False):
-        store.open(0)
-        names.append(layer(seeded(2, 4).requires_grad_(wants)).grad_fn.name())
-        store.close()
+        output = store.forward(0, layer, (seeded(2, 4).requires_grad_(wants),), {})
+        names.append(output.grad_fn.name())
     assert names == ["AddmmBackward0", "AddmmBackward0"]
 
 
@@ -91,9 +86,7 @@ def test_who_looks_after_saved_tensors_sees_the_input():
     store = GradientStore(Stage(layer, 0))
     seen: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
-        store.open(0)
-        layer(x)
-        store.close()
+        store.forward(0, layer, (x,), {})
     assert any(tensor.data_ptr() == x.data_ptr() for tensor in seen)
 
 
@@ -157,10 +150,7 @@ def test_a_backward_reads_the_weight_that_its_forward_read(looks):
     for module in (ours, plain):
         x = seeded(3, 8).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(*[lambda t: t] * 2) if looks else contextlib.nullcontext():
-            if module is ours:
-                store.open(0)
-            y = module(x)
-            store.close()
+            y = store.forward(0, ours, (x,), {}) if module is ours else plain(x)
         module.weight.data = module.weight.data * 3
         if module is ours:
             store.backward(0, (get_gradient_edge(y),), (seeded(3, 8),))

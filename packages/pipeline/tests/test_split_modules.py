@@ -14,6 +14,7 @@ import pytest
 import torch
 from split_helpers import ORDERS, equal_bits, plain, same_bits, split
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as hooks
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, defer_weight_grad, zb_h1
@@ -124,12 +125,8 @@ def test_older_weights_are_let_go_behind_their_w():
     for k in range(2):  # no drop between them: a program without end
         older = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
         alive = [weakref.ref(leaf) for leaf in older.values()]
-        store.open(k)
-        y = torch.func.functional_call(model, older, (rand(2, 5),))
-        store.close()
-        store.open(k)
-        y.sum().backward()
-        store.close()
+        y = store.forward(k, torch.func.functional_call, (model, older, (rand(2, 5),)), {})
+        store.backward(k, (get_gradient_edge(y),), (torch.ones_like(y),))
         store.weigh(k)
         assert all(leaf.grad is not None for leaf in older.values())
         del older, y
@@ -157,21 +154,16 @@ def test_an_object_that_accumulates_is_handed_what_w_made():
 def test_the_gradient_of_a_gradient_is_refused():
     model, x = small(), rand(2, 5)
     store = GradientStore(Stage(model, 7))
-    store.open(0)
-    y = model(x)
     with pytest.raises(ScheduleError, match="stage 7: a backward with create_graph"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-    store.close()
+        store.forward(0, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True), (), {})
     store.drop()
 
 
 def test_what_w_needs_may_not_change_before_it():
     model, x = small(), rand(2, 5)
     store = GradientStore(Stage(model, 0))
-    store.open(0)
-    y = model(x)
-    y.sum().backward()
-    store.close()
+    y = store.forward(0, model, (x,), {})
+    store.backward(0, (get_gradient_edge(y),), (torch.ones_like(y),))
     with torch.no_grad():
         x.zero_()
     with pytest.raises(ScheduleError, match="was changed in place before W"):
@@ -181,11 +173,13 @@ def test_what_w_needs_may_not_change_before_it():
 def test_a_microbatch_whose_i_runs_twice_has_its_gradients_twice():
     mine, oracle = small(), small()
     store = GradientStore(Stage(mine, 0))
-    store.open(0)
-    y = mine(XS[0])
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    store.close()
+    y = store.forward(0, mine, (XS[0],), {})
+
+    def twice() -> None:
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+
+    store.forward(0, twice, (), {})
     store.weigh(0)
     store.weigh(0)  # nothing is left
     y = oracle(XS[0])

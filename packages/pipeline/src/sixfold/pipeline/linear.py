@@ -131,7 +131,7 @@ def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor]
             and type(input) is Tensor
             and (input.requires_grad or known.both)
             and input.dtype is known.dtype
-            and (input.stride()[1] == 1 != input.stride()[0] if input.dim() == 2 else _as_matrix(input))
+            and (1 == (strides := input.stride())[1] != strides[0] if input.dim() == 2 else _as_matrix(input))
             and _saved_by(False) is None
             and graph_is_made()
             and not (layer.watched or slot.refused or layer.never or _any_autocast() or _transformed() or _compiling())

@@ -41,14 +41,11 @@ _engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_b
 class Store(Protocol):
     """The weight gradients that I leaves to W."""
 
-    def open(self, k: int) -> object:
-        """From here on layers of the stage put their weight gradients under slot ``k``."""
+    def forward(self, k: int, call: Callable[..., Any], inputs: Values, kwargs: Mapping[str, Any]) -> Any:
+        """What ``call`` returns; layers of the stage put their weight gradients under slot ``k``."""
 
     def backward(self, k: int, roots: Roots, gradients: Tensors) -> object:
         """I of slot ``k``, in which forwards may run again."""
-
-    def close(self) -> object:
-        """No longer."""
 
     def weigh(self, k: int) -> object:
         """W: make what is there under slot ``k``, and accumulate it."""
@@ -63,15 +60,13 @@ class WholeBackward:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
 
-    def open(self, k: int) -> None:
-        """Nothing is deferred."""
+    def forward(self, k: int, call: Callable[..., Any], inputs: Values, kwargs: Mapping[str, Any]) -> Any:
+        """What ``call`` returns."""
+        return call(*inputs, **kwargs)
 
     def backward(self, k: int, roots: Roots, gradients: Tensors) -> None:
         """All of it."""
         run_backward(roots, gradients)
-
-    def close(self) -> None:
-        """Nothing is deferred."""
 
     def weigh(self, k: int) -> None:
         """Nothing is left."""
@@ -207,12 +202,7 @@ class StageRun:
         """F whose backward is I and W."""
         self._inputs[k] = inputs = self.inbox[k]
         self.inbox[k] = None
-        self.store.open(k)
-        try:
-            outputs = self.calls[k](*inputs, **self.kwargs[k])
-        finally:
-            self.store.close()
-        self.end.full(k, outputs)
+        self.end.full(k, self.store.forward(k, self.calls[k], inputs, self.kwargs[k]))
 
     def forward_again_later(self, k: int) -> None:
         """F that RECOMPUTE repeats: only its inputs and the state of the random numbers are held.
@@ -241,7 +231,7 @@ class StageRun:
     def recompute_deferring(self, k: int) -> None:
         """RECOMPUTE whose backward is I and W."""
         with self._as_before(k):
-            self.end.again(k, self._deferring(k, self._inputs[k]))
+            self.end.again(k, self.store.forward(k, self.calls[k], self._inputs[k], self.kwargs[k]))
 
     # ---- backwards
 
@@ -305,13 +295,6 @@ class StageRun:
             previous.gradients[k] = gradients_of(inputs)
 
         return hand_back
-
-    def _deferring(self, k: int, inputs: Values) -> Any:
-        self.store.open(k)
-        try:
-            return self.calls[k](*inputs, **self.kwargs[k])
-        finally:
-            self.store.close()
 
     def _as_before(self, k: int) -> AbstractContextManager[None]:
         random, self._random[k] = self._random[k], None

@@ -1,6 +1,6 @@
 """The weight gradients that I leaves to W.
 
-    F, I with the store open --> what the gradients are made of (this file) --> W: one backward into the parameters
+    F, I through the store --> what the gradients are made of (this file) --> W: one backward into the parameters
 
 ``nn.Linear`` and ``nn.Embedding`` (exact types) run as autograd Functions while their stage's store is open: they save
 their input as autograd would, give the input's gradient in I, and leave (parameter, input, output's gradient) here.
@@ -42,6 +42,7 @@ _show, _hide = torch._C._stash_obj_in_tls, torch._C._remove_obj_from_tls
 _graph_is_made, _make_graph = torch.is_grad_enabled, torch._C._set_grad_enabled
 _engine: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _backward = _engine  # W's
+_STRIDED = torch.strided
 
 
 class GradientStore:
@@ -75,58 +76,58 @@ class GradientStore:
         self._operators: dict[tuple[int, ...], tuple[Operator, Any]] = {}  # by ids of parameters, which are held
         self._others = [] if self._accumulate or stage.module is None else _others(stage.module, self._layers)
         self._seen: dict[int, int] = {}  # where the gradients of the others lie
-        self._placed = False  # the layers' forwards are
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
         self.task, self.thread = NOBODY, 0
         self.inner: tuple[int, Asked] = NOBODY, None
         self.entry = GradientStore.backward.__code__
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
 
-    def open(self, k: int) -> None:
-        """From here to ``close`` the stage's layers leave their weight gradients under ``k``."""
+    def forward(self, k: int, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """F: ``call``, in which the stage's layers leave their weight gradients under ``k``."""
         slot = self._slots.get(k)
         if slot is None:
             slot = self._slots[k] = Slot(self._refused)
-        self.slot = slot
-        self._before = len(slot.entries)
-        if self._forwards is None:
-            self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
-        for attributes, forward in self._forwards:
+        forwards = self._forwards
+        if forwards is None:
+            forwards = self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
+        for attributes, forward in forwards:
             if "forward" not in attributes:  # of the instance, which comes before its class's
                 attributes["forward"] = forward
-        self._placed = True
+        self.slot = slot
         _show(OPEN, self)
+        try:
+            return call(*inputs, **kwargs)
+        finally:
+            _hide(OPEN)
+            self.slot = None
+            for attributes, forward in forwards:
+                if attributes.get("forward") is forward:
+                    del attributes["forward"]
+            if self._others and slot.entries:
+                self._part(slot.entries)
 
-    def backward(self, k: int, roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    def backward(self, k: int, roots: tuple[Any, ...], gradients: tuple[Tensor, ...], again: bool = True) -> None:
         """I: the backward of what was made under ``k``; weight gradients wait there.
 
         No layer is put in its place where no part of the forward runs again. What is shown to a thread is handed to
         each node of its backward, at 1 us a node.
+
+        Args:
+            again: layers are put in their places if need be.
         """
         slot = self._slots.get(k)
-        if slot is None or slot.again:
-            self.open(k)
-        else:
-            self.slot = slot
-            self._before = len(slot.entries)
+        if again and (slot is None or slot.again):
+            self.forward(k, self.backward, (k, roots, gradients, False), {})
+            return
+        self.slot = slot
         self.thread = get_ident()
         try:
             _engine(roots, gradients, False, False, (), True, True)  # as stage_run.run_backward
         finally:
             self.task = NOBODY
-            self.close()
-
-    def close(self) -> None:
-        """The layers are as they were."""
-        slot, self.slot = self.slot, None
-        if self._placed:
-            self._placed = False
-            for attributes, forward in self._forwards or ():
-                if attributes.get("forward") is forward:
-                    del attributes["forward"]
-            _hide(OPEN)
-        if slot is not None and len(slot.entries) > self._before and self._others:
-            self._part(slot.entries)
+            self.slot = None
+            if self._others and slot is not None and slot.entries:
+                self._part(slot.entries)
 
     def weigh(self, k: int) -> None:
         """W: make the gradients that slot ``k`` was left, and accumulate them."""
@@ -135,18 +136,19 @@ class GradientStore:
             return
         if slot.watched:
             self._judge(slot)
-        if not slot.entries:
+        entries = slot.entries
+        if not entries:
             return
         grads = _graph_is_made()
         _make_graph(False)  # torch.no_grad() is four times as long
         try:
             if self._large or slot.passes:
-                self._weigh_in_parts(slot.entries, {} if self._accumulate else slot.passes)
+                self._weigh_in_parts(entries, {} if self._accumulate else slot.passes)
             else:
-                self._weigh_at_once(slot.entries)
+                self._weigh_at_once(entries)
         finally:
             _make_graph(grads)
-            slot.entries.clear()  # [Note: a ring through autograd]
+            entries.clear()  # [Note: a ring through autograd]
 
     def _weigh_at_once(self, entries: list[Entry]) -> None:
         """Into ``.grad``, as autograd's own node does; through autograd where anybody would see the difference.
@@ -162,17 +164,17 @@ class GradientStore:
                 fresh = False
             targets += wanted
             gradients += make(saved, arrived, wanted)
-        again = len(entries) > 1 and len(set(map(id, targets))) < len(targets)
-        entries.clear()
-        if again or not fresh:
-            targets, gradients = summed(targets, gradients)
         if not fresh:
-            self._deliver(targets, gradients)
+            entries.clear()
+            self._deliver(*summed(targets, gradients))
             return
+        if len(entries) > 1 and len(set(map(id, targets))) < len(targets):
+            targets, gradients = summed(targets, gradients)
+        entries.clear()
         others: list[tuple[Any, Tensor]] = []
         there: list[Tensor] = []
         arriving: list[Tensor] = []
-        simple = self._simple
+        simple, few = self._simple, len(targets) < 3
         for target, gradient in zip(targets, gradients, strict=True):
             if target is None:
                 continue
@@ -183,7 +185,7 @@ class GradientStore:
                 node is False
                 or target._backward_hooks
                 or target._post_accumulate_grad_hooks
-                or any(_held_by(node))
+                or ((held := _held_by(node)) and any(held))
                 or gradient.dtype is not target.dtype
             ):
                 others.append((target, gradient))
@@ -191,16 +193,15 @@ class GradientStore:
             before = target.grad
             if before is None:
                 target.grad = gradient
-            elif type(before) is Tensor and before.layout is torch.strided and not before.requires_grad:
+            elif type(before) is not Tensor or before.layout is not _STRIDED or before.requires_grad:
+                others.append((target, gradient))
+            elif few:
+                before.add_(gradient)
+            else:
                 there.append(before)
                 arriving.append(gradient)
-            else:
-                others.append((target, gradient))
-        if len(there) > 2:
+        if there:
             add_up(there, arriving)
-        else:
-            for before, gradient in zip(there, arriving, strict=True):
-                before.add_(gradient)
         if others:
             self._deliver(*map(list, zip(*others, strict=True)))
 

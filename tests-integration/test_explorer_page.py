@@ -300,12 +300,14 @@ def test_a_question_that_takes_too_long_is_given_up_and_the_next_is_answered(bro
     explorer.page.clock.install()
     explorer.open()
     # The question is lost on its way: Python would answer it in two seconds, on a busy machine before one looks.
-    explorer.page.evaluate("window.kept = Worker.prototype.postMessage; Worker.prototype.postMessage = () => {}")
+    explorer.page.evaluate(
+        "() => { window.kept = Worker.prototype.postMessage; Worker.prototype.postMessage = () => {} }"
+    )
     explorer.page.evaluate("location.hash = 'schedule=plan&ranks=8&microbatches=20'")
     explorer.page.wait_for_function("document.getElementById('sx-status').textContent.startsWith('Searching')")
     explorer.page.clock.fast_forward(31_000)
     assert "No answer within 30 s" in explorer.text("#sx-status")
-    explorer.page.evaluate("Worker.prototype.postMessage = window.kept")
+    explorer.page.evaluate("() => { Worker.prototype.postMessage = window.kept }")
     explorer.go("schedule=gpipe")
     assert explorer.figures() == shown(Request(schedule="gpipe"))
     explorer.context.close()

@@ -229,10 +229,20 @@ def _texts_of_name(code: Source, inside: Function | None, name: str, depth: int)
         skipped = parameters[0] in ("self", "cls")
         for _, where, call in _calls_of(code, inside):
             given = _given(call, name, parameters.index(name) - skipped)
-            found += _texts(code, where, given, depth) if given is not None else []
+            if given is not None:
+                found += _texts(code, where, given, depth)
+            elif name in (defaults := _defaults(inside)):
+                found += _texts(code, None, defaults[name], depth)
     if not found:
         found = [text for value in code.constants.get(name, []) for text in _texts(code, None, value, depth)]
     return list(dict.fromkeys(found))
+
+
+def _defaults(function: Function) -> dict[str, ast.expr]:
+    """What parameters are where a call does not give them."""
+    given, keywords = function.args, function.args.kwonlyargs
+    found = {one.arg: value for one, value in zip(reversed(given.args), reversed(given.defaults), strict=False)}
+    return found | {one.arg: value for one, value in zip(keywords, given.kw_defaults, strict=True) if value}
 
 
 def _calls_of(code: Source, function: Function) -> list[tuple[str, Function | None, ast.Call]]:
@@ -249,7 +259,8 @@ def _calls_of(code: Source, function: Function) -> list[tuple[str, Function | No
 def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth: int) -> list[str]:
     name = last(call.func)
     if name == "Problem":
-        return [_problem(*((_texts(code, inside, given, depth) or [PLACE])[0] for given in call.args))]
+        rule, *values = (_texts(code, inside, given, depth) or [PLACE] for given in call.args)
+        return [_problem(rule[0], *(said[0] if len(said) == 1 else PLACE for said in values))]
     if name == "join" and call.args and isinstance(call.args[0], ast.Name):
         return []
     found, functions = [], [function for _, function in code.functions.get(name, [])]

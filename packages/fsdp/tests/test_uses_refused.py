@@ -441,7 +441,7 @@ def test_a_module_whose_wrapper_is_gone_says_so_instead_of_computing_with_what_i
     model(batch(0, 0, 0))
     del model
     gc.collect()
-    with pytest.raises(FsdpError, match="after its FullyShardedDataParallel object was deleted"):
+    with pytest.raises(FsdpError, match="its FullyShardedDataParallel object was deleted before"):
         net(batch(0, 0, 0))
 
 

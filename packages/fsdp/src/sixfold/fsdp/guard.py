@@ -65,7 +65,7 @@ class Guard:
     def error(self, what: str, remedy: str) -> FsdpError:
         """``what`` was done to the parameter; ``remedy`` says what to do instead."""
         if self.gone:
-            what, remedy = f"{what} after its FullyShardedDataParallel object was deleted", KEEP
+            remedy = KEEP
         return FsdpError(f"{self.record.name}: {what}; {remedy}", unit=self.record.buffer.unit, op="read")
 
     def ask(self, name: str, sets: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Guard:
         elif name == "grad":
             self._ask_grad(sets, args, parameter)
         elif name == "data":
-            raise self.error(f".data is {'assigned' if sets else 'taken'}", WRITE if sets else READ)
+            raise self.error("its .data is assigned", WRITE) if sets else self.error("its .data is taken", READ)
         elif self.gone or not self.readable():
             raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
         elif _writes(name, parameter, args, kwargs):
@@ -111,7 +111,7 @@ GRAD = (
     "with model.clip_grad_norm_()"
 )
 UNFREEZE = "wrap it with requires_grad=True and freeze it afterwards: that is honoured, and can be undone"
-KEEP = "keep that object for as long as the module is used"
+KEEP = "its FullyShardedDataParallel object was deleted before; keep that object for as long as the module is used"
 
 
 def _writes(name: str, parameter: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

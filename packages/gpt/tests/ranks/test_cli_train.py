@@ -72,11 +72,16 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(con
     assert resume["step"] == 2 and resume["layout"]["dp"] == 2
 
 
+KILLED = (
+    r"rank 1 was killed by SIGKILL; the kernel does so when memory runs out \[see errors/gpt.html#a-rank-was-killed\]"
+)
+
+
 @pytest.mark.parametrize(
     ("layout", "number", "seconds", "why"),
     [
-        ("parallel.pp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
-        ("parallel.dp=2", signal.SIGKILL, 120, "rank 1 was killed by SIGKILL; the kernel does so when memory runs out"),
+        ("parallel.pp=2", signal.SIGKILL, 120, KILLED),
+        ("parallel.dp=2", signal.SIGKILL, 120, KILLED),
         ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0 waits .* rank 1 did not answer: a signal had stopped its process"),
     ],
 )

@@ -68,13 +68,13 @@ def count_reads(rank, ranks, folder):
     from sixfold.dist_ckpt.ranks import relay
 
     seen = []
-    finish = relay.Relay.finish
+    running = relay.Relay.running
 
     def spy(self):
         seen.append(sum(record.data.nbytes for record in self.mine))
-        return finish(self)
+        return running(self)
 
-    relay.Relay.finish = spy
+    relay.Relay.running = spy
     loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
     check(dist_ckpt.load(replicated(rank, fill=False), folder, loader))
     return seen[0]

@@ -28,10 +28,10 @@ def relayed(tensors, rank, way):
     """Fill this rank's tensors through a relay: each reader writes tensor i full of i + 1, the last one first."""
     records = [ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=rank) for i, t in tensors.items()]
     found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
-    for index, record in reversed(list(enumerate(found.mine))):
-        record.data.fill_(float(record.key[1:]) + 1)
-        found.on_complete(index)
-    found.finish()
+    with found.running():
+        for index, record in reversed(list(enumerate(found.mine))):
+            record.data.fill_(float(record.key[1:]) + 1)
+            found.on_complete(index)
 
 
 def grown_mib(rank, ranks, strided, way):
@@ -81,11 +81,11 @@ def in_small_pieces(rank, ranks, way):
     for kind in wants:
         tensors[kind].zero_()
     found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
-    for index, record in enumerate(found.mine):
-        record.data.copy_(expected[record.key])
-        if index % 2:
-            found.on_complete(index)
-    found.finish()
+    with found.running():
+        for index, record in enumerate(found.mine):
+            record.data.copy_(expected[record.key])
+            if index % 2:
+                found.on_complete(index)
     return [kind for kind in wants if not torch.equal(tensors[kind].resolve_conj().resolve_neg(), expected[kind])]
 
 

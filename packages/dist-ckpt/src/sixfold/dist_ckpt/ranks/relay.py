@@ -7,11 +7,10 @@
 the bytes are: the load that follows is an error on every rank, and no rank waits for its deadline.
 
 [Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
-contiguous copy. So what is sent is cut into pieces, and a rank has ``_SLOTS`` times ``_PIECE_BYTES`` for others' pieces
-and for copies in each of its lanes: sent, received, broadcast. A lane posts its pieces in the order of their numbers,
-as far as there are slots, which are used in turn. No piece waits for ever: all before the first that is not over are
-over, so that each rank of it has a slot for it and posts it. Slots are kept: pieces that come and go cost glibc thrice
-their size.
+contiguous copy. So what is sent is cut into pieces, and each lane of a rank (sent, received, broadcast) is a thread. It
+passes its pieces in the order of their numbers, ``_SLOTS`` of ``_PIECE_BYTES`` at a time. No piece waits for ever: all
+before the first that is not over are over, so that each rank of it posts it. The memory of slots is kept: pieces that
+come and go cost glibc thrice their size.
 """
 
 from __future__ import annotations
@@ -19,9 +18,12 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -118,38 +120,6 @@ class _Piece(NamedTuple):
     passage: Passage
     start: int
     stop: int
-
-
-class _UnderWay(NamedTuple):
-    """A piece that is posted; ``target`` is the strided tensor that ``data`` is copied to in the end."""
-
-    piece: _Piece
-    data: torch.Tensor
-    in_slot: bool
-    target: torch.Tensor | None
-    works: list[tuple[dist.Work, int]]  # each with the peer that it waits for
-
-
-@dataclass(slots=True)
-class _Lane:
-    """What one rank posts in order. See [Note: few pieces are held]."""
-
-    left: deque[_Piece]
-    polled: bool = False  # wait() on an accelerator's work does not block the host; a message of gloo cannot be polled
-    under_way: deque[_UnderWay] = field(default_factory=deque)
-    slots: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
-    used: int = 0  # slots that are in use
-    turn: int = 0  # that were used
-
-    def slot(self, device: torch.device) -> torch.Tensor | None:
-        """``_PIECE_BYTES`` for the next piece, uninitialised; None while all are in use."""
-        if self.used == _SLOTS:
-            return None
-        place = device, self.turn % _SLOTS
-        if place not in self.slots:
-            self.slots[place] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device)
-        self.used, self.turn = self.used + 1, self.turn + 1
-        return self.slots[place]
 
 
 def on_accelerator(passage: Passage) -> bool:
@@ -269,62 +239,66 @@ class Relay:
                 data = records[passage.records[ranks.index(rank)]].data
                 assert data is not None, "records of a relay have data"
                 self._tensors[passage.number] = data.detach()
-        self._ready: set[int] = set()
+        # Asked here for the index: a thread has another current device.
+        self._devices = {kind: torch.empty(0, device=kind).device for kind in {p.device for p in passages}}
+        self._ready = {passage.number: Event() for passage in self._read}
         self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
         pieces = list(_pieces(passages))
         direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
         self._lanes = (
-            _Lane(deque(piece for piece in direct if rank in piece.passage.receivers)),
-            _Lane(deque(piece for piece in direct if rank == piece.passage.sender)),
-            _Lane(deque(piece for piece in pieces if piece.passage.number in self._broadcasts), polled=True),
+            [piece for piece in direct if rank in piece.passage.receivers],
+            [piece for piece in direct if rank == piece.passage.sender],
+            [piece for piece in pieces if piece.passage.number in self._broadcasts],
         )
 
     def on_complete(self, index: int) -> None:
         """Number ``index`` of ``mine`` is in place: send it on."""
-        self._ready.add(self._read[index].number)
-        self._advance()
+        self._ready[self._read[index].number].set()
 
-    def finish(self) -> None:
-        """Send what is left and wait for all. See [Note: what is promised is sent].
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Tensors are sent and received while this lasts, and at its end all. See [Note: what is promised is sent].
 
         Raises:
             LostPeerError: a rank died or is late.
         """
-        self._ready.update(passage.number for passage in self._read)
-        self._advance()
-        while busy := [lane for lane in self._lanes if lane.under_way]:
-            self._settle(min(busy, key=lambda lane: lane.under_way[0].piece.number))
-            self._advance()
-        assert not any(lane.left for lane in self._lanes), "no slot where nothing is under way"
+        with ThreadPoolExecutor(len(self._lanes)) as pool:
+            lanes = [pool.submit(self._run, lane) for lane in self._lanes if lane]
+            try:
+                yield
+            finally:
+                for ready in self._ready.values():
+                    ready.set()
+                for lane in lanes:
+                    lane.result()
 
-    def _advance(self) -> None:
-        """Settle what is over and post what there is room for; waits for nothing."""
-        for lane in self._lanes:
-            while lane.under_way and all(work.is_completed() for work, _ in lane.under_way[0].works):
-                self._settle(lane)
-            while lane.left and (posted := self._post(lane.left[0], lane)):
-                lane.left.popleft()
-                lane.under_way.append(posted)
+    def _run(self, lane: Sequence[_Piece]) -> None:
+        """Pass the pieces of a lane. See [Note: few pieces are held]."""
+        slots: dict[tuple[torch.device, int], torch.Tensor] = {}
+        under_way: deque[tuple[_Piece, torch.Tensor, list[tuple[dist.Work, int]]]] = deque()
+        for turn, piece in enumerate(lane):
+            if len(under_way) == _SLOTS:
+                self._settle(*under_way.popleft())
+            if piece.passage.number in self._ready:
+                self._ready[piece.passage.number].wait()
+            data = self._data(piece, slots, turn % _SLOTS)
+            under_way.append((piece, data, self._works(piece.passage, data, piece.number)))
+        while under_way:
+            self._settle(*under_way.popleft())
 
-    def _post(self, piece: _Piece, lane: _Lane) -> _UnderWay | None:
-        """Send a piece or prepare to receive it; None if its values are not there yet or there is no slot."""
-        passage, sends = piece.passage, piece.passage.sender == self._within.rank
-        if sends and passage.number not in self._ready:
-            return None
-        tensor = self._tensors.get(passage.number)
+    def _data(self, piece: _Piece, slots: dict[tuple[torch.device, int], torch.Tensor], slot: int) -> torch.Tensor:
+        """What is sent, or what it is received in: the tensor's own memory if that is dense, else a slot."""
+        passage, tensor = piece.passage, self._tensors.get(piece.passage.number)
         if tensor is not None and is_plain(tensor):
-            data = tensor.view(-1)[piece.start : piece.stop]
-            return _UnderWay(piece, data, False, None, self._works(passage, data, piece.number))
-        slot = lane.slot(torch.device(passage.device) if tensor is None else tensor.device)
-        if slot is None:
-            return None
-        data = slot[: (piece.stop - piece.start) * passage.dtype.itemsize].view(passage.dtype)
-        if sends:
-            assert tensor is not None, f"{passage} is sent by a rank that does not want it"
-            for region, place in _regions(tensor, piece.start, piece.stop):
-                data[place].view(region.shape).copy_(region)
-        target = None if sends else tensor
-        return _UnderWay(piece, data, True, target, self._works(passage, data, piece.number))
+            return tensor.view(-1)[piece.start : piece.stop]
+        place = self._devices[passage.device] if tensor is None else tensor.device, slot
+        if place not in slots:
+            slots[place] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=place[0])
+        data = slots[place][: (piece.stop - piece.start) * passage.dtype.itemsize].view(passage.dtype)
+        if tensor is not None and passage.sender == self._within.rank:
+            for region, at in _regions(tensor, piece.start, piece.stop):
+                data[at].view(region.shape).copy_(region)
+        return data
 
     def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work, int]]:
         raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
@@ -340,18 +314,17 @@ class Relay:
         assert len(works) == len(posted), f"rank {self._within.rank} is not in the group"
         return works
 
-    def _settle(self, lane: _Lane) -> None:
-        """Wait for the first piece under way, and put it in place."""
-        piece, data, in_slot, target, works = lane.under_way[0]
+    def _settle(self, piece: _Piece, data: torch.Tensor, works: list[tuple[dist.Work, int]]) -> None:
+        """Wait for a piece under way, and put it in place."""
+        passage, tensor = piece.passage, self._tensors.get(piece.passage.number)
         for work, peer in works:
-            self._wait(work, peer, lane.polled)
-        if target is not None:
-            for region, place in _regions(target, piece.start, piece.stop):
-                region.copy_(data[place].view(region.shape))
-        lane.under_way.popleft()
-        lane.used -= in_slot
+            self._wait(work, peer, passage.number in self._broadcasts)
+        if tensor is not None and passage.sender != self._within.rank and not is_plain(tensor):
+            for region, at in _regions(tensor, piece.start, piece.stop):
+                region.copy_(data[at].view(region.shape))
 
     def _wait(self, work: dist.Work, peer: int, polled: bool) -> None:
+        """``polled``: wait() on an accelerator's work does not block the host; a message of gloo cannot be polled."""
         timeout_s = self._within.timeout_s
         try:
             deadline = time.monotonic() + timeout_s

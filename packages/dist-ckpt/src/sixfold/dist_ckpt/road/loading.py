@@ -12,7 +12,7 @@ import socket
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -317,11 +317,8 @@ def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: S
     checkpoint, relay = looked.checkpoint, looked.relay
     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
     blocks = [block for span in share for block in span.blocks()] if has_digests else []
-    try:
+    with nullcontext() if relay is None else relay.running():
         reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
-    finally:
-        if relay is not None:
-            relay.finish()
     values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
     for path, record in looked.parts.records:
         if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:

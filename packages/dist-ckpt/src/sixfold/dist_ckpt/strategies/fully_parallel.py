@@ -231,7 +231,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         passing = relay.relay_through(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
         asked = {("tensors", number): record for number, record in enumerate(passing.mine)}
         asked |= {("objects", *path): record for path, record in objects.items()}
-        try:
+        with passing.running():
             loaded = self.base_strategy.load(tree.nest(dict(asked)), checkpoint_dir)
             for number, record in enumerate(passing.mine):
                 value = tree.get(loaded, ("tensors", number))
@@ -239,8 +239,6 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 if value.data_ptr() != record.data.data_ptr():
                     record.data.detach().copy_(value.view(record.data.shape))
                 passing.on_complete(number)
-        finally:
-            passing.finish()
         values: dict[tree.KeyPath, Any] = {path: record.data for path, record in tensors.items()}
         values |= {path: tree.get(loaded, ("objects", *path)) for path in objects}
         return tree.nest(values)

@@ -177,7 +177,7 @@ def test_a_save_that_ends_anywhere_is_no_step_for_who_looks_for_names_and_metada
     elif call == "convert":
         tools.convert(runs / "step-1", runs / "step-2", to="torch_dist")
     else:
-        agreed = saving.agree_on(SaveRequest.made(state(2), runs / "step-2", group=None, timeout_s=9.0))
+        agreed = saving.agree_on(SaveRequest(state(2), runs / "step-2", group=None, timeout_s=9.0))
         written = saving.write(agreed.content, agreed.ticket, 0, False)  # as a worker does
         saving.commit([written], agreed.content, agreed.ticket)
     moved = seen.index(2)  # the parent is put on disk after the move

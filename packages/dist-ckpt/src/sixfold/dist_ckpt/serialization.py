@@ -96,7 +96,7 @@ def save(
     """
     arguments = dict(locals())
     del arguments["async_sharded_save"]
-    request = SaveRequest.made(**arguments)
+    request = SaveRequest(**arguments)
     if async_sharded_save and request.engine is not None:
         from sixfold.dist_ckpt.background import saver
 

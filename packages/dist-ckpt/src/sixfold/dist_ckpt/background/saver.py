@@ -74,7 +74,7 @@ class AsyncSaver:
     ) -> AsyncSave:
         """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
         start, group, timeout_s = time.monotonic(), self._group, self._timeout_s
-        request = SaveRequest.made(
+        request = SaveRequest(
             sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options
         )
         return self._begun(request, start)
@@ -260,7 +260,7 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    return start(SaveRequest.made(**locals()))
+    return start(SaveRequest(**locals()))
 
 
 def start(request: SaveRequest) -> AsyncSave:

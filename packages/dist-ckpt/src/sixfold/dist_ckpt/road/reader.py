@@ -30,11 +30,12 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, at
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, Block, Hasher
+from sixfold.dist_ckpt.files.integrity import Block, Hasher
 from sixfold.dist_ckpt.geometry.box import Box, cuts, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
+from sixfold.dist_ckpt.road.hosts import block_bytes
 from sixfold.dist_ckpt.road.sources import Sources, comparable
 from sixfold.dist_ckpt.state.by_name import is_plain as is_plain_object
 from sixfold.dist_ckpt.state.dense import is_plain
@@ -95,7 +96,7 @@ class Reader:
         self._checkpoint = checkpoint
         self._policy = dtype_policy
         self._threads = threads
-        self._window_bytes = window_bytes
+        self._window_bytes, self._block_bytes = window_bytes, block_bytes(checkpoint)
         self._moved = moved or (lambda nbytes: None)
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
@@ -314,11 +315,6 @@ class Reader:
             if target.dtype != source.dtype:
                 self.cast_keys.add(step.key)
         self._moved(step.nbytes)
-
-    @property
-    def _block_bytes(self) -> int:
-        integrity = self._checkpoint.integrity
-        return BLOCK_BYTES if integrity is None else integrity.block_bytes
 
     @contextmanager
     def _told(self, step: Read) -> Iterator[None]:

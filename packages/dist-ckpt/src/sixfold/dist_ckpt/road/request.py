@@ -1,6 +1,6 @@
 """Requests: what a call of ``save``, ``async_save`` or ``load`` asks for, as one value.
 
-    arguments of the public functions --> SaveRequest.made (this file) --> saving.py, foreign.py, background/
+    arguments of the public functions --> SaveRequest (this file) --> saving.py, foreign.py, background/
                                       --> LoadRequest (this file) --> loading.py, foreign.py
 
 Everything that a save or load must know and has not found out itself is here, checked and looked up on every rank.
@@ -9,7 +9,7 @@ Everything that a save or load must know and has not found out itself is here, c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,70 +31,48 @@ from sixfold.dist_ckpt.strategies.base import (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What a call of ``save`` or ``async_save`` asks for, made once there. ``serialization.save`` explains each.
+    """The arguments of a call of ``save`` or ``async_save``, which ``serialization.save`` explains, and what they name.
 
-    ``engine``: what the built-in engine shall do; None: the strategies write by themselves (foreign.py).
+    Attributes:
+        store: opened. sharded, common: strategies that were looked up.
+        engine: what the built-in engine shall do; None: the strategies write by themselves (foreign.py).
+    Raises:
+        CheckpointError: what is wrong with any of it, on every rank.
     """
 
-    state: Mapping[Any, Any]
-    store: Store
-    sharded: SaveShardedStrategy
-    common: SaveCommonStrategy
-    engine: SaveEngine | None
-    preprocess: Callable[[dict[Any, Any]], Any] | None = None
+    sharded_state_dict: Mapping[Any, Any]
+    checkpoint_dir: Any
+    sharded_strategy: Any = None
+    common_strategy: Any = None
+    validate_access_integrity: bool = True
+    preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None
     content_metadata: dict[str, Any] | None = None
-    group: Group
-    if_exists: str = "replace"
-    check_finite: bool = False
-    metadata: str = "torch"
-    timeout_s: float
-    progress: Progress | None = None
+    group: Group = field(kw_only=True)
+    timeout_s: float = field(kw_only=True)
+    if_exists: str = field(default="replace", kw_only=True)
+    check_finite: bool = field(default=False, kw_only=True)
+    metadata: str = field(default="torch", kw_only=True)
+    progress: Progress | None = field(default=None, kw_only=True)
+    store: Store = field(init=False)
+    sharded: SaveShardedStrategy = field(init=False)
+    common: SaveCommonStrategy = field(init=False)
+    engine: SaveEngine | None = field(init=False)
 
     def __post_init__(self) -> None:
-        check_if_exists(self.if_exists)
-        if self.metadata not in ("torch", "compact"):
-            raise CheckpointError(
-                f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
-            )
-
-    @classmethod
-    def made(
-        cls,
-        sharded_state_dict: Mapping[Any, Any],
-        checkpoint_dir: Any,
-        sharded_strategy: Any = None,
-        common_strategy: Any = None,
-        validate_access_integrity: bool = True,
-        preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None,
-        content_metadata: dict[str, Any] | None = None,
-        *,
-        group: Group,
-        timeout_s: float,
-        **rest: Any,
-    ) -> SaveRequest:
-        """The request of a call with these arguments: its store opened, its strategies looked up.
-
-        Raises:
-            CheckpointError: what is wrong with any of it, on every rank.
-        """
-        with told_to_all(group, timeout_s):
-            store = store_at(checkpoint_dir, timeout_s)
-            sharded = find(StrategyAction.SAVE_SHARDED, sharded_strategy, ("torch_dist", 1))
-            common = find(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
-            return cls(
-                state=sharded_state_dict,
-                store=store,
-                sharded=sharded,
-                common=common,
-                engine=sharded.engine() if common.is_built_in else None,
-                preprocess=preprocess_common_before_consistancy_check,
-                content_metadata=content_metadata,
-                group=group,
-                timeout_s=timeout_s,
-                **rest,
-            )
+        with told_to_all(self.group, self.timeout_s):
+            check_if_exists(self.if_exists)
+            if self.metadata not in ("torch", "compact"):
+                raise CheckpointError(
+                    f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
+                )
+            sharded = find(StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
+            common = find(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
+            engine = sharded.engine() if common.is_built_in else None
+            store = store_at(self.checkpoint_dir, self.timeout_s)
+            for name, value in {"store": store, "sharded": sharded, "common": common, "engine": engine}.items():
+                object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

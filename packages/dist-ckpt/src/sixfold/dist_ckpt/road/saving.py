@@ -129,7 +129,9 @@ def agree_on(request: SaveRequest) -> Agreed:
             whole = report._replace(table=content.table)
             _, ticket = exchange.together(lambda: (None, whole), first_rank.agree)
         if ticket.common_differs:
-            agreement.check(exchange, agreement.digests(content.common, request.preprocess))
+            agreement.check(
+                exchange, agreement.digests(content.common, request.preprocess_common_before_consistancy_check)
+            )
     except BaseException:
         first_rank.abandon()
         raise
@@ -193,7 +195,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
-        expanded, _ = factory.expand(tree.checked(request.state))
+        expanded, _ = factory.expand(tree.checked(request.sharded_state_dict))
         sorted_out.append(tree.split(expanded))
         return [record for _, record in sorted_out[0].records]
 
@@ -225,7 +227,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        agreement.summary(agreement.digests(common, request.preprocess)),
+        agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
         request.store.name,
     )
     content = RankContent(
@@ -296,7 +298,7 @@ def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange)
     For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
     """
     store = _Unfinished(folder)
-    return Share(agree_on(SaveRequest.made(state, store, group=exchange.group, timeout_s=exchange.timeout_s)))
+    return Share(agree_on(SaveRequest(state, store, group=exchange.group, timeout_s=exchange.timeout_s)))
 
 
 @dataclass(slots=True)

@@ -98,11 +98,16 @@ def write(
         return Written(content.table)
     counts = file_counts([step.nbytes for step in plan], store.streams)
     parts, copies, failed, at = list[_Part](), Copies(), Event(), 0
+
+    def add(part: _Part, file: PartFile, step: Write) -> None:
+        if failed.is_set():
+            raise CheckpointError(f"{part.name} was given up: another file of this rank failed")
+        add_frame(file, records[step.record], step, rank, check_finite, copies)
+
     for number, count in enumerate(counts):
         own_objects = objects if number + 1 == len(counts) else ()
-        steps, at = plan[at : at + count], at + count
-        name = part_name(rank, number)
-        parts.append(_Part(name, records, steps, own_objects, rank, check_finite, copies, failed))
+        parts.append(_Part(part_name(rank, number), plan[at : at + count], own_objects, add))
+        at += count
     own = [Part(name=p.name, fill=p.fill, nbytes=p.nbytes, threads=content.threads, moved=moved) for p in parts]
     digests = write_parts(store, save, own, failed)
     return Written(
@@ -136,13 +141,9 @@ class _Part:
     """One file of frames, and where they came to lie in it."""
 
     name: str
-    records: Sequence[ShardedTensor]
     steps: Sequence[Write]
     objects: Sequence[tuple[str, bytes]]
-    rank: int
-    check_finite: bool
-    copies: Copies
-    failed: Event
+    add: Callable[[_Part, PartFile, Write], None]
     places: array[int] = field(default_factory=lambda: array("q"))
     object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
 
@@ -155,10 +156,8 @@ class _Part:
         """Add all frames; from the start again if that is asked for."""
         self.places, self.object_places = array("q"), []
         for step in self.steps:
-            if self.failed.is_set():
-                raise CheckpointError(f"{self.name} was given up: another file of this rank failed")
             start = file.position
-            add_frame(file, self.records[step.record], step, self.rank, self.check_finite, self.copies)
+            self.add(self, file, step)
             self.places.extend((start, file.position - start))
         for stored_key, data in self.objects:
             self.object_places.append((stored_key, ByteRange(self.name, file.position, len(data))))

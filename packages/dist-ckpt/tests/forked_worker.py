@@ -64,7 +64,7 @@ def _become_a_worker(arguments, fds):
         if arguments[0].endswith(".py"):
             sys.argv = arguments
             runpy.run_path(arguments[0], run_name="__main__")
-        sys.argv = ["worker", *arguments[-4:]]
+        sys.argv = ["worker", *arguments[-3:]]
         _worker.main()
     except BaseException:
         traceback.print_exc()

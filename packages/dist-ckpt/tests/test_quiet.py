@@ -10,9 +10,9 @@ from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
 from sixfold.dist_ckpt.background import bell, board, control
+from sixfold.dist_ckpt.background.arena import Arena, Gauge
 from sixfold.dist_ckpt.background.board import FolderBoard
 from sixfold.dist_ckpt.background.control import Job, Wait
-from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road.saving import Ticket
 from sixfold.dist_ckpt.stores import LocalStore, Save
@@ -26,7 +26,8 @@ class Ranks:
 
     def __init__(self, folder, count, patch, locks_work=True):
         self.folder, self.count, self.dead = folder, count, set()
-        self.gauge = Gauge()
+        self.arena = Arena()
+        self.gauge = Gauge(self.arena.fd)
         ticket = Ticket(Save(save_id="01", target=str(folder / "c"), staging=str(folder / ".c.tmp-01")))
         content = SimpleNamespace(store=LocalStore.at(folder / "c"))
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
@@ -66,7 +67,7 @@ def ranks(tmp_path, monkeypatch):
     yield make
     monkeypatch.undo()
     for each in made:
-        each.gauge.close()
+        each.arena.close()
         for sign in each.signs:
             sign.close()
 
@@ -105,7 +106,8 @@ class StoreRanks:
     """As ``Ranks``, at a board of a store; a trainer that lives beats when it is time."""
 
     def __init__(self, count, timeout_s=600.0):
-        self.things, self.gauge = Things(), Gauge()
+        self.things, self.arena = Things(), Arena()
+        self.gauge = Gauge(self.arena.fd)
         store = SimpleNamespace(name="a store", local_folder=None, board=lambda save: self.things)
         store.patient = lambda timeout_s: store
         store.holds, store.abandon = lambda save_id: False, lambda save: None
@@ -138,7 +140,7 @@ def test_a_wait_at_a_store_costs_two_requests_a_second_and_rank_and_lists_nothin
         assert [ranks.turn(rank) for _ in range(turns)] == [None] * turns
         assert {what for what, _ in ranks.things.seen} == {"read", "write"}
         assert (len(ranks.things.seen) - beats) / (turns * job.look_s) + beats / job.beat_s <= OPERATIONS_PER_S
-    ranks.gauge.close()
+    ranks.arena.close()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -163,7 +165,7 @@ def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed,
             if rank not in outcomes and (outcome := ranks.turn(rank)) is not None:
                 outcomes[rank] = outcome
         turns, clock[0] = turns + 1, clock[0] + job.look_s
-    ranks.gauge.close()
+    ranks.arena.close()
     if dead <= with_record:
         assert (0 in outcomes) == (not {*range(1, count)} - with_record)
         return
@@ -259,4 +261,4 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
     assert not ranks.things.data
     ranks.signs[0].close()  # late, when the board is gone
     assert not ranks.things.data
-    ranks.gauge.close()
+    ranks.arena.close()

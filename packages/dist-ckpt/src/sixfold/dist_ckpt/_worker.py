@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from sixfold.dist_ckpt.background import control
-from sixfold.dist_ckpt.background.arena import MappedArena
+from sixfold.dist_ckpt.background.arena import Gauge, MappedArena
 from sixfold.dist_ckpt.background.control import Job
-from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving
@@ -75,9 +74,9 @@ class _Trainer:
 
 def main() -> None:
     """Serve jobs until the trainer ends or says so."""
-    connection_fd, gauge_fd, arena_fd, pid = map(int, sys.argv[1:])
+    connection_fd, arena_fd, pid = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    connection, gauge, arena = Connection(connection_fd), Gauge(gauge_fd), MappedArena(arena_fd)
+    connection, gauge, arena = Connection(connection_fd), Gauge(arena_fd), MappedArena(arena_fd)
     trainer = _Trainer(pid)
     watch = threading.Thread(target=trainer.watch, daemon=True)
     watch.start()

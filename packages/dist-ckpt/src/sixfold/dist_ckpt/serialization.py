@@ -255,10 +255,8 @@ def load_content_metadata(
     """What ``save`` was given as ``content_metadata``, or None; from a folder or from loaded common data."""
     if (checkpoint_dir is None) == (preloaded_state_dict is None):
         raise CheckpointError("load_content_metadata takes a folder or a preloaded_state_dict, one of the two")
-    if preloaded_state_dict is None:
-        assert checkpoint_dir is not None, "one of the two is given"
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
-    return preloaded_state_dict.get("content_metadata")
+    common = preloaded_state_dict if checkpoint_dir is None else load_common_state_dict(checkpoint_dir)
+    return (common or {}).get("content_metadata")
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:

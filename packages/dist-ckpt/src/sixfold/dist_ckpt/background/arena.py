@@ -1,6 +1,7 @@
 """The arena: one piece of shared memory that a rank's tensors are copied into while the trainer waits.
 
     tensors --> Arena.take (this file) --> shared memory --> MappedArena.tensors (this file) --> transfer.write
+    trainer <-- Gauge (this file) <-- first page <-- worker
 
 The memory is a memfd that the trainer and its worker both map: no name that could be left behind, no limit of
 ``/dev/shm``. It is kept: a copy runs at 20 GB/s into memory that was touched before and at 1 into fresh
@@ -16,6 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +90,34 @@ def pinned_for(tensors: Sequence[torch.Tensor]) -> Pinned | None:
     return None if device is None else Pinned(torch.cuda, device)
 
 
+class Gauge:
+    """Numbers in the first page of an arena; the worker counts, the trainer looks, neither waits."""
+
+    def __init__(self, fd: int) -> None:
+        self._cells = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("q")
+        self._lock = Lock()  # of the worker's threads that write
+
+    def reset(self) -> None:
+        """The trainer's, before a job."""
+        self._cells[0] = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are written; 0: something else has moved."""
+        with self._lock:
+            self._cells[0] += nbytes
+            self._cells[1] += 1
+
+    @property
+    def written(self) -> int:
+        """Bytes written."""
+        return self._cells[0]
+
+    @property
+    def moves(self) -> int:
+        """Differs from what it was if anything has moved."""
+        return self._cells[1]
+
+
 class Arena:
     """Shared memory that grows when it must and is never given back before ``close``.
 
@@ -96,6 +126,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("sixfold-arena", os.MFD_CLOEXEC)
+        os.truncate(self.fd, mmap.PAGESIZE)  # the gauge's
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: Pinned | None = None
@@ -164,7 +195,7 @@ class Arena:
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
     """Places end to end, large tensors on page borders so that O_DIRECT can write them, and the bytes they need."""
-    places, at = [], 0
+    places, at = [], mmap.PAGESIZE  # behind the gauge
     for tensor in tensors:
         nbytes = tensor.nbytes
         at += -at % (LARGE_ALIGNMENT if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT)

@@ -37,9 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from sixfold.dist_ckpt.background.arena import Place
+from sixfold.dist_ckpt.background.arena import Gauge, Place
 from sixfold.dist_ckpt.background.board import Board, FolderBoard, State, Stillness
-from sixfold.dist_ckpt.background.process import Gauge
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.road import saving, transfer

@@ -148,7 +148,7 @@ class AsyncSave:
             worker.kill()
             known = _of_thread(error)
             outcome = control.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
-            return Outcome(error=outcome.error or _of_committed(known))
+            return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
         return control.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
 
@@ -183,7 +183,3 @@ def _of_thread(error: BaseException) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"the thread that watches a background save: {type(error).__name__}: {error}")
-
-
-def _of_committed(error: CheckpointError) -> CheckpointError:
-    return CheckpointError(f"{error}. The checkpoint is committed all the same")

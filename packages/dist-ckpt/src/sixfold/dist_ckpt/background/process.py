@@ -6,7 +6,6 @@ trainer <-- Gauge (this file) --> worker          how much is written
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import subprocess
@@ -14,49 +13,12 @@ import sys
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
+
+from sixfold.dist_ckpt.background.arena import Gauge
 
 _WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
 _CLOSE_S = 5.0
-
-
-class Gauge:
-    """Numbers in one page of shared memory; the worker counts, the trainer looks, neither waits.
-
-    Attributes:
-        fd: handed to the worker when it is started.
-    """
-
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("sixfold-gauge", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            os.truncate(self.fd, mmap.PAGESIZE)
-        self._cells = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("q")
-        self._lock = Lock()  # of the worker's threads that write
-
-    def reset(self) -> None:
-        """The trainer's, before a job."""
-        self._cells[0] = 0
-
-    def add(self, nbytes: int) -> None:
-        """So many bytes more are written; 0: something else has moved."""
-        with self._lock:
-            self._cells[0] += nbytes
-            self._cells[1] += 1
-
-    @property
-    def written(self) -> int:
-        """Bytes written."""
-        return self._cells[0]
-
-    @property
-    def moves(self) -> int:
-        """Differs from what it was if anything has moved."""
-        return self._cells[1]
-
-    def close(self) -> None:
-        """Give the descriptor back; the memory goes with its last mapping."""
-        os.close(self.fd)
 
 
 def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -73,17 +35,13 @@ class Worker:
 
     def __init__(self, arena_fd: int) -> None:
         self.connection, theirs = Pipe()
-        self.gauge, self._is_killed = Gauge(), False
-        fds = theirs.fileno(), self.gauge.fd, arena_fd
+        self.gauge, self._is_killed = Gauge(arena_fd), False
+        fds = theirs.fileno(), arena_fd
         # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
         # process group, and a trainer answers them by ending in order, after its save in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.process = _start_worker(fds)
-        except BaseException:
-            self.connection.close()
-            self.gauge.close()
-            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -117,7 +75,6 @@ class Worker:
                 self.process.wait(_CLOSE_S)
         self.kill()
         self.connection.close()
-        self.gauge.close()
 
     def kill(self) -> str:
         """End it at once, if it has not ended; says how it ended."""

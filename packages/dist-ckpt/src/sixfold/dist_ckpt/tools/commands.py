@@ -43,35 +43,32 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
         CheckpointError: no such folder, or it cannot be read.
     """
     with probe.opened(path) as folder:
-        return {"path": probe.name_of(path, folder), **_inspect(folder, keys)}
-
-
-def _inspect(folder: Path, keys: str) -> dict[str, Any]:
-    config, checkpoint = read_config(folder), conversion.opened(folder)
-    backend, version = config[0] if config else ("torch_dist", None)
-    tensors, objects = conversion.listed(folder, keys)
-    stored = {} if checkpoint is None else checkpoint.manifest.tensors
-    grids = {o.key: [] if isinstance(o, PlainObject) else list(o.global_shape) for o in objects.values()}
-    return {
-        "backend": safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend,
-        "version": version,
-        "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
-        "nbytes": sum(map(nbytes_of, tensors.values())),
-        "tensors": [
-            {
-                "key": key,
-                "dtype": str(record.dtype).removeprefix("torch."),
-                "shape": list(record.global_shape),
-                "nbytes": nbytes_of(record),
-                "chunks": stored[key].chunk_count if key in stored else None,
-            }
-            for key, record in tensors.items()
-        ],
-        "objects": [{"key": key, "shape": shape} for key, shape in sorted(grids.items())],
-        "common": [str(key) for key in conversion.common_data(folder)],
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
-        "integrity": checkpoint is not None and checkpoint.integrity is not None,
-    }
+        config, checkpoint = read_config(folder), conversion.opened(folder)
+        backend, version = config[0] if config else ("torch_dist", None)
+        tensors, objects = conversion.listed(folder, keys)
+        stored = {} if checkpoint is None else checkpoint.manifest.tensors
+        grids = {o.key: [] if isinstance(o, PlainObject) else list(o.global_shape) for o in objects.values()}
+        return {
+            "path": probe.name_of(path, folder),
+            "backend": safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend,
+            "version": version,
+            "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
+            "nbytes": sum(map(nbytes_of, tensors.values())),
+            "tensors": [
+                {
+                    "key": key,
+                    "dtype": str(record.dtype).removeprefix("torch."),
+                    "shape": list(record.global_shape),
+                    "nbytes": nbytes_of(record),
+                    "chunks": stored[key].chunk_count if key in stored else None,
+                }
+                for key, record in tensors.items()
+            ],
+            "objects": [{"key": key, "shape": shape} for key, shape in sorted(grids.items())],
+            "common": [str(key) for key in conversion.common_data(folder)],
+            "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
+            "integrity": checkpoint is not None and checkpoint.integrity is not None,
+        }
 
 
 def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress | None = None) -> dict[str, Any]:
@@ -169,33 +166,32 @@ def diff(
     if not rtol >= 0:
         raise CheckpointError(f"rtol is {rtol}; it is >= 0")
     with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
-        return _diff((first, second), rtol, keys, progress)
-
-
-def _diff(folders: tuple[Path, Path], rtol: float, keys: str, progress: Progress | None) -> dict[str, Any]:
-    left, right = ({**tensors, **objects} for tensors, objects in (conversion.listed(f, keys) for f in folders))
-    _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
-    different: list[dict[str, Any]] = []
-    same: dict[str, ShardedTensor] = {}
-    objects = []
-    for key in sorted(left.keys() & right.keys()):
-        one, other = left[key], right[key]
-        if not isinstance(one, ShardedTensor) or not isinstance(other, ShardedTensor):
-            objects.append(key)
-        elif one.global_shape != other.global_shape or one.dtype != other.dtype:
-            different.append(_entry(key, "shape" if one.global_shape != other.global_shape else "dtype"))
-        else:
-            same[key] = one
-    different += _different_values(folders, same, rtol, progress)
-    values = [conversion.read(f, [side[k] for k in objects]) for f, side in zip(folders, (left, right), strict=True)]
-    different += [_entry(key, "values") for key, x, y in zip(objects, *values, strict=True) if not equal(x, y)]
-    found = {
-        "only_in_a": sorted(left.keys() - right.keys()),
-        "only_in_b": sorted(right.keys() - left.keys()),
-        "different": sorted(different, key=lambda entry: str(entry["key"])),
-        "common_differs": _differing_paths(*map(conversion.common_data, folders)),
-    }
-    return {"equal": not any(found.values()), **found}
+        folders = first, second
+        left, right = ({**tensors, **objects} for tensors, objects in (conversion.listed(f, keys) for f in folders))
+        _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
+        different: list[dict[str, Any]] = []
+        same: dict[str, ShardedTensor] = {}
+        objects = []
+        for key in sorted(left.keys() & right.keys()):
+            one, other = left[key], right[key]
+            if not isinstance(one, ShardedTensor) or not isinstance(other, ShardedTensor):
+                objects.append(key)
+            elif one.global_shape != other.global_shape or one.dtype != other.dtype:
+                different.append(_entry(key, "shape" if one.global_shape != other.global_shape else "dtype"))
+            else:
+                same[key] = one
+        different += _different_values(folders, same, rtol, progress)
+        values = [
+            conversion.read(f, [side[k] for k in objects]) for f, side in zip(folders, (left, right), strict=True)
+        ]
+        different += [_entry(key, "values") for key, x, y in zip(objects, *values, strict=True) if not equal(x, y)]
+        found = {
+            "only_in_a": sorted(left.keys() - right.keys()),
+            "only_in_b": sorted(right.keys() - left.keys()),
+            "different": sorted(different, key=lambda entry: str(entry["key"])),
+            "common_differs": _differing_paths(*map(conversion.common_data, folders)),
+        }
+        return {"equal": not any(found.values()), **found}
 
 
 def _entry(key: str, reason: str, count: int | None = None, max_abs: float | None = None) -> dict[str, Any]:

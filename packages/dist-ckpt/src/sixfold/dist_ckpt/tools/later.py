@@ -29,7 +29,6 @@ from sixfold.dist_ckpt.stores import Save, Store, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, visible
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.store import Content
 from sixfold.dist_ckpt.stores.view import viewed
 
 _HIDDEN = ".metadata.tmp"  # a name that saves of any version know as a checkpoint's
@@ -63,22 +62,19 @@ def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
         return {"path": name, "written": False, "nbytes": (folder / ".metadata").stat().st_size}
     if (known.algorithm, known.block_bytes) != ("crc32", integrity.BLOCK_BYTES):
         raise MismatchError(f"{name} has digests of another kind than are written here; tools.convert writes it anew")
+    return {"path": name, "written": True, "nbytes": _into_folder(checkpoint, known).size}
+
+
+def _into_folder(checkpoint: Checkpoint, known: Integrity) -> FileDigest:
     index = compact.index_of(checkpoint.manifest)
-
-    def made() -> Iterator[bytes]:
-        return schema.encode_parts(index)
-
-    return {"path": name, "written": True, "nbytes": _into_folder(checkpoint, known, made).size}
-
-
-def _into_folder(checkpoint: Checkpoint, known: Integrity, made: Content) -> FileDigest:
     with _held(checkpoint) as inside, storage.full_disk_told(checkpoint.folder, 0):
         (inside / _HIDDEN).unlink(missing_ok=True)
         try:
-            digest = storage.write_file(inside, _HIDDEN, made)
+            digest = storage.write_file(inside, _HIDDEN, lambda: schema.encode_parts(index))
             checkpoint.check_unchanged()
             (inside / _HIDDEN).rename(inside / ".metadata")
-            storage.write_file(inside, _HIDDEN, _with_metadata(known, digest))
+            both = replace(known, files={**known.files, ".metadata": digest})
+            storage.write_file(inside, _HIDDEN, both.encode())
             (inside / _HIDDEN).rename(inside / integrity.FILE_NAME)
         finally:
             (inside / _HIDDEN).unlink(missing_ok=True)
@@ -104,10 +100,6 @@ def _check_held(store: Store, known: Integrity) -> None:
         raise StorageError(f"{store.name} was replaced while its .metadata was made; try again", errno.ESTALE)
 
 
-def _with_metadata(known: Integrity, digest: FileDigest) -> bytes:
-    return replace(known, files={**known.files, ".metadata": digest}).encode()
-
-
 @contextmanager
 def _held(checkpoint: Checkpoint) -> Iterator[Path]:
     """The opened folder itself, whatever its path names later; for one process at a time where there are locks."""
@@ -116,19 +108,12 @@ def _held(checkpoint: Checkpoint) -> Iterator[Path]:
         status = os.fstat(handle)
         if (status.st_dev, status.st_ino) != checkpoint.identity[:2]:
             raise StorageError(f"{checkpoint.folder} was replaced while it was read; try again", errno.ESTALE)
-        if not _locked(handle):
-            raise StorageError(f"{checkpoint.folder}: another process writes its .metadata now", errno.EBUSY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(f"{checkpoint.folder}: another process writes its .metadata now", errno.EBUSY) from error
+        except OSError:
+            pass  # a file system without locks has none to give
         yield Path(f"/proc/self/fd/{handle}")
     finally:
         os.close(handle)
-
-
-def _locked(handle: int) -> bool:
-    """False if another process has the lock; a file system without locks has none to give."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

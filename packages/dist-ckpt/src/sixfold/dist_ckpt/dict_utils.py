@@ -64,18 +64,20 @@ def diff(x1: Any, x2: Any, prefix: Key = ()) -> tuple[list[Any], list[Any], list
     Tensors are compared element by element, records (things with a ``replica_id``) by their data. Surplus places of
     sequences are given as numbers, as megatron-core does, the last first.
     """
-    if isinstance(x1, dict) and isinstance(x2, dict):
-        only = [[(*prefix, name) for name in a.keys() - b.keys()] for a, b in ((x1, x2), (x2, x1))]
-        return _diff_all(((x1[name], x2[name], name) for name in x1.keys() & x2.keys()), prefix, only[0], only[1])
-    if _is_sequence(x1):
-        if type(x1) is not type(x2):
-            return [], [], [(prefix, type(x1), type(x2))]
-        surplus = [list(range(len(a) - 1, len(b) - 1, -1)) for a, b in ((x1, x2), (x2, x1))]
-        pairs = ((a, b, place) for place, (a, b) in enumerate(zip(x1, x2, strict=False)))
-        return _diff_all(pairs, prefix, surplus[0], surplus[1])
+    both_dicts = isinstance(x1, dict) and isinstance(x2, dict)
+    if both_dicts or (_is_sequence(x1) and type(x1) is type(x2)):
+        a, b = (x if both_dicts else dict(enumerate(x)) for x in (x1, x2))
+        left, right = ([(*prefix, name) for name in x - y] for x, y in ((a.keys(), b.keys()), (b.keys(), a.keys())))
+        if not both_dicts:
+            left, right = (sorted((name for *_, name in side), reverse=True) for side in (left, right))
+        found: tuple[list[Any], list[Any], list[Any]] = left, right, []
+        for name in a.keys() & b.keys():
+            for known, more in zip(found, diff(a[name], b[name], (*prefix, name)), strict=True):
+                known += more
+        return found
     if hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):
         return diff(x1.data, x2.data, (*prefix, type(x1)))
-    details = _unequal(x1, x2)
+    details = () if _is_sequence(x1) else _unequal(x1, x2)
     return [], [], [] if details is None else [(prefix, type(x1), type(x2), *details)]
 
 
@@ -84,28 +86,15 @@ def _is_sequence(x: Any) -> bool:
     return isinstance(x, list | tuple) or is_array
 
 
-def _diff_all(
-    pairs: Iterable[tuple[Any, Any, Any]], prefix: Key, left: list[Any], right: list[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    mismatch: list[Any] = []
-    for a, b, name in pairs:
-        for found, more in zip((left, right, mismatch), diff(a, b, (*prefix, name)), strict=True):
-            found += more
-    return left, right, mismatch
-
-
 def _unequal(x1: Any, x2: Any) -> tuple[Any, ...] | None:
     """None for equal values; else what is told of them."""
-    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
-        try:
-            differs = x1.cpu() != x2.cpu()
-        except (RuntimeError, TypeError, ValueError):
-            return x1.shape, x2.shape
-        return (differs.sum(), differs.shape, differs.nonzero().tolist()) if bool(differs.any()) else None
     try:
-        return () if bool(x1 != x2) else None
-    except (RuntimeError, ValueError):
-        return ()
+        if not (isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor)):
+            return () if bool(x1 != x2) else None
+        differs = x1.cpu() != x2.cpu()
+        return (differs.sum(), differs.shape, differs.nonzero().tolist()) if bool(differs.any()) else None
+    except (RuntimeError, TypeError, ValueError):
+        return (x1.shape, x2.shape) if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor) else ()
 
 
 def inspect_types(x: Any, prefix: Key = (), indent: int = 4) -> None:

@@ -117,11 +117,7 @@ def _numpy() -> Any:
 def make_array(shape: Any, code: Any, data: Any) -> Any:
     """``numpy.ndarray(shape, code, data)`` for number types, of the right size."""
     numpy, dtype = _numpy(), _dtype(code)
-    shape = tuple(shape)
-    if (
-        not all(isinstance(length, int) and length >= 0 for length in shape)
-        or len(data) != prod(shape) * dtype.itemsize
-    ):
+    if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no numpy array {dtype} of shape {shape}")
     return numpy.frombuffer(bytearray(data), dtype).reshape(shape) if len(data) else numpy.empty(shape, dtype)
 

@@ -28,8 +28,7 @@ from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
 __all__ = ["ZarrLoadShardedStrategy", "ZarrSaveShardedStrategy"]
 
-_CHUNK = re.compile(r".+/\d+(\.\d+)*")
-_OTHER = re.compile(r".+/\.z(array|attrs|group)")
+_FILE = re.compile(r".+/(\d+(\.\d+)*|\.z(array|attrs|group))")
 
 
 class ZarrSaveShardedStrategy(SaveShardedStrategy):
@@ -41,7 +40,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
         super().__init__(backend, version)
 
     def owns_file(self, name: str) -> bool:
-        return bool(_CHUNK.fullmatch(name) or _OTHER.fullmatch(name))
+        return _FILE.fullmatch(name) is not None
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         warnings.warn("the zarr format is deprecated: no checksums, no flattened shards; use torch_dist", stacklevel=5)

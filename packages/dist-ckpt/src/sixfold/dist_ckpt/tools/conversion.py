@@ -23,6 +23,7 @@ import torch
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter
@@ -57,7 +58,7 @@ def listed(folder: Path, keys: str = "*") -> tuple[dict[str, ShardedTensor], dic
 
 
 def batches(tensors: Mapping[str, ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """All tensors in the order of the mapping, as records of whole rows, some ``BATCH_BYTES`` at a time."""
+    """All tensors in the order of the mapping, as records of row-major ranges, some ``BATCH_BYTES`` at a time."""
     batch: list[ShardedTensor] = []
     filled = 0
     for part in (part for record in tensors.values() for part in _row_parts(record)):
@@ -72,14 +73,10 @@ def batches(tensors: Mapping[str, ShardedTensor]) -> Iterator[list[ShardedTensor
 
 def _row_parts(record: ShardedTensor) -> Iterator[ShardedTensor]:
     shape = record.global_shape
-    rows, row = shape[0] if shape else 1, prod(shape[1:]) * record.dtype.itemsize
-    step = max(1, BATCH_BYTES // max(1, row))
-    if rows <= step:
-        yield record
-        return
-    for low in range(0, rows, step):
-        local = (min(step, rows - low), *shape[1:])
-        yield ShardedTensor(record.key, None, record.dtype, local, shape, (low,) + (0,) * (len(shape) - 1), None)
+    for cut in cuts(shape, max(1, BATCH_BYTES // record.dtype.itemsize)):
+        ends = [axis.indices(length)[:2] for axis, length in zip(cut, shape, strict=True)]
+        local, offset = tuple(stop - start for start, stop in ends), tuple(start for start, _ in ends)
+        yield ShardedTensor(record.key, None, record.dtype, local, shape, offset, None)
 
 
 def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[Any] | None = None) -> list[Any]:

@@ -91,7 +91,7 @@ def write(folder: Path, files: Sequence[File], index: bytes | None, values: Iter
     """Write the files into ``folder``, on disk when it returns.
 
     Args:
-        values: the tensors of all files in order, each whole or as consecutive rows.
+        values: the tensors of all files in order, each whole or as consecutive ranges.
     """
     for planned in [*files, *([File(INDEX_NAME, (), index, 0)] if index is not None else [])]:
         with (folder / planned.name).open("xb", buffering=1 << 20) as file:

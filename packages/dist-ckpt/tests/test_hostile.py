@@ -61,7 +61,7 @@ def test_sizes_and_digests_in_integrity_json_must_fit_together(folder, entry, ve
         load(folder, verify=verify)
 
 
-@pytest.mark.parametrize("value", [0, True, 10**30, "4"])
+@pytest.mark.parametrize("value", [0, True, 2**23 + 1, "4"])
 def test_the_block_length_in_integrity_json_is_bounded(folder, value):
     forge(folder, lambda content: content.update(block_bytes=value))
     with pytest.raises(CorruptError, match="blocks of"):

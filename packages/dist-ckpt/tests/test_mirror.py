@@ -366,7 +366,7 @@ def test_shares_become_few_large_ranges_that_cover_them(memory):
     part = Mirror(memory)
     part._sizes = {"a": 100 << 20, "b": 10}
     rng = random.Random(0)
-    for block_bytes in (1 << 18, 1 << 22, 1 << 25):
+    for block_bytes in (1 << 18, 1 << 22, 1 << 23):
         part._block_bytes = block_bytes
         blocks = -(-(100 << 20) // block_bytes)
         first = rng.randrange(blocks)

@@ -42,6 +42,7 @@ from sixfold.dist_ckpt.background.bell import Bell
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.stores.by_pointer import ByPointer
+from sixfold.dist_ckpt.stores.local import is_locked
 from sixfold.dist_ckpt.stores.store import Save
 
 STALE_S = 9.0
@@ -324,14 +325,3 @@ class FileSign(Sign):
         with suppress(OSError):
             os.unlink(self._path)
         os.close(self._handle)
-
-
-def is_locked(handle: int) -> bool:
-    """Whether another process holds the lock of a file that is open for reading, as far as this host can tell."""
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        return error.errno == errno.EACCES  # what some systems say of a lock that is held
-    return False

@@ -144,7 +144,7 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
 
     _, (token, hosts) = exchange.together(here, by_host)
     mates = next(ranks for ranks in hosts if exchange.rank in ranks)
-    mirror = Mirror(store, token, exchange.rank, mates, exchange.timeout_s)
+    mirror = Mirror(store, token, exchange.rank, exchange.timeout_s)
     is_first = exchange.rank == mates[0]
     try:
         exchange.everyone(mirror.create if is_first else lambda: None)

@@ -312,12 +312,20 @@ def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] 
 def is_held(lock: Path) -> bool:
     """Whether another process holds the lock file of a rank of a background save, as far as this host can tell."""
     try:
-        with lock.open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        with lock.open("rb") as file:
+            return is_locked(file.fileno())
     except OSError:
         return False
+
+
+def is_locked(handle: int) -> bool:
+    """Whether another process holds the lock of a file that is open for reading, as far as this host can tell."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno == errno.EACCES  # what some systems say of a lock that is held
     return False
 
 

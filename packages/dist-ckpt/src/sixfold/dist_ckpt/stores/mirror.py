@@ -4,10 +4,9 @@
     shares of blocks --> Mirror.start: each rank fetches its own (this file) --> Mirror.arrives --> reader.py
 
 [Note: one fetches, all see] Each block that any rank of a host wants is fetched by one of them, into the folder that
-all share. A mapped file has a byte for each block, set when it is there, and for each rank a count that grows with what
-it fetches. Who needs a block waits for its byte: until the rank that fetches it fails (its own error), dies (nobody
-holds its lock any more) or fetches nothing for ``timeout_s``. A block that no rank was to fetch is fetched when it is
-needed.
+all share. A mapped file has a byte for each block, set when it is there. Who needs a block waits for its byte: until
+the rank that fetches it fails (its own error), dies (nobody holds its lock any more) or nothing arrives for
+``timeout_s``. A block that no rank was to fetch is fetched when it is needed.
 
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
 holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
@@ -24,11 +23,9 @@ import mmap
 import os
 import secrets
 import shutil
-import struct
 import tempfile
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -65,7 +62,6 @@ from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, cut, rang
 from sixfold.dist_ckpt.stores.store import POINTER, Store, is_small_file
 
 _READY = 1
-_COUNT = struct.Struct("<q")  # of each rank: grows with what it fetches
 _HEAD_BYTES = 1 << 16  # of a safetensors file, which tells itself how long its header is
 _LOOK_S = 0.2  # between two looks at whether a rank lives
 _LONGEST_PAUSE_S = 0.005
@@ -76,28 +72,25 @@ class Mirror:
 
     Args:
         token: 16 hexadecimal digits, the same on all ranks of a host and of no other mirror.
-        ranks: who shares the mirror, this ``rank`` among them.
+        rank: of this process among those that share the mirror.
         timeout_s: see [Note: one fetches, all see].
 
     Attributes:
         folder: looks like the store's; small files are whole, of the others there is what has arrived.
     """
 
-    def __init__(
-        self, store: Store, token: str = "", rank: int = 0, ranks: Sequence[int] = (0,), timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, store: Store, token: str = "", rank: int = 0, timeout_s: float = 600.0) -> None:
         self.token = token or secrets.token_hex(8)
         self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(self.token)
         self.folder = self._root / "checkpoint"
-        self._store, self._rank, self._ranks, self._timeout_s = store, rank, tuple(ranks), timeout_s
+        self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._base = ""  # the folder in the store of what is mirrored
         self._marks: Mapping[str, object] = {}  # of files that have no digests
         self._sizes: dict[str, int] = {}
         self._whole: frozenset[str] = frozenset()
         self._first: dict[str, int] = {}  # number of each file's first block among all blocks
         self._owners = array("q")  # by block; -1: nobody's
-        self._arrived: dict[int, int] = defaultdict(int)  # bytes of blocks that have not arrived whole
-        self._block_bytes, self._count, self._head = BLOCK_BYTES, 0, _COUNT.size * len(ranks)
+        self._block_bytes = BLOCK_BYTES
         self._lock_handle: int | None = None
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
@@ -156,8 +149,7 @@ class Mirror:
         Those keep their own mirrors meanwhile: the locks in them tell who lives. ``close`` then waits until what
         others want is there.
         """
-        self._rank, self._ranks, self._head = rank, tuple(tokens), _COUNT.size * len(tokens)
-        parent = self._root.parent
+        self._rank, parent = rank, self._root.parent
         self._locks = {mate: lock_path(parent / mirror_name(token), 0) for mate, token in tokens.items()}
 
     def room(self) -> tuple[str, int]:
@@ -180,7 +172,7 @@ class Mirror:
                 first = self._first[span.file]
                 self._owners[first + span.first : first + span.stop] = array("q", [rank]) * (span.stop - span.first)
         try:
-            self._states = shared(self._root / "ready", self._head + blocks)
+            self._states = shared(self._root / "ready", max(1, blocks))
         except OSError as error:
             self._fail(error)
             raise
@@ -357,52 +349,43 @@ class Mirror:
             raise StorageError(f"{self._root.parent}: {error.strerror or error}", error.errno) from error
 
     def _mark(self, part: ByteRange) -> None:
-        """A range has arrived."""
-        size, file_bytes = self._block_bytes, self._sizes[part.file]
+        """A range of whole blocks has arrived."""
         assert self._states is not None, "started"
-        stop = part.offset + part.length
-        for number in range(part.offset // size, -(-stop // size)):
-            index, start = self._first[part.file] + number, number * size
-            self._arrived[index] += min(stop, start + size) - max(part.offset, start)
-            if self._arrived[index] == min(size, file_bytes - start):
-                del self._arrived[index]
-                self._states[self._head + index] = _READY
-        self._count += 1
-        _COUNT.pack_into(self._states, _COUNT.size * self._ranks.index(self._rank), self._count)
+        first, size = self._first[part.file] + part.offset // self._block_bytes, self._block_bytes
+        self._states[first : first + -(-part.length // size)] = bytes([_READY]) * -(-part.length // size)
 
     def _await(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there. See [Note: one fetches, all see]."""
         if self._states is None:
             self._fill(list(cut(name, start, min(stop, self._sizes[name]), MOST_RANGE_BYTES)))
             return
-        size, head = self._block_bytes, self._head
+        size = self._block_bytes
         first, last = self._first[name] + start // size, self._first[name] + -(-stop // size)
-        if self._states[head + first : head + last].count(_READY) == last - first:
+        if self._states[first:last].count(_READY) == last - first:
             return
         for index in range(first, last):
-            if self._states[head + index] == _READY:
+            if self._states[index] == _READY:
                 continue
             if self._owners[index] < 0:
                 with self._one_at_a_time:
                     at = (index - self._first[name]) * size
                     self._fill(list(cut(name, at, min(at + size, self._sizes[name]), MOST_RANGE_BYTES)))
-                    self._states[head + index] = _READY
+                    self._states[index] = _READY
             else:
-                self._await_block(head + index, self._owners[index])
+                self._await_block(index, self._owners[index])
 
     def _await_block(self, at: int, owner: int) -> None:
-        states, place = self._states, _COUNT.size * self._ranks.index(owner)
+        states = self._states
         assert states is not None, "started"
         pause_s, seen, look, deadline = 0.0002, -1, 0.0, 0.0
         while states[at] != _READY:
-            (count,), now = _COUNT.unpack_from(states, place), time.monotonic()
-            if count != seen:
-                seen, deadline = count, now + self._timeout_s
-            if now > look:
-                look = now + _LOOK_S
+            if (now := time.monotonic()) > look:
+                look, arrived = now + _LOOK_S, states[:].count(_READY)
+                if arrived != seen:
+                    seen, deadline = arrived, now + self._timeout_s
                 self._check_fetches(owner, at)
-            if now > deadline:
-                raise self._late(owner)
+                if now > deadline:
+                    raise self._late(owner)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

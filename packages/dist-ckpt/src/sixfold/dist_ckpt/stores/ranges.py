@@ -84,10 +84,10 @@ def cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:
 
 
 def ranges_of(spans: Sequence[Span], sizes: Mapping[str, int], block_bytes: int) -> list[ByteRange]:
-    """Spans as ranges: whole blocks joined, or parts of large ones; enough of them to be in flight together."""
+    """Spans as ranges: whole blocks, joined; enough of them to be in flight together."""
     total = sum(span.stop - span.first for span in spans) * block_bytes
     most = min(max(total // AT_ONCE, _LEAST_RANGE_BYTES), MOST_RANGE_BYTES)
-    step, found = most if block_bytes > most else most // block_bytes * block_bytes, list[ByteRange]()
+    step, found = max(1, most // block_bytes) * block_bytes, list[ByteRange]()
     for span in spans:
         stop = min(span.stop * block_bytes, sizes[span.file])
         found += cut(span.file, span.first * block_bytes, stop, step)

@@ -170,7 +170,7 @@ class _Writer:
             yield from self._places(index, axes_K, keys_K, part)
         for key, frame in index.objects.items():
             file = (self._text("relative_path"), self._text(frame.file))
-            where = (self._text("offset"), integer(frame.offset), self._text("length"), integer(frame.length))
+            where = (self._text("offset"), _pickled(frame.offset), self._text("length"), _pickled(frame.length))
             name = (b"}(", self._text("fqn"), self._text(key), self._text("index"), b"Nub")
             yield b"".join((self._new("MetadataIndex"), *name, self._new("_StorageInfo"), b"}(", *file, *where, b"ub"))
         parts = [b"u", self._text("storage_meta"), self._new("StorageMeta"), b"}(", self._text("checkpoint_id"), b"N"]
@@ -239,7 +239,7 @@ class _Writer:
         return b"".join(parts)
 
     def _size(self, shape: Ints) -> bytes:
-        return self._global("Size") + _tuple(shape) + b"\x85R"
+        return self._global("Size") + _pickled(tuple(shape)) + b"\x85R"
 
     def _optional(self, text: str | None) -> bytes:
         return b"N" if text is None else self._text(text)
@@ -310,16 +310,24 @@ def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]
     return bytes(tensor_bytes(rows)), width
 
 
-def _plain(value: object) -> bytes:
-    """The opcodes of a value of plain types. ShardingError for what names a class, so that no reader need trust it."""
+def _tuple_end(length: int) -> bytes:
+    return (b")", b"\x85", b"\x86", b"\x87")[length] if length < 4 else b"t"
+
+
+def _pickled(value: object) -> bytes:
+    """The opcodes of a value, without those of the memo, whose numbers are this file's."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=2)
-    pickler.fast = True  # without the memo, whose numbers are this file's
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]  # between PROTO and STOP
+
+
+def _plain(value: object) -> bytes:
+    """The same of plain types. ShardingError for what names a class, so that no reader need trust it."""
     try:
-        pickler.dump(value)
-        named = next(
-            (named for opcode, named, _ in pickletools.genops(buffer.getvalue()) if opcode.name == "GLOBAL"), ""
-        )
+        data = _pickled(value)
+        named = next((named for opcode, named, _ in pickletools.genops(data + b".") if opcode.name == "GLOBAL"), "")
     except (TypeError, pickle.PicklingError) as error:
         named = str(error)
     if named:
@@ -327,25 +335,4 @@ def _plain(value: object) -> bytes:
             f"planner_data holds what is not plain ({named}); what a planner keeps in .metadata is None, numbers, "
             "texts, and tuples, lists and dicts of them. Put anything else into the state dict"
         )
-    return buffer.getvalue()[2:-1]  # between PROTO and STOP
-
-
-def _tuple(values: Ints) -> bytes:
-    parts = b"".join(map(integer, values))
-    return (b"(" if len(values) > 3 else b"") + parts + _tuple_end(len(values))
-
-
-def _tuple_end(length: int) -> bytes:
-    return (b")", b"\x85", b"\x86", b"\x87")[length] if length < 4 else b"t"
-
-
-def integer(value: int) -> bytes:
-    """The opcode of a count."""
-    if value < 1 << 8:
-        return b"K" + value.to_bytes(1, "little")
-    if value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
-    nbytes = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([nbytes]) + value.to_bytes(nbytes, "little")
+    return data

@@ -67,6 +67,12 @@ class Names:
     is_bare: bool
     rank: int
 
+    def record(self, name: str, leaf: Any = None) -> ShardedTensor | PlainObject:
+        """The record of what is stored under a name, of bytes if nothing is."""
+        if name in self.tensors:
+            return whole(name, self.tensors[name], leaf, self.rank)
+        return PlainObject.named(name, self.rank)
+
 
 def ask(state: Any, common: Any, stored: Names) -> Any:
     """A copy of a state dict with records in place of leaves that are stored under their name and not in common data.
@@ -92,22 +98,17 @@ def _leaf(name: str, node: Any, stored: Names) -> Any:
         return LocalNonpersistentObject(node) if stored.is_bare and not node else None  # DCP stores no empty dict
     if type(node) is list:
         if name in stored.objects and not tree.holds_record(node):
-            return PlainObject.named(name, stored.rank)
-        if node or not stored.is_bare:
-            return None
-        return _below(name, stored) or PlainObject.named(name, stored.rank)
-    if name in stored.tensors:
-        return whole(name, stored.tensors[name], node, stored.rank)
-    return PlainObject.named(name, stored.rank) if stored.is_bare or name in stored.objects else None
+            return stored.record(name)
+        return None if node or not stored.is_bare else _below(name, stored) or stored.record(name)
+    is_asked = stored.is_bare or name in stored.tensors or name in stored.objects
+    return stored.record(name, node) if is_asked else None
 
 
 def _below(name: str, stored: Names) -> list[Any]:
     """Records of all that is stored below the name of a list: DCP goes into lists that hold dicts or tensors."""
     prefix = f"{name}."
     found = {
-        tuple(key.removeprefix(prefix).split(".")): PlainObject.named(key, stored.rank)
-        if key in stored.objects
-        else whole(key, stored.tensors[key], None, stored.rank)
+        tuple(key.removeprefix(prefix).split(".")): stored.record(key)
         for key in sorted({*stored.tensors, *stored.objects})
         if key.startswith(prefix)
     }

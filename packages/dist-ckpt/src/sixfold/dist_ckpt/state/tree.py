@@ -120,28 +120,22 @@ def assemble(common: Any, request: Any, values: Mapping[KeyPath, Any], path: Key
     """
     if isinstance(request, ShardedBase | LocalNonpersistentObject):
         return values.get(path, GONE)
-    if is_dict(request):
-        saved = common if is_dict(common) else {}
-        found = dict(saved)
-        _merge_children(found, request.items(), values, path)
-        order = saved if len(found) == len(saved) else dict.fromkeys((*request, *saved))
-        merged = rebuilt(saved if saved and path else request, [(name, found[name]) for name in order if name in found])
-        return merged if merged or holds_record(request) else common
-    if type(request) is list:
-        at: dict[int, Any] = dict(enumerate(common)) if type(common) is list else {}
-        if is_dict(common) and all(isinstance(name, int) for name in common):
-            at = dict(common)
-        _merge_children(at, enumerate(request), values, path)
-        if at or holds_record(request):
-            return [at.get(i) for i in range(1 + max(at, default=-1))]
-    return common
-
-
-def _merge_children(into: dict[Any, Any], items: Any, values: Mapping[KeyPath, Any], path: KeyPath) -> None:
-    for name, child in items:
-        value = assemble(into.get(name, GONE), child, values, (*path, name))
+    is_list = type(request) is list
+    if not is_dict(request) and not is_list:
+        return common
+    positions = is_list and is_dict(common) and all(isinstance(name, int) for name in common)
+    saved = dict(children(common)) if positions or (type(common) is list) == is_list else {}
+    found = dict(saved)
+    for name, child in children(request):
+        value = assemble(found.get(name, GONE), child, values, (*path, name))
         if value is not GONE:
-            into[name] = value
+            found[name] = value
+    if not found and not holds_record(request):
+        return common
+    if is_list:
+        return [found.get(place) for place in range(1 + max(found, default=-1))]
+    order = saved if len(found) == len(saved) else dict.fromkeys((*request, *saved))
+    return rebuilt(common if saved and path else request, [(name, found[name]) for name in order if name in found])
 
 
 def holds_record(node: Any) -> bool:

@@ -27,7 +27,7 @@ WAYS = {
 def relayed(tensors, rank, way):
     """Fill this rank's tensors through a relay: each reader writes tensor i full of i + 1, the last one first."""
     records = [ShardedTensor.from_rank_offsets(f"t{i}", t, replica_id=rank) for i, t in tensors.items()]
-    found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
+    found = relay.Relay(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
     with found.running():
         for index, record in reversed(list(enumerate(found.mine))):
             record.data.fill_(float(record.key[1:]) + 1)
@@ -80,7 +80,7 @@ def in_small_pieces(rank, ranks, way):
     records = [ShardedTensor.from_rank_offsets(kind, tensors[kind], replica_id=rank) for kind in wants]
     for kind in wants:
         tensors[kind].zero_()
-    found = relay.relay_through(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
+    found = relay.Relay(lambda: (records, {}), Exchange("world", 10.0), None, by_broadcast=WAYS[way])
     with found.running():
         for index, record in enumerate(found.mine):
             record.data.copy_(expected[record.key])

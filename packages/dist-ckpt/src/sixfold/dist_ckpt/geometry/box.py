@@ -104,24 +104,20 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     Partial first row (recursively), whole middle rows, partial last row: at most ``2n - 1`` boxes,
     each contiguous in the flat data. So a flattened shard needs no special shape on disk.
     """
-    if start >= stop:
-        return []
     if not shape:
-        return [Box((), ())]
-    row = prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and stop - start < row:
-        return _in_row(shape, first, start - first * row, stop - first * row)
+        return [Box((), ())] * (start < stop)
+    row, tail = prod(shape[1:]), tuple(shape[1:])
     boxes: list[Box] = []
-    if start % row:
-        boxes += _in_row(shape, first, start % row, row)
-        first += 1
-    whole_rows = stop // row - first
-    if whole_rows:
-        tail = tuple(shape[1:])
-        boxes.append(Box((first, *(0,) * len(tail)), (whole_rows, *tail)))
-    if stop % row:
-        boxes += _in_row(shape, stop // row, 0, stop % row)
+    while start < stop:
+        index, at = divmod(start, row)
+        if at or stop - start < row:
+            end = min(row, at + stop - start)
+            boxes += [Box((index, *box.offset), (1, *box.size)) for box in range_boxes(tail, at, end)]
+            start += end - at
+        else:
+            rows = (stop - start) // row
+            boxes.append(Box((index, *(0,) * len(tail)), (rows, *tail)))
+            start += rows * row
     return boxes
 
 
@@ -138,11 +134,6 @@ def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
         for index in range(shape[0]):
             for inner in cuts(shape[1:], most):
                 yield (slice(index, index + 1), *inner)
-
-
-def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:
-    inner = range_boxes(shape[1:], start, stop)
-    return [Box((index, *box.offset), (1, *box.size)) for box in inner]
 
 
 def is_contiguous(part: Box, shape: Sequence[int]) -> bool:

@@ -136,16 +136,10 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
         main, more = int(is_main_replica(record.replica_id) and bool(own or shape)), dims - len(shape)
         pieces.append(own)
         for offset, size in (piece.box for piece in own) if own else ((record.global_offset, (0,) * len(shape)),):
-            if more:
-                flat.extend((kind, main, *offset, *(0,) * more, *size, *(1,) * more))
-            else:
-                flat.extend((kind, main, *offset, *size))
+            flat.extend((kind, main, *offset, *(0,) * more, *size, *(1,) * more))
     width = 2 + 2 * dims
-    rows = (
-        torch.frombuffer(flat, dtype=torch.int64).view(-1, width)
-        if flat
-        else torch.empty(0, width, dtype=torch.int64, device="cpu")
-    )
+    rows = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64, device="cpu")
+    rows = rows.view(len(flat) // width, width)
     return Table(tuple(kinds), dims, rows, torch.zeros(len(rows), dtype=torch.int64, device="cpu")), pieces
 
 

@@ -7,7 +7,6 @@ All problems are listed, not the first. Pure: no files, no group.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -19,8 +18,6 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
 from sixfold.dist_ckpt.plans.table import Row, Table, covered_once, inside
 from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
-
-_MOST_GUESSES = 8  # each looks at all stored keys
 
 
 class StrictHandling(Enum):
@@ -71,10 +68,7 @@ def parse_strict(strict: StrictHandling | str) -> StrictHandling:
 def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """MismatchError that lists every key, if ``strict`` says that they are an error."""
     stored, wrong = sorted(missing), sorted(unexpected) if strict.raises_unexpected else []
-    lines = [
-        f"{key}: asked for, not in the checkpoint" + (_like(key, stored) if number < _MOST_GUESSES else "")
-        for number, key in enumerate(wrong)
-    ]
+    lines = [f"{key}: asked for, not in the checkpoint" for key in wrong]
     if strict is StrictHandling.RAISE_ALL:
         lines += [f"{key}: in the checkpoint, asked for by no rank" for key in stored]
     if lines:
@@ -83,12 +77,6 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
         remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
         raise MismatchError(_listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
-
-
-def _like(key: str, stored: Sequence[str]) -> str:
-    """A guess at what was meant."""
-    close = difflib.get_close_matches(key, stored, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def table_problems(table: Table, verb: str) -> list[str]:

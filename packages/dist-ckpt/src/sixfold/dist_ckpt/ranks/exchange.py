@@ -51,6 +51,8 @@ class Exchange:
         group: a process group this rank belongs to; None for this process alone; "world" for the
             default group if torch.distributed is initialised, else this process alone.
         timeout_s: longest wait for one peer, seconds.
+    Attributes:
+        channel: the CPU channel of ``group``: that group itself, or a gloo subgroup of its ranks.
     Raises:
         CheckpointError: the group is none of these.
     """
@@ -60,14 +62,9 @@ class Exchange:
             raise CheckpointError(f"timeout_s is {timeout_s}; it is > 0")
         self.timeout_s = min(timeout_s, _LONGEST_S)
         self.group = _resolve(group)
-        self._group = _cpu_group(self.group, self.timeout_s)
-        self.rank = 0 if self._group is None else dist.get_rank(self._group)
-        self.ranks = 1 if self._group is None else dist.get_world_size(self._group)
-
-    @property
-    def channel(self) -> dist.ProcessGroup | None:
-        """The CPU channel of ``group``: that group itself, or a gloo subgroup of its ranks."""
-        return self._group
+        self.channel = _cpu_group(self.group, self.timeout_s)
+        self.rank = 0 if self.channel is None else dist.get_rank(self.channel)
+        self.ranks = 1 if self.channel is None else dist.get_world_size(self.channel)
 
     def together(
         self, work: Callable[[], tuple[Mine, Message]], decide: Callable[[list[Message]], Decision]
@@ -89,7 +86,7 @@ class Exchange:
         decide: Callable[[list[Message]], tuple[Decision, Sequence[Any]]],
     ) -> tuple[Mine, Decision, Any]:
         """``together``, where the decision comes with a part for each rank (or none): a rank gets its own alone."""
-        if self._group is None:
+        if self.channel is None:
             mine, message = typed(work)
             decided, shares = typed(lambda: decide([message]))
             return mine, decided, shares[0] if shares else None
@@ -172,7 +169,7 @@ class Exchange:
         data = torch.frombuffer(bytearray(pickle.dumps(texts)), dtype=torch.uint8)
         try:
             for tensor in (torch.tensor([len(data)], device="cpu"), data):
-                self._wait(dist.isend(tensor, group=self._group, group_dst=peer, tag=_TAG), peer)
+                self._wait(dist.isend(tensor, group=self.channel, group_dst=peer, tag=_TAG), peer)
         except RuntimeError as error:
             if not best_effort:
                 raise self._lost(peer, error) from error
@@ -180,9 +177,9 @@ class Exchange:
     def _receive(self, peer: int, slack_s: float = 0.0) -> list[bytes]:
         header = torch.zeros(1, dtype=torch.int64, device="cpu")
         try:
-            self._wait(dist.irecv(header, group=self._group, group_src=peer, tag=_TAG), peer, slack_s)
+            self._wait(dist.irecv(header, group=self.channel, group_src=peer, tag=_TAG), peer, slack_s)
             data = torch.empty(int(header), dtype=torch.uint8, device="cpu")
-            self._wait(dist.irecv(data, group=self._group, group_src=peer, tag=_TAG), peer)
+            self._wait(dist.irecv(data, group=self.channel, group_src=peer, tag=_TAG), peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         texts: list[bytes] = pickle.loads(tensor_bytes(data))  # from a rank of this job, as all that is unpickled here

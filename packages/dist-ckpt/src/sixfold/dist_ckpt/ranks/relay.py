@@ -1,6 +1,6 @@
 """Relay: tensors that several ranks want are read by one of them and sent on while the next is read.
 
-    records of all ranks --> balance.py --> relay_through (this file): what this rank reads, sends, receives
+    records of all ranks --> balance.py --> agree (this file): what this rank reads, sends, receives
     Reader.run(on_complete) --> Relay (this file) --> the other ranks' tensors
 
 [Note: what is promised is sent] A rank that fails while it reads still sends what its peers wait for, whatever
@@ -198,37 +198,26 @@ def agree(
     return records, passages
 
 
-def relay_through(
-    make: Make,
-    within: Exchange,
-    memory: dict[str, Any] | None,
-    *,
-    whole_shards: bool = False,
-    by_broadcast: Callable[[Passage], bool] = on_accelerator,
-) -> Relay:
-    """Agree with the ranks of ``within`` on who reads what, of records whose data is allocated: see ``agree``.
+class Relay:
+    """One rank's share of a parallel load, agreed on with the ranks of ``within``: collective, as ``agree``.
 
     Args:
+        make: as of ``agree``; the data of the records is allocated.
         by_broadcast: what all ranks take part in; the rest goes point to point. The same on all ranks.
-    """
-    records, passages = agree(make, within, memory, whole_shards=whole_shards)
-    return Relay(records, passages, within, by_broadcast)
-
-
-class Relay:
-    """One rank's share of a parallel load.
-
     Attributes:
         mine: what this rank reads, in the order of the checkpoint: records, or parts of them.
     """
 
     def __init__(
         self,
-        records: Sequence[ShardedTensor],
-        passages: Sequence[Passage],
+        make: Make,
         within: Exchange,
+        memory: dict[str, Any] | None,
+        *,
+        whole_shards: bool = False,
         by_broadcast: Callable[[Passage], bool] = on_accelerator,
     ) -> None:
+        records, passages = agree(make, within, memory, whole_shards=whole_shards)
         self._within, rank = within, within.rank
         self._read = [passage for passage in passages if passage.sender == rank]
         self.mine = [part_of(records[p.records[0]], p.start, p.stop) for p in self._read]
@@ -275,7 +264,7 @@ class Relay:
     def _run(self, lane: Sequence[_Piece]) -> None:
         """Pass the pieces of a lane. See [Note: few pieces are held]."""
         slots: dict[tuple[torch.device, int], torch.Tensor] = {}
-        under_way: deque[tuple[_Piece, torch.Tensor, list[tuple[dist.Work, int]]]] = deque()
+        under_way: deque[tuple[_Piece, torch.Tensor, list[tuple[dist.Work | None, int]]]] = deque()
         for turn, piece in enumerate(lane):
             if len(under_way) == _SLOTS:
                 self._settle(*under_way.popleft())
@@ -300,21 +289,16 @@ class Relay:
                 data[at].view(region.shape).copy_(region)
         return data
 
-    def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work, int]]:
+    def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work | None, int]]:
         raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
         sender = passage.sender  # back ends know few dtypes, but all know bytes
-        posted: list[tuple[dist.Work | None, int]]
         if passage.number in self._broadcasts:
-            posted = [(dist.broadcast(raw, group=self._within.group, group_src=sender, async_op=True), sender)]
-        elif sender == self._within.rank:
-            posted = [(dist.isend(raw, group=channel, group_dst=p, tag=tag), p) for p in passage.receivers]
-        else:
-            posted = [(dist.irecv(raw, group=channel, group_src=sender, tag=tag), sender)]
-        works = [(work, peer) for work, peer in posted if work is not None]
-        assert len(works) == len(posted), f"rank {self._within.rank} is not in the group"
-        return works
+            return [(dist.broadcast(raw, group=self._within.group, group_src=sender, async_op=True), sender)]
+        if sender == self._within.rank:
+            return [(dist.isend(raw, group=channel, group_dst=peer, tag=tag), peer) for peer in passage.receivers]
+        return [(dist.irecv(raw, group=channel, group_src=sender, tag=tag), sender)]
 
-    def _settle(self, piece: _Piece, data: torch.Tensor, works: list[tuple[dist.Work, int]]) -> None:
+    def _settle(self, piece: _Piece, data: torch.Tensor, works: list[tuple[dist.Work | None, int]]) -> None:
         """Wait for a piece under way, and put it in place."""
         passage, tensor = piece.passage, self._tensors.get(piece.passage.number)
         for work, peer in works:
@@ -323,9 +307,10 @@ class Relay:
             for region, at in _regions(tensor, piece.start, piece.stop):
                 region.copy_(data[at].view(region.shape))
 
-    def _wait(self, work: dist.Work, peer: int, polled: bool) -> None:
+    def _wait(self, work: dist.Work | None, peer: int, polled: bool) -> None:
         """``polled``: wait() on an accelerator's work does not block the host; a message of gloo cannot be polled."""
         timeout_s = self._within.timeout_s
+        assert work is not None, f"rank {self._within.rank} is not in the group"
         try:
             deadline = time.monotonic() + timeout_s
             while polled and not work.is_completed():

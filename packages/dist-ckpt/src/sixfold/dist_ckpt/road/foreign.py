@@ -10,7 +10,6 @@ that file is completed here.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,9 +139,9 @@ def _commit(request: SaveRequest, agreed: Agreed) -> None:
         strategy.check_written(staging)
         storage.write_file(staging, POINTER, json.dumps(config).encode())
         _complete_integrity(staging)
-        _sync(staging)
+        unsynced = [str(path.relative_to(staging)) for path in staging.rglob("*")]
     assert isinstance(store, LocalStore), f"{store.name} was refused before"
-    store.publish(agreed.ticket.save)
+    store.publish(agreed.ticket.save, unsynced)  # a strategy need not know how to put files on disk
 
 
 def _shares(
@@ -165,18 +164,6 @@ def _complete_integrity(staging: Path) -> None:
     files = dict(known.files) | {entry.name: integrity.digest_of(entry.read_bytes()) for entry in later}
     path.unlink()
     storage.write_file(staging, integrity.FILE_NAME, integrity.Integrity(save_id=known.save_id, files=files).encode())
-
-
-def _sync(staging: Path) -> None:
-    """Put on disk what a strategy wrote; its own code need not know how."""
-    for folder, _, names in os.walk(staging):
-        for name in names:
-            handle = os.open(Path(folder) / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        storage.sync_folder(Path(folder))
 
 
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:

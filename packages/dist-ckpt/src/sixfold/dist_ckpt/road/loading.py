@@ -166,15 +166,12 @@ class Load:
 
     def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
         with seen.told():
-            return typed(lambda: self._parallel(seen) if self.engine.parallel else self._alone(seen))
+            looked, wanted = typed(lambda: self._shared(seen) if self.engine.parallel else (self._look(seen),) * 2)
+            return looked, typed(lambda: _report(looked, wanted, self.exchange))
 
-    def _alone(self, seen: Seen) -> tuple[Looked, _Report]:
-        looked = self._look(seen)
-        return looked, _report(looked, looked, self.exchange)
-
-    def _parallel(self, seen: Seen) -> tuple[Looked, _Report]:
-        """The same where ranks read for each other."""
-        from sixfold.dist_ckpt.ranks.relay import relay_through
+    def _shared(self, seen: Seen) -> tuple[Looked, Looked]:
+        """What this rank reads where ranks read for each other, and what it wants."""
+        from sixfold.dist_ckpt.ranks.relay import Relay
 
         found: list[Looked] = []
 
@@ -188,11 +185,10 @@ class Load:
 
         group, exchange = self.engine.group, self.exchange
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
-        relay = relay_through(look, within, self.engine.memory)
+        relay = Relay(look, within, self.engine.memory)
         manifest = found[0].checkpoint.manifest
         reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
-        looked = replace(found[0], tensors=relay.mine, reads=reads, relay=relay)
-        return looked, _report(looked, found[0], exchange)
+        return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
 
     def _look(self, seen: Seen) -> Looked:
         """What this rank wants of the checkpoint; records without data get some."""
@@ -283,9 +279,9 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
     manifest = reports[0].manifest
     assert manifest is not None, "the first rank's report"
-    # All keys are looked at only if they are asked about: for a mode that minds them, or for a guess at what was meant.
+    # All keys are looked at only if they are asked about.
     strict = request.strict
-    counts = strict.minds_missing or (unexpected and strict.raises_unexpected) or any(r.has_stateful for r in reports)
+    counts = strict.minds_missing or any(r.has_stateful for r in reports)
     missing = {key for keys in (manifest.tensors, manifest.objects) for key in keys} - asked if counts else set[str]()
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))

@@ -275,12 +275,12 @@ def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] 
     """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both].
 
     Args:
-        unsynced: files that are put on disk before, with the folder and all at once: of a disk that takes long for
+        unsynced: files and folders that are put on disk before, with the folder and all at once: of a disk that takes long for
             each that is one wait, and no less is on disk when the folder moves.
     """
     if target.exists():
         copy_attributes(target, staging)
-    with Pool(len(unsynced) or 1) as pool:
+    with Pool(min(len(unsynced), 64) or 1) as pool:
         synced = [pool.submit(_sync, staging / name, os.O_RDONLY) for name in unsynced]
         sync_folder(staging)
         for file in synced:

@@ -228,7 +228,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         within = Exchange("world" if group is None else group, 600.0)
         for record in tensors.values():
             record.init_data("cpu")
-        passing = relay.relay_through(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
+        passing = relay.Relay(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
         asked = {("tensors", number): record for number, record in enumerate(passing.mine)}
         asked |= {("objects", *path): record for path, record in objects.items()}
         with passing.running():

@@ -275,8 +275,8 @@ def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] 
     """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both].
 
     Args:
-        unsynced: files and folders that are put on disk before, with the folder and all at once: of a disk that takes long for
-            each that is one wait, and no less is on disk when the folder moves.
+        unsynced: files and folders in it that are put on disk before, with it and all at once: of a disk that takes
+            long for each that is one wait, and no less is on disk when the folder moves.
     """
     if target.exists():
         copy_attributes(target, staging)

@@ -7,6 +7,7 @@ own to make, or none. The oracle is autograd, microbatch by microbatch.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,10 @@ from pipeline_helpers import batch, equal_bits, gradients, plain_loop, square_lo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, one_f_one_b, zb_h1, zb_v
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, defer_weight_grad, one_f_one_b, zb_h1, zb_v
 
 WIDTH, M = 8, 4
+DEPTH = 61  # of backwards in each other: of the first 60 each runs on the thread of the one around it
 PROGRAMS = [one_f_one_b(2, M), zb_h1(2, M), zb_h1(1, M), zb_v(2, M)]
 
 
@@ -175,13 +177,66 @@ class SegmentsAgain(Segments):
 
 
 class Deep(Pair):
-    """Reentrant checkpoints in each other, so many that autograd goes on with a thread of its own."""
+    """Reentrant checkpoints in each other, so many that autograd runs the innermost on a thread of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.inside(x, 64))
+        return self.o(self.inside(x, DEPTH))
 
     def inside(self, x: Tensor, depth: int) -> Tensor:
         return checkpoint(self.inside, x, depth - 1, use_reentrant=True) if depth else torch.tanh(self.f(x))
+
+
+class DeepInside(Deep):
+    """The same, gone through by the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside(x.detach().requires_grad_(), DEPTH).mean().backward()
+        return self.o(torch.tanh(self.f(x)))
+
+
+class Everything(Pair):
+    """Checkpoints of both kinds, an attack and an embedding, under autocast."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.words = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for reentrant in (True, False, True):
+                x = checkpoint(self.inside, x, use_reentrant=reentrant)
+            return self.o(self.f(x)).float()
+
+    def inside(self, x: Tensor) -> Tensor:
+        ids = (x.detach().float().abs() * 3).long() % 5
+        start = x.detach().requires_grad_()
+        with torch.enable_grad():
+            [g] = torch.autograd.grad(torch.tanh(self.f(start)).sum(), start)
+        return torch.tanh(self.o(self.f(x + g)) + self.words(ids).mean(1))
+
+
+class Slope(Pair):
+    """The gradient of a gradient of a layer's output, which goes through no layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.f(x)
+        [slope] = torch.autograd.grad(torch.tanh(hidden).sum(), hidden, create_graph=True)
+        return self.o(hidden + slope)
+
+
+class OfUsers(Pair):
+    """An operator that defers by itself, in reentrant checkpoints and outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.inside, x, use_reentrant=True)
+        return self.o(self.inside(x))
+
+    def inside(self, x: Tensor) -> Tensor:
+        weight, rows = self.f.weight, x.detach()
+        return torch.tanh(defer_weight_grad(weight, lambda g: g.t() @ rows, x @ weight.detach().t()))
 
 
 MODULES = {
@@ -196,6 +251,9 @@ MODULES = {
     "penalty": Penalty,
     "reentrant": Segments,
     "non-reentrant": SegmentsAgain,
+    "everything": Everything,
+    "of users": OfUsers,
+    "slope": Slope,
 }
 
 
@@ -221,8 +279,13 @@ def test_a_pass_inside_of_another_makes_the_gradients_that_it_was_asked_for(kind
     check(MODULES[kind], program)
 
 
-def test_a_pass_on_a_thread_of_autograds_is_known_by_who_runs_i():
-    check(Deep, zb_h1(1, 1), steps=1)
+@pytest.mark.parametrize("make", [Deep, DeepInside])
+def test_a_pass_on_a_thread_of_autograds_is_known_by_who_runs_the_step(make, monkeypatch):
+    asked: list[int] = []
+    frames = sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: asked.append(1) or frames())
+    check(make, zb_h1(1, 1), steps=1)
+    assert asked, "it was on the thread of the step"
 
 
 def test_a_backward_in_a_forward_is_added_in_the_order_of_microbatches():

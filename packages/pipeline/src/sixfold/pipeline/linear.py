@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from sixfold.pipeline.defer import AGAIN
-from sixfold.pipeline.nested import joins, task
+from sixfold.pipeline.nested import ends_here, joins, task
 from sixfold.pipeline.waiting import PLAIN, Cast, Entry, Slot, applied, changed, graph_is_made, looked_after, open_slot
 
 if TYPE_CHECKING:
@@ -239,6 +239,8 @@ def _arrived(
         return
     store, _, _, targets = held
     if graph_is_made():
+        if ends_here():
+            return
         store.refuse_create_graph()
     if task() != store.task and not joins(store, entries, targets):
         return

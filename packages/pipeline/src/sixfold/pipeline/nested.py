@@ -5,9 +5,9 @@
 [Note: a pass inside of a pass] A hook, a Function's backward or a forward may run a backward of its own through layers
 whose weight gradients wait for W (an implicit layer's solver, an attack, a reentrant checkpoint). Autograd's number of
 the graph task tells it apart from I; what it was asked for only its caller knows: torch's function that enters
-autograd, on this thread or, where a device's thread runs the nodes, on the one that runs I. A pass that was given
-``inputs`` makes no gradient of a weight. One without accumulates into all, by itself: plain autograd adds what a pass
-made for a parameter as soon as that pass is done with it, so W keeps the sums of passes apart, in that order.
+autograd, on this thread or, where a device's thread runs the nodes, on the one that runs the step. A pass that was
+given ``inputs`` makes no gradient of a weight. One without accumulates into all, by itself: plain autograd adds what a
+pass made for a parameter as soon as that pass is done with it, so W keeps the sums of passes apart, in that order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sixfold.pipeline.waiting import Cast, Entry
 if TYPE_CHECKING:
     from sixfold.pipeline.store import GradientStore
 
-__all__ = ["NOBODY", "Asked", "joins", "task"]
+__all__ = ["NOBODY", "Asked", "ends_here", "joins", "task"]
 
 NOBODY = -2  # no graph task's number, and not that of no graph task
 Asked = frozenset[int] | None  # ids of the tensors that a backward is to give gradients of; None: of all leaves
@@ -68,6 +68,14 @@ def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) 
     return False
 
 
+def ends_here() -> bool:
+    """The backward that reached the output of a layer was asked for that output's gradient, and goes no further."""
+    frame = _entered(sys._getframe(1), _ENTRY)
+    inputs = () if frame is None else _inputs_of(frame)
+    node = torch._C._current_autograd_node()
+    return bool(inputs) and all(getattr(one, "grad_fn", None) is node for one in inputs)
+
+
 def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
     """The innermost frame from ``frame`` outwards that entered autograd: torch's, or that of ``own``."""
     while frame is not None and frame.f_code is not _ENTRY and frame.f_code is not own:
@@ -77,9 +85,13 @@ def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
 
 def _asked_of(frame: FrameType) -> Asked:
     """What torch's ``frame`` was asked for."""
-    given = frame.f_locals
-    inputs = (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0]
+    inputs = _inputs_of(frame)
     return frozenset(map(_identity, inputs)) if inputs else None
+
+
+def _inputs_of(frame: FrameType) -> tuple[Any, ...]:
+    given = frame.f_locals
+    return (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0] or ()
 
 
 def _identity(one: Any) -> int:

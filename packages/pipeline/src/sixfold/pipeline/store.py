@@ -54,7 +54,8 @@ class GradientStore:
     Attributes:
         slot: what is open now, None while closed.
         alone: nobody else looks after the stage's gradients.
-        task, thread: autograd's number of the I that runs, once it reached a layer, and who runs it.
+        task: autograd's number of the I that runs, once it reached a layer.
+        thread: who runs the step.
         entry: the code that enters autograd for I.
         inner: the last pass inside of another, and what it was asked for.
         leaf: stands for the parameters of deferred layers where nothing else wants a gradient.
@@ -89,6 +90,7 @@ class GradientStore:
             slot = self._slots[k] = Slot(self._refused)
         forwards = self._forwards
         if forwards is None:
+            self.thread = get_ident()
             forwards = self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
         for attributes, forward in forwards:
             if "forward" not in attributes:  # of the instance, which comes before its class's
@@ -120,7 +122,6 @@ class GradientStore:
             self.forward(k, self.backward, (k, roots, gradients, False), {})
             return
         self.slot = slot
-        self.thread = get_ident()
         try:
             _engine(roots, gradients, False, False, (), True, True)  # as stage_run.run_backward
         finally:

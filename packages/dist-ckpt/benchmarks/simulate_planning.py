@@ -8,7 +8,7 @@ Beside torch DCP at the same task, at sizes growing by ten up to 1,024 ranks x 1
 peak of that process's memory, imports and inputs included.
 
 ``--save``, from what the ranks have sent to what a commit needs. Sixfold: ``saving.check_together`` (tables merged;
-coverage, overlaps, bounds and agreement checked), ``index.index_of`` (sorted), and the two index files, ``.metadata``
+coverage, overlaps, bounds and agreement checked), ``saving.index_of`` (sorted), and the two index files, ``.metadata``
 and the compact manifest, streamed into a folder and hashed. DCP, with its planner's defaults:
 ``DefaultSavePlanner.create_global_plan`` (duplicates removed, global plan, validation) and what
 ``FileSystemWriter.finish`` does with the results of all ranks: gather them into ``storage_data``, pickle, write. Both
@@ -41,7 +41,7 @@ from sixfold.dist_ckpt.files import integrity, metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road import index, saving
+from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.road.transfer import Written
 from sixfold.dist_ckpt.stores import local
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
@@ -88,7 +88,7 @@ def save_sixfold(written, folder):
     saving.check_together([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
     digests = {name: digest for part in written for name, digest in part.files.items()}
     small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
-    for name, content in (index.index_of(written, SAVE_ID, None) | small).items():
+    for name, content in (saving.index_of(written, SAVE_ID, None) | small).items():
         digests[name] = local.write_file(folder, name, content)
     content = integrity.Integrity(save_id=SAVE_ID, files=digests).encode()
     local.write_file(folder, integrity.FILE_NAME, content)

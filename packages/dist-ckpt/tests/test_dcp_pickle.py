@@ -22,7 +22,7 @@ from sixfold.dist_ckpt.files.unpickle import loads
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road.index import index_of_written
+from sixfold.dist_ckpt.road.saving import index_of_written
 from sixfold.dist_ckpt.road.transfer import Written
 
 

@@ -17,7 +17,7 @@ from sixfold.dist_ckpt.files.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.table import tabulate
 from sixfold.dist_ckpt.road import transfer
-from sixfold.dist_ckpt.road.index import index_of
+from sixfold.dist_ckpt.road.saving import index_of
 from sixfold.dist_ckpt.stores import LocalStore, folder
 from sixfold.dist_ckpt.stores.store import Save, write_small
 from sixfold.dist_ckpt.tools import commands as tools

@@ -251,13 +251,10 @@ class Reader:
         try:
             integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
         except CorruptError as error:
-            raise CorruptError(f"{error}{self._damaged(file, number * integrity.block_bytes, stop)}") from error
-
-    def _damaged(self, file: str, start: int, stop: int) -> str:
-        """Which keys a damaged block holds damaged, as far as their own checksums tell."""
-        keys = self._checkpoint.damaged_keys(file, start, stop)
-        more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-        return f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
+            keys = self._checkpoint.damaged_keys(file, number * integrity.block_bytes, stop)
+            more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+            known = f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
+            raise CorruptError(f"{error}{known}") from error
 
     def _pass(self, file: str, start: int, stop: int, wanted: list[ByteRun], hasher: Hasher) -> None:
         """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 from threading import Event
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -212,19 +213,13 @@ class Copies:
             memory = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu")
         copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
         copy.copy_(part)
-        return frames.tensor_bytes(copy), _Loan(memory, self._free)
+        loan = _Loan()
+        finalize(loan, self._free.append, memory)
+        return frames.tensor_bytes(copy), loan
 
 
 class _Loan:
-    """Memory that goes back to where it came from when nobody holds this object any more."""
-
-    __slots__ = ("_free", "_memory")
-
-    def __init__(self, memory: torch.Tensor, free: deque[torch.Tensor]) -> None:
-        self._memory, self._free = memory, free
-
-    def __del__(self) -> None:
-        self._free.append(self._memory)
+    """When nobody holds it any more, memory goes back to where it came from."""
 
 
 def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nested_helpers import MODULES, check
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from torch import Tensor, nn
 
@@ -27,6 +28,12 @@ def test_split_backwards_have_the_bits_of_the_plain_loop(program):
     PipelineRunner(program, [Stage(m, i) for i, m in enumerate(modules)], loss_fn=square_loss).step(x, y)
     plain_loop(oracle, list(x.tensor_split(4)), list(y.tensor_split(4)))
     assert all(equal_bits(gradients(a), gradients(b)) for a, b in zip(modules, oracle, strict=True))
+
+
+@pytest.mark.parametrize("program", [zb_h1(2, 4), zb_v(2, 4)], ids=lambda program: program.name)
+@pytest.mark.parametrize("kind", ["implicit", "implicit last", "all", "twice", "attack", "reentrant", "non-reentrant"])
+def test_passes_inside_of_others_have_the_bits_of_the_plain_loop_on_the_devices_thread(kind, program):
+    check(MODULES[kind], program, device="cuda")
 
 
 class Drops(nn.Module):

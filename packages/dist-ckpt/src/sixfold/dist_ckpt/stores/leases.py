@@ -66,17 +66,12 @@ def _host_digits() -> str:
 def is_held(lock: Path) -> bool:
     """Whether a process of this host holds the lock of a rank; True also where that cannot be told."""
     try:
-        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
     return False
 
 

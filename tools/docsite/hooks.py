@@ -17,6 +17,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 
+NAMED = ("move/", "do/", "understand/")  # others call a package's page after the package, as search is not to
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [filled for entry in config.nav or [] if (filled := _filled(entry))]
     return config
@@ -58,9 +61,9 @@ def _one_help(index: int, said: tuple[str, str]) -> str:
 
 
 def _filled(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links, by its names]``; nothing where there is none."""
+    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links, by its names if NAMED]``; nothing where there is none."""
     ((title, value),) = entry.items()
     if not str(value).endswith("/"):
         return entry if value in site_pages.pages() else None
-    found, names = site_pages.section(value), site_pages.titles(value)
+    found, names = site_pages.section(value), site_pages.titles(value) if value in NAMED else {}
     return {title: [{names[page]: page} if page in names else page for page in found]} if found else None

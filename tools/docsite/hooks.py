@@ -16,7 +16,6 @@ import site_reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-
 NAMED = ("move/", "do/", "understand/")  # others call a package's page after the package, as search is not to
 
 
@@ -61,7 +60,7 @@ def _one_help(index: int, said: tuple[str, str]) -> str:
 
 
 def _filled(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links, by its names if NAMED]``; nothing where there is none."""
+    """``Do: do/`` --> ``Do: [do/README.md, the pages that it links]``; nothing where there is no page."""
     ((title, value),) = entry.items()
     if not str(value).endswith("/"):
         return entry if value in site_pages.pages() else None

@@ -33,7 +33,7 @@ def test_the_worker_sees_the_values_at_the_call(made, seed):
     places = made.take(tensors)
     for tensor in tensors:
         tensor.zero_()
-    seen = MappedArena(made.fd).tensors(places, made.nbytes)
+    seen = MappedArena(made.fd).tensors(places)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(seen, expected, strict=True))
 
 
@@ -57,9 +57,9 @@ def test_memory_is_kept_and_grows_only_when_it_must(made):
     places = made.take([torch.full((size,), 2.0)])
     assert made.nbytes >= 4 * size
     mapped = MappedArena(made.fd)
-    assert bool((mapped.tensors(places, made.nbytes)[0] == 2).all())
+    assert bool((mapped.tensors(places)[0] == 2).all())
     places = made.take([torch.full((2 * size,), 3.0)])
-    assert bool((mapped.tensors(places, made.nbytes)[0] == 3).all()), "mapped again after it has grown"
+    assert bool((mapped.tensors(places)[0] == 3).all()), "mapped again after it has grown"
 
 
 def test_large_tensors_are_copied_in_slices_by_several_threads(made, monkeypatch):
@@ -67,7 +67,7 @@ def test_large_tensors_are_copied_in_slices_by_several_threads(made, monkeypatch
     monkeypatch.setattr(arena, "_SLICE_BYTES", 1000)
     tensors = [torch.randn(3_000), torch.randn(7), torch.randn(501, 3), torch.randn(40, 30).t()]
     places = made.take(tensors)
-    seen = MappedArena(made.fd).tensors(places, made.nbytes)
+    seen = MappedArena(made.fd).tensors(places)
     assert all(torch.equal(a, b) for a, b in zip(seen, tensors, strict=True))
 
 
@@ -138,7 +138,7 @@ def test_pinned_memory_is_registered_once_and_again_after_growth(pinned):
         "event",
         "event reached",
     ], "the copy follows what the trainer has queued, and the call ends at its event"
-    seen = MappedArena(made.fd).tensors(places, made.nbytes)
+    seen = MappedArena(made.fd).tensors(places)
     assert all(torch.equal(a, b) for a, b in zip(seen, tensors, strict=True))
     made.take(tensors)
     assert pinned.log.count(("register", first)) == 1

@@ -31,7 +31,7 @@ class Ranks:
         ticket = Ticket(Save(save_id="01", target=str(folder / "c"), staging=str(folder / ".c.tmp-01")))
         content = SimpleNamespace(store=LocalStore.at(folder / "c"))
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
-        fields |= {"arena_bytes": 0, "key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
+        fields |= {"key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
         self.board = control.board_of(self.jobs[0])
         self.board.make()
@@ -113,7 +113,7 @@ class StoreRanks:
         store.holds, store.abandon = lambda save_id: False, lambda save: None
         fields = {"ranks": count, "content": SimpleNamespace(store=store), "key": b"k" * 32, "locks_work": True}
         fields |= {"ticket": Ticket(Save(save_id="01", target="a store")), "check_finite": False, "places": {}}
-        fields |= {"arena_bytes": 0, "timeout_s": timeout_s, "stale_s": 9.0}
+        fields |= {"timeout_s": timeout_s, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
         self.boards = [control.board_of(job) for job in self.jobs]
         self.boards[0].make()

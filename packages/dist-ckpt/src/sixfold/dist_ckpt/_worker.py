@@ -50,7 +50,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
     gauge.add(0)
-    for index, tensor in zip(job.places, arena.tensors(list(job.places.values()), job.arena_bytes), strict=True):
+    for index, tensor in zip(job.places, arena.tensors(job.places.values()), strict=True):
         job.content.records[index].data = tensor
     return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from threading import Lock
@@ -210,10 +210,10 @@ class MappedArena:
     def __init__(self, fd: int) -> None:
         self._fd, self._bytes = fd, torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def tensors(self, places: Sequence[Place], nbytes: int) -> list[torch.Tensor]:
-        """Tensors at their places in an arena of ``nbytes``, without a copy."""
-        if len(self._bytes) < nbytes:
-            self._bytes = torch.frombuffer(mmap.mmap(self._fd, nbytes), dtype=torch.uint8)
+    def tensors(self, places: Iterable[Place]) -> list[torch.Tensor]:
+        """Tensors at their places, without a copy."""
+        if len(self._bytes) < os.fstat(self._fd).st_size:
+            self._bytes = torch.frombuffer(mmap.mmap(self._fd, 0), dtype=torch.uint8)
         return [_view(self._bytes, place) for place in places]
 
 

@@ -65,8 +65,7 @@ _SILENT = "rank 0 died, or gave no outcome in time"
 class Job:
     """One rank's share of one save, as its worker gets it.
 
-    ``content`` has records without data; ``places`` says where the data of record i lies in the arena of
-    ``arena_bytes``.
+    ``content`` has records without data; ``places`` says where the data of record i lies in the arena.
     """
 
     rank: int
@@ -75,7 +74,6 @@ class Job:
     ticket: saving.Ticket
     check_finite: bool
     places: dict[int, Place] = field(default_factory=dict)
-    arena_bytes: int = 0
     key: bytes
     locks_work: bool = True
     timeout_s: float

@@ -73,11 +73,10 @@ class AsyncSaver:
         self, sharded_state_dict: Mapping[Any, Any], checkpoint_dir: str | Path, *arguments: Any, **options: Any
     ) -> AsyncSave:
         """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
-        start, group, timeout_s = time.monotonic(), self._group, self._timeout_s
-        request = SaveRequest(
-            sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options
+        group, timeout_s = self._group, self._timeout_s
+        return self._begun(
+            SaveRequest(sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options)
         )
-        return self._begun(request, start)
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
@@ -106,7 +105,8 @@ class AsyncSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begun(self, request: SaveRequest, start: float) -> AsyncSave:
+    def _begun(self, request: SaveRequest) -> AsyncSave:
+        start = time.monotonic()
         with self._in_turn(), ExitStack() as undo:
             with told_to_all(request.group, request.timeout_s):
                 if self._is_closed:
@@ -205,7 +205,7 @@ class AsyncSaver:
             return mine or sign(), job.rank == 0 or control.board_of(job).life(0).state is State.LIVES
 
         (content, places, mine), key = exchange.together(copy, lambda _: job.key)
-        job = replace(job, content=content, places=places, arena_bytes=self._arena.nbytes, key=key)
+        job = replace(job, content=content, places=places, key=key)
         if job.ranks == 1:
             return job, None
         if not is_local:
@@ -265,7 +265,7 @@ def async_save(
 
 def start(request: SaveRequest) -> AsyncSave:
     """``async_save`` of a request."""
-    return _saver_of(os.getpid())._begun(request, time.monotonic())
+    return _saver_of(os.getpid())._begun(request)
 
 
 def _check_is_possible(request: SaveRequest) -> None:

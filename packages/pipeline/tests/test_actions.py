@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -227,6 +228,39 @@ def test_autocast_holds_for_forwards_and_not_for_backwards(program):
         expected.append(loss.detach())
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     assert same(modules, oracle)
+
+
+class Fan(nn.Module):
+    """Three layers of one input, in full precision behind them; notes how many of its inputs live."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(weakref.ref(x if x._base is None else x._base))
+        self.most = max(self.most, sum(ref() is not None for ref in self.inputs))
+        return nn.functional.layer_norm(sum(torch.tanh(part(x)) for part in self.parts).float(), (8,))
+
+
+@pytest.mark.parametrize("program", [one_f_one_b(2, 6), zb_h1(2, 6), recompute(gpipe(2, 6))], ids=lambda p: p.name)
+@pytest.mark.parametrize("wants", [False, True])
+def test_autocast_casts_the_input_of_a_stage_as_it_does_in_one_graph(program, wants):
+    modules = [Fan(seed) for seed in range(2)]
+    oracle, (x, y) = copy.deepcopy(modules), batch(18)
+    mine, theirs = ([part.clone().requires_grad_(wants) for part in x.split(3)] for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        runner_of(modules, program).step(mine, y)
+    for a, b in zip(theirs, y.split(3), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square_loss(oracle[1](oracle[0](a)), b)
+        (loss / 6).backward()
+    assert same(modules, oracle) and equal_bits([a.grad for a in mine], [a.grad for a in theirs])
+    if program.name == "one_f_one_b":
+        assert modules[1].most <= 2, "autocast keeps inputs whose backward has run"
 
 
 def test_an_evaluation_under_the_same_autocast_does_not_cost_a_step_its_gradients():

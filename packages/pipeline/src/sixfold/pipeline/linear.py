@@ -168,6 +168,9 @@ def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor]
         if _any_autocast() and torch.is_autocast_enabled(input.device.type):
             if input.dtype is torch.float64 or known.dtype is torch.float64:
                 return plain(input)
+            if input.is_leaf and input.requires_grad and store.index == 0:  # autocast's uses of it share one cast
+                store.watch(slot, layer, known.targets)  # it is deferred in other calls
+                return plain(input)
             input, *operands, targets = _cast(slot, input, weight, bias, known.targets)
             if layer.watched:
                 store.watch(slot, layer, targets)

@@ -153,6 +153,9 @@ class Wiring:
                 run.calls[:] = [Graphed(run.stage, partial(getattr, run.store, "slot", None)) for _ in range(slots)]
         if goal.train and goal.autocast and any(stage.cuda_graphs for stage in stages.values()):
             raise ScheduleError("cuda_graphs hold no casts of autocast; step outside of it, with stages in its type")
+        for run in self.runs.values() if goal.train and goal.autocast else ():
+            if run.index:  # the first stage's inputs are the caller's
+                run.calls[:] = [partial(_of_no_leaves, call) for call in run.calls]
         self.tail: LossTail | None = None
         self._versions = {} if versions is None else versions
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound
@@ -302,6 +305,16 @@ class Wiring:
 
 def _nobodys(_: int, __: tuple[Any, ...]) -> None:
     """Stage 0: its inputs are the caller's, whose graph has their gradients."""
+
+
+def _of_no_leaves(call: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+    """``call`` as in one graph, where what came from another stage is no leaf.
+
+    Of a leaf autocast keeps the cast until it is switched off, and with it the microbatch's input; its uses then share
+    one cast, and add their gradients in the lower type.
+    """
+    views = [t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in inputs]
+    return call(*views, **kwargs)
 
 
 def _without_autocast(call: Run, device_types: tuple[str, ...]) -> None:

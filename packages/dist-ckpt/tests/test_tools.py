@@ -3,6 +3,7 @@
 import json
 import shutil
 from argparse import Namespace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -297,6 +298,22 @@ def test_diff_against_a_checkpoint_without_common_data_names_the_paths_of_the_ot
     dist_ckpt.save({"w": one("w", torch.ones(2)), "it": 5, "args": {}}, tmp_path / "a")
     dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "b")
     assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["args", "it"]
+
+
+def test_diff_compares_arrays_and_namespaces_by_value_beside_unknown_classes(tmp_path):
+    numpy = pytest.importorskip("numpy", reason="trainers keep states of its generators")
+
+    def saved(name, last):
+        held = {"rng": ("MT19937", numpy.array([1.0, numpy.nan, last])), "args": Namespace(lr=numpy.array([last, 2]))}
+        record = ShardedObject("o", held | {"of": Fraction(1, 2)}, (1,), (0,))
+        with torch.serialization.safe_globals([Fraction]):
+            dist_ckpt.save(held | {"of": Fraction(1, 2), "o": record}, tmp_path / name)
+        return tmp_path / name
+
+    assert tools.diff(saved("a", 3), saved("b", 3))["equal"]
+    found = tools.diff(tmp_path / "a", saved("c", 4))
+    assert [entry["key"] for entry in found["different"]] == ["o/shard_0_1"]
+    assert found["common_differs"] == ["args", "rng"]
 
 
 def test_diff_knows_nan_and_relative_distance(tmp_path):

@@ -10,8 +10,11 @@ that holds what the pickle says of it, and nothing of it is imported or run.
 from __future__ import annotations
 
 import io
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,15 +61,15 @@ def stand_ins(files: Iterable[bytes]) -> list[tuple[type, str]]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values of common data are the same, tensors and NaN included."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+    """Whether two values of common data are the same, tensors, arrays and NaN included."""
+    if hasattr(a, "shape") or hasattr(b, "shape"):  # tensors, and arrays and numbers of numpy
+        if not isinstance(b, torch.Tensor if isinstance(a, torch.Tensor) else type(a)):
             return False
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Namespace | SimpleNamespace) and type(a) is type(b):
+        return equal(vars(a), vars(b))
     return bool(a == b) or (a != a and b != b and type(a) is type(b))

@@ -48,8 +48,8 @@ def test_search_finds_an_error_by_words_of_its_message(browser, folder, address,
     page.goto(f"{address if opened == 'served' else folder.as_uri()}/start/index.html")
     page.click("input.md-search__input")
     page.keyboard.type("ranks used units in different orders")
-    link = page.wait_for_selector("a.md-search-result__link[href*='#ranks-used-units-in-different-orders']")
-    link.click()
+    # A locator: the list is made anew with each letter that has been looked for.
+    page.locator("a.md-search-result__link[href*='#ranks-used-units-in-different-orders']").first.click()
     page.wait_for_url("**/errors/fsdp.html?*#ranks-used-units-in-different-orders")
     page.context.close()
 

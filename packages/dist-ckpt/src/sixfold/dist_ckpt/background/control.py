@@ -51,7 +51,7 @@ OUTCOME_NAME = "outcome"
 _LOOK_S, _BEAT_S = 3.2, 4.0
 _ROUND = 4  # of so many turns one is of the first rank, and two show what has moved
 # Steps before the end, see [Note: who gives up when].
-RECORDS, OWN_WORKER, OUTCOME, UNKNOWN, END = 2.0, 1.0, 0.25, 0.1, 0.0
+RECORDS, OWN_WORKER, OUTCOME, END = 2.0, 1.0, 0.25, 0.0
 _STEP_S = 5.0
 _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
@@ -99,7 +99,6 @@ class Loss(NamedTuple):
 
     rank: int
     state: State
-    still_s: float
     error: LostPeerError
 
 
@@ -169,8 +168,7 @@ class Wait:
     def _lost(self, rank: int, with_moves: bool) -> Loss | None:
         job, life = self._job, self._board.life(rank, with_moves)
         self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
-        still_s = self._still[rank].of(moves)
-        if life.state in _HERE and still_s <= job.patience_s(RECORDS if rank else OUTCOME):
+        if life.state in _HERE and self._still[rank].of(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
             return None
         self._is_first_lost = self._is_first_lost or rank == 0
         text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
@@ -181,7 +179,7 @@ class Wait:
                 f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
                 f"their disk hangs; {_ADVICE}"
             )
-        return Loss(rank, life.state, still_s, LostPeerError(text))
+        return Loss(rank, life.state, LostPeerError(text))
 
     def _ended_by(self, loss: Loss) -> Outcome | None:
         job, board = self._job, self._board
@@ -194,10 +192,9 @@ class Wait:
         if ended is not None or loss.rank:
             return ended
         # The first rank was lost when it had begun to commit.
-        gone_s = self._gone.of(loss.state) if loss.state not in _HERE else 0.0
         if settle(job, _SILENT).error is None:
             return tell(board, Outcome())
-        if gone_s > _ORPHANED_S or loss.still_s > job.patience_s(UNKNOWN):
+        if loss.state in _HERE or self._gone.of(loss.state) > _ORPHANED_S:
             text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
             return tell(board, Outcome(error=LostPeerError(text)))
         return None

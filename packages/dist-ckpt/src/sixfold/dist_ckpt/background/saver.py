@@ -97,7 +97,6 @@ class AsyncSaver:
                 if not self._is_closed:
                     self._arena.close()
                 self._is_closed = True
-                _open_savers(os.getpid()).discard(self)
 
     def __enter__(self) -> AsyncSaver:
         return self

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from nested_helpers import MODULES, Auxiliary, Deep, DeepInside, Pair, check
-from pipeline_helpers import batch, square_loss
+from pipeline_helpers import batch, equal_bits, gradients, square_loss
 from torch import Tensor
 
 from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, one_f_one_b, zb_h1
+from sixfold.pipeline.passes import recompute
 
 M = 4
 PROGRAMS = [one_f_one_b(2, M), zb_h1(2, M)]
@@ -26,6 +27,18 @@ PROGRAMS = [one_f_one_b(2, M), zb_h1(2, M)]
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_pass_inside_of_another_makes_the_gradients_that_it_was_asked_for(kind, program):
     check(MODULES[kind], program)
+
+
+def test_where_a_forward_that_runs_a_backward_is_recomputed_a_checkpoint_is_named():
+    def gradients_by(program: Program, checkpoint: bool) -> list[Any]:
+        modules = [MODULES["attack"](seed) for seed in range(2)]
+        stages = [Stage(module, i, checkpoint=checkpoint) for i, module in enumerate(modules)]
+        PipelineRunner(program, stages, loss_fn=square_loss).step(*batch(2 * M))
+        return [one for module in modules for one in gradients(module)]
+
+    with pytest.raises(ScheduleError, match=r"0F0: .* runs a backward of its own, .* Stage\(checkpoint=True\)"):
+        gradients_by(recompute(zb_h1(2, M)), False)
+    assert equal_bits(gradients_by(zb_h1(2, M), True), gradients_by(one_f_one_b(2, M), False))
 
 
 @pytest.mark.parametrize("make", [Deep, DeepInside])

@@ -393,4 +393,7 @@ def _dropped(_: Tensor) -> None:
 
 
 def _missing(_: None) -> Tensor:
-    raise AssertionError("the forward of a microbatch that is recomputed has no backward of its own")
+    raise ScheduleError(
+        "the forward of a microbatch that is recomputed runs a backward of its own, for which nothing was kept; run a "
+        "program without RECOMPUTE, and make the stage with Stage(checkpoint=True)"
+    )

@@ -117,8 +117,7 @@ def overview(root: Path) -> str:
     for package in site_raises.BASES:
         kinds = site_raises.kinds(package, root).values()
         names = ", ".join(f"[`{kind.name}`]({package}.md#{_slug(kind.name)})" for kind in public(kinds))
-        told = list(entries(package, root).values())
-        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(told)} | {len(told) - told.count(None)} |")
+        rows.append(f"| [sixfold-{package}]({package}.md) | {names} | {len(messages(package, root))} |")
     return OVERVIEW + "\n".join(rows) + "\n"
 
 
@@ -133,7 +132,7 @@ def page(package: str, root: Path) -> str:
             of[entry].append(message)
     for section, told in itertools.groupby(of, key=lambda entry: entry.section):
         parts += [f"## {section}\n", *(_of_entry(entry, of[entry], anchor) for entry in told)]
-    return "\n".join([*parts, *_untold(package, root, anchor)])
+    return "\n".join(parts)
 
 
 def public(kinds: Iterable[Kind]) -> list[Kind]:
@@ -176,19 +175,6 @@ def _three(said: Said) -> str:
     return f"*Cause.* {said.cause.strip()}\n\n{example}\n\n*Remedy.* {said.remedy.strip()}\n"
 
 
-def _untold(package: str, root: Path, anchor: dict[Message, str]) -> list[str]:
-    """Messages that no entry speaks for, by the module that makes them."""
-    code = site_raises.source(root / "packages" / package)
-    modules: dict[str, list[Message]] = {}
-    for message, entry in entries(package, root).items():
-        if entry is None:
-            modules.setdefault(message.module, []).append(message)
-    lines = [UNTOLD] if modules else []
-    for module, made in sorted(modules.items()):
-        lines += [f"### {module}\n", f"{code.meanings[module]}\n", _listed(made, anchor)]
-    return lines
-
-
 def _entry(given: dict[str, Any], section: str) -> Said:
     """A ``[[message]]``: of one message its ``text``, of a family its ``title`` and ``texts``."""
     given = dict(given)
@@ -227,8 +213,6 @@ def _heading(words: str) -> str:
     return html.escape(" ".join(words.split())).replace("_", "&#95;").replace("*", "&#42;").replace("`", "&#96;")
 
 
-UNTOLD = "## Other messages\n\nBy the module that makes them. `{name}` and `{...}` are values.\n"
-
 INTRODUCTION = """\
 An error of this package names the thing, its value, the rule and what to do: read it to its end first. Search this
 page for its fixed words (where `{name}` and `{...}` are here, values stand in it), or the whole site by the field
@@ -245,6 +229,6 @@ whatever its values are: beside them stand cause, an example and a remedy. Where
 
 A run that ends without an error, gives NaN or is slow: [debug a hang, a NaN, a slow rank](../do/debug.md).
 
-| package | classes | messages | of these with cause, example, remedy |
-|---|---|---|---|
+| package | classes | messages |
+|---|---|---|
 """

@@ -246,7 +246,12 @@ def _defaults(function: Function) -> dict[str, ast.expr]:
 
 
 def _calls_of(code: Source, function: Function) -> list[tuple[str, Function | None, ast.Call]]:
-    """Calls by its name, but for those of an argparse parser; those of a private one stand in its own module."""
+    """Calls by its name, but for those of an argparse parser; those of a private one stand in its own module.
+
+    Of a ``get`` none: dicts have one too.
+    """
+    if function.name == "get":
+        return []
     found = [
         call for call in code.calls.get(function.name, []) if last(getattr(call[2].func, "value", None)) != "parser"
     ]
@@ -261,8 +266,8 @@ def _texts_of_call(code: Source, inside: Function | None, call: ast.Call, depth:
     if name == "Problem":
         rule, *values = (_texts(code, inside, given, depth) or [PLACE] for given in call.args)
         return [_problem(rule[0], *(said[0] if len(said) == 1 else PLACE for said in values))]
-    if name == "join" and call.args and isinstance(call.args[0], ast.Name):
-        return []
+    if name == "get" or (name == "join" and call.args and isinstance(call.args[0], ast.Name)):
+        return []  # of a dict by its key, which is no text of an error
     found, functions = [], [function for _, function in code.functions.get(name, [])]
     if any(last(function.returns) in ("int", "float", "bool") for function in functions):
         return []

@@ -11,6 +11,7 @@ test_two_nodes.py, and by ``nox -s full`` everywhere.
 import atexit
 import multiprocessing
 import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import signal
@@ -94,6 +95,8 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
     status = 1
     try:
         atexit._clear()  # what this process was forked from is to do
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         sys.stdin = open(os.devnull)  # noqa: SIM115
@@ -108,6 +111,8 @@ def _become(arguments: list[str], environment: dict[str, str]) -> None:
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             sys.stdout.flush()
+        with suppress(Exception):
+            multiprocessing.util._exit_function()  # ends what the program started by multiprocessing, as atexit would
         os._exit(status)
 
 

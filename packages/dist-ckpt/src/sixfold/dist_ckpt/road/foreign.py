@@ -35,7 +35,7 @@ from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedT
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint
-from sixfold.dist_ckpt.stores.store import POINTER
+from sixfold.dist_ckpt.stores.store import POINTER, Store
 from sixfold.dist_ckpt.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
@@ -93,20 +93,23 @@ def _begun(request: SaveRequest) -> Agreed:
     with told_to_all(request.group, request.timeout_s):
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
-        if not isinstance(request.store, LocalStore):
-            raise CheckpointError(
-                f"{request.store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
-            )
+        _local(request.store)
     return agree_on(request)
+
+
+def _local(store: Store) -> LocalStore:
+    if not isinstance(store, LocalStore):
+        raise CheckpointError(
+            f"{store.name}: strategies of users write into local folders; only torch_dist goes to a URL"
+        )
+    return store
 
 
 @contextmanager
 def _staging(agreed: Agreed) -> Iterator[Path]:
     """The folder that is not the checkpoint yet; errors inside name what is the matter with it."""
-    save, store = agreed.ticket.save, agreed.content.store
-    assert isinstance(store, LocalStore), f"{store.name} was refused before"
-    with store.told(save, agreed.content.nbytes):
-        yield Path(save.staging)
+    with _local(agreed.content.store).told(agreed.ticket.save, agreed.content.nbytes):
+        yield Path(agreed.ticket.save.staging)
 
 
 def _written(request: SaveRequest, agreed: Agreed, write: Callable[[dict[Any, Any], Path], Result]) -> Result:
@@ -128,7 +131,7 @@ def _written(request: SaveRequest, agreed: Agreed, write: Callable[[dict[Any, An
 
 def _commit(request: SaveRequest, agreed: Agreed) -> None:
     """What is written last, and into place; on the first rank."""
-    strategy, common, store = request.sharded, request.common, agreed.content.store
+    strategy, common = request.sharded, request.common
     config = {
         "sharded_backend": strategy.backend,
         "sharded_backend_version": strategy.version,
@@ -140,8 +143,9 @@ def _commit(request: SaveRequest, agreed: Agreed) -> None:
         storage.write_file(staging, POINTER, json.dumps(config).encode())
         _complete_integrity(staging)
         unsynced = [str(path.relative_to(staging)) for path in staging.rglob("*")]
-    assert isinstance(store, LocalStore), f"{store.name} was refused before"
-    store.publish(agreed.ticket.save, unsynced)  # a strategy need not know how to put files on disk
+    _local(agreed.content.store).publish(
+        agreed.ticket.save, unsynced
+    )  # a strategy need not know how to put files on disk
 
 
 def _shares(
@@ -168,10 +172,6 @@ def _complete_integrity(staging: Path) -> None:
 
 def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
-    with told_to_all(request.group, request.timeout_s):
-        if request.store.local_folder is None:
-            raise CheckpointError(f"{request.store.name}: strategies of users read local folders")
-
     return _Load(request, strategy, common_strategy).run()
 
 
@@ -183,33 +183,54 @@ class _Load(loading.Load):
         self._strategies = strategy, common_strategy
 
     def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
-        checkpoint = Checkpoint(seen.folder, _manifest(seen.folder, *self._strategies), None, "off", ())
-        return checkpoint, self._strategies[1].load_common(seen.folder), False
+        """What the strategies list, each tensor as one chunk; where it lies is theirs to know."""
+        folder, nowhere = seen.folder, ByteRange("", 0, 0)
+        if not folder.is_dir():
+            raise MismatchError(f"Checkpoint directory {folder} does not exist")
+        for kind, (backend, version) in zip(self._strategies, read_config(folder) or (), strict=False):
+            kind.check_backend_compatibility(backend)
+            kind.check_version_compatibility(version)
+        tensors, objects = dict[str, StoredTensor](), dict[str, ByteRange]()
+        for key, record in listing(folder, *self._strategies).items():
+            if isinstance(record, ShardedTensor):
+                chunk = StoredChunk(whole(record.global_shape), nowhere)
+                tensors[key] = StoredTensor(record.dtype, record.global_shape, (chunk,))
+            else:
+                objects[key] = nowhere
+        checkpoint = Checkpoint(folder, Manifest(tensors, objects), None, "off", ())
+        return checkpoint, self._strategies[1].load_common(folder), False
 
     def values(self, looked: Looked, *_: Any) -> tuple[Values, set[str]]:
         meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
-        found = _values(looked, *self._strategies, self.asked.dtype_policy)
+        values, converted = {path: leaf.unwrap() for path, leaf in looked.parts.local}, set[str]()
+        for path, record, found in self._found(looked):
+            values[path] = found
+            if isinstance(record, ShardedTensor):
+                values[path] = _settled(record, found, self.asked.dtype_policy)
+                if found.dtype != record.dtype:
+                    converted.add(record.key)
         meter.finish()
-        return found
+        return values, converted
 
-
-def _manifest(folder: Path, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Manifest:
-    """What the strategies list, each tensor as one chunk; where it lies is theirs to know."""
-    if not folder.is_dir():
-        raise MismatchError(f"Checkpoint directory {folder} does not exist")
-    for kind, (backend, version) in zip((strategy, common_strategy), read_config(folder) or (), strict=False):
-        kind.check_backend_compatibility(backend)
-        kind.check_version_compatibility(version)
-    stored, nowhere = listing(folder, strategy, common_strategy), ByteRange("", 0, 0)
-    return Manifest(
-        {
-            key: StoredTensor(record.dtype, shape, (StoredChunk(whole(shape), nowhere),))
-            for key, record in stored.items()
-            if isinstance(record, ShardedTensor)
-            for shape in [record.global_shape]
-        },
-        {key: nowhere for key, record in stored.items() if isinstance(record, ShardedObject)},
-    )
+    def _found(self, looked: Looked) -> Iterator[tuple[tree.KeyPath, ShardedBase, Any]]:
+        """What the strategies return for each record that is stored; they get records of stored dtypes."""
+        stored, (strategy, common_strategy) = looked.checkpoint.manifest, self._strategies
+        asked: dict[tree.KeyPath, ShardedBase] = {}
+        for path, record in looked.parts.records:
+            if isinstance(record, ShardedObject) and record.unique_key in stored.objects:
+                asked[path] = record.without_data()
+            elif isinstance(record, ShardedTensor) and record.key in stored.tensors:
+                asked[path] = _as_stored(record, stored.tensors[record.key].dtype)
+        mine, objects = _shares(asked.items(), strategy.can_handle_sharded_objects)
+        loaded = strategy.load(mine, looked.checkpoint.folder)
+        loaded_objects = common_strategy.load_sharded_objects(objects, looked.checkpoint.folder) if objects else {}
+        for path, record in looked.parts.records:
+            if path in asked:
+                found = tree.get(loaded, path)
+                found = tree.get(loaded_objects, path) if found is tree.GONE else found
+                if found is tree.GONE:
+                    raise CheckpointError(f"{record}: {strategy} returned no value for it")
+                yield path, record, found
 
 
 def listing(
@@ -220,37 +241,6 @@ def listing(
     if not strategy.can_handle_sharded_objects:
         stored.update(common_strategy.load_sharded_metadata(folder))
     return stored
-
-
-def _values(
-    wanted: Looked, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy, dtype_policy: str
-) -> tuple[Values, set[str]]:
-    """What was loaded, by place, and the keys whose dtype was converted. A strategy gets records of stored dtypes."""
-    stored, folder = wanted.checkpoint.manifest, wanted.checkpoint.folder
-    present: dict[tree.KeyPath, ShardedBase] = {}
-    for path, record in wanted.parts.records:
-        if isinstance(record, ShardedObject) and record.unique_key in stored.objects:
-            present[path] = record.without_data()
-        elif isinstance(record, ShardedTensor) and record.key in stored.tensors:
-            present[path] = _as_stored(record, stored.tensors[record.key].dtype)
-    mine, objects = _shares(present.items(), strategy.can_handle_sharded_objects)
-    loaded = strategy.load(mine, folder)
-    loaded_objects = common_strategy.load_sharded_objects(objects, folder) if objects else {}
-    values: Values = {path: leaf.unwrap() for path, leaf in wanted.parts.local}
-    converted = set[str]()
-    for path, record in wanted.parts.records:
-        if path not in present:
-            continue
-        found = tree.get(loaded, path)
-        found = tree.get(loaded_objects, path) if found is tree.GONE else found
-        if found is tree.GONE:
-            raise CheckpointError(f"{record}: {strategy} returned no value for it")
-        values[path] = found
-        if isinstance(record, ShardedTensor):
-            values[path] = _settled(record, found, dtype_policy)
-            if found.dtype != record.dtype:
-                converted.add(record.key)
-    return values, converted
 
 
 def _as_stored(record: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,11 +47,9 @@ class Seen:
     hosts: tuple[tuple[int, ...], ...]
     rank: int
 
-    @contextmanager
-    def told(self) -> Iterator[None]:
+    def told(self) -> AbstractContextManager[None]:
         """Errors inside name the store; see ``Mirror.told``."""
-        with nullcontext() if self.mirror is None else self.mirror.told():
-            yield
+        return nullcontext() if self.mirror is None else self.mirror.told()
 
     def opened(self, verify: str) -> Checkpoint:
         """The checkpoint, whose bytes may arrive while it is read."""

@@ -43,8 +43,8 @@ def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    manifest = open_checkpoint(checkpoint_dir).manifest
-    return {key: by_name.whole(key, stored) for key, stored in manifest.tensors.items()}
+    found = load_sharded_metadata(checkpoint_dir)
+    return {key: record for key, record in found.items() if isinstance(record, ShardedTensor)}
 
 
 def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor | ShardedObject]:

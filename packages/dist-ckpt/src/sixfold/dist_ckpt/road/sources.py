@@ -69,7 +69,10 @@ class Sources:
             and self._is_ours(frame, template)
         ):
             return frame.offset + template.head_bytes
-        layout = self._checked_layout(frame)
+        view = self._checkpoint.frame(frame)
+        layout = frames.parse(view)
+        if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
+            frames.check_records(view)
         plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
         return frame.offset + layout.data_start if plain and layout.pickle == frames.data_pickle(dtype, shape) else None
 
@@ -95,13 +98,6 @@ class Sources:
     def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
         head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])
         return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
-
-    def _checked_layout(self, frame: ByteRange) -> frames.Layout:
-        view = self._checkpoint.frame(frame)
-        layout = frames.parse(view)
-        if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
-            frames.check_records(view)
-        return layout
 
     def _decode(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         """The chunk of a frame that is not plain."""

@@ -312,12 +312,13 @@ class Mirror:
     def _fail(self, error: BaseException) -> None:
         """Let this rank's other threads, and the other ranks, know why it fetches no more."""
         known = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
-        self._failure, path = known, self._error_path(self._rank)
+        path = self._error_path(self._rank)
         with suppress(OSError):
             path.with_suffix(".begun").write_text(
                 json.dumps([type(known).__name__, str(known), getattr(known, "errno", None)])
             )
             path.with_suffix(".begun").rename(path)
+        self._failure = known  # the last step: who reads it deletes the folder
 
     def _error_path(self, rank: int) -> Path:
         return self._root / f"error-{rank}"

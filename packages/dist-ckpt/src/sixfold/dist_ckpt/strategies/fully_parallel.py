@@ -85,24 +85,15 @@ class FullyParallelSaveStrategyWrapper(base.AsyncSaveShardedStrategy):
         return self.base_strategy.async_save(self._shared_out(sharded_state_dict), checkpoint_dir)
 
     def _shared_out(self, sharded_state_dict: dict[Any, Any]) -> dict[Any, Any]:
-        leaves = [(path, leaf) for path, leaf in tree.leaves(sharded_state_dict) if isinstance(leaf, ShardedBase)]
-        arranged = self._arrange_each(lambda: [leaf for _, leaf in leaves], Exchange("world", 600.0))
-        return tree.nest(
-            {
-                (*path, number): new
-                for (path, _), news in zip(leaves, arranged, strict=True)
-                for number, new in enumerate(news)
-            }
-        )
+        """The same with one record for each: a user's strategy may know no flattened shards."""
+        leaves = {path: leaf for path, leaf in tree.leaves(sharded_state_dict) if isinstance(leaf, ShardedBase)}
+        arranged = self._arrange(lambda: list(leaves.values()), Exchange("world", 600.0), whole=True)
+        return tree.nest(dict(zip(leaves, arranged, strict=True)))
 
-    def _arrange(self, make: Callable[[], base.Records], exchange: Exchange) -> base.Records:
-        return [record for records in self._arrange_each(make, exchange) for record in records]
-
-    def _arrange_each(self, make: Callable[[], base.Records], exchange: Exchange) -> list[base.Records]:
-        """This rank's records, each replaced by what this rank writes of it, or by a replica."""
+    def _arrange(self, make: Callable[[], base.Records], exchange: Exchange, *, whole: bool = False) -> base.Records:
+        """This rank's records, each replaced by what it writes of it, whole or parts, or by a replica."""
         group = self.parallelization_group
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
-        whole = self.base_strategy.engine() is None  # a user's strategy may know no flattened shards
         records: base.Records = []
 
         def tensors() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
@@ -131,7 +122,7 @@ def _who_writes(by_rank: list[Told]) -> list[Passage]:
 
 def _apply(
     records: base.Records, mine: Sequence[ShardedTensor], passages: Sequence[Passage], rank: int
-) -> list[base.Records]:
+) -> base.Records:
     """For each record the parts of it that this rank writes, or a replica, or what is not shared out as it is."""
     written: dict[int, base.Records] = {}  # by number in ``mine``
     for passage in passages:
@@ -141,14 +132,14 @@ def _apply(
             parts = written.setdefault(number, [])
             if rank == passage.sender:
                 parts.append(replace(relay.part_of(mine[number], passage.start, passage.stop), replica_id=0))
-    shards, number, arranged = {passage.shard for passage in passages}, -1, list[base.Records]()
+    shards, number, arranged = {passage.shard for passage in passages}, -1, base.Records()
     for record in records:
         if isinstance(record, ShardedTensor):
             number += 1
             if number in written or record.shard_id in shards:
-                arranged.append(written.get(number) or [replace(record, replica_id=_REPLICA)])
+                arranged += written.get(number) or [replace(record, replica_id=_REPLICA)]
                 continue
-        arranged.append([record])
+        arranged.append(record)
     return arranged
 
 

@@ -86,10 +86,10 @@ class LoadPlan:
     ``unexpected`` are indices of records whose key is not stored, ``mismatches`` one line each.
     """
 
-    reads: tuple[Read, ...]
-    zeroed: tuple[tuple[int, Piece], ...]
-    unexpected: tuple[int, ...]
-    mismatches: tuple[str, ...]
+    reads: Sequence[Read]
+    zeroed: Sequence[tuple[int, Piece]]
+    unexpected: Sequence[int]
+    mismatches: Sequence[str]
 
     @property
     def nbytes(self) -> int:
@@ -154,19 +154,15 @@ def plan_load(
                 if part is not None:
                     found += part.volume
                     reads.append(Read(index, record.key, piece, chunk, part, stored.dtype, stored.shape))
+            problem, several = "", len(reads) > begin + 1
             if found < wanted.volume:
-                where = describe(record.key, wanted, stored.shape)
-                raise CorruptError(
-                    f"{where}: {wanted.volume - found} of its elements are in no chunk of the checkpoint"
-                )
-            several = len(reads) > begin + 1
-            if several and sum(cover_weight(read.part) for read in reads[begin:]) != cover_weight(wanted):
-                where = describe(record.key, wanted, stored.shape)
-                raise CorruptError(f"{where}: chunks of the checkpoint overlap there; which one holds is not known")
+                problem = f"{wanted.volume - found} of its elements are in no chunk of the checkpoint"
+            elif several and sum(cover_weight(read.part) for read in reads[begin:]) != cover_weight(wanted):
+                problem = "chunks of the checkpoint overlap there; which one holds is not known"
+            if problem:
+                raise CorruptError(f"{describe(record.key, wanted, stored.shape)}: {problem}")
     reads.sort(key=lambda read: (read.chunk.frame.file, read.chunk.frame.offset))
-    return LoadPlan(
-        reads=tuple(reads), zeroed=tuple(zeroed), unexpected=tuple(unexpected), mismatches=tuple(mismatches)
-    )
+    return LoadPlan(reads=reads, zeroed=zeroed, unexpected=unexpected, mismatches=mismatches)
 
 
 def check_policy(dtype_policy: str) -> None:

@@ -63,7 +63,7 @@ def identity(record: ShardedTensor) -> Identity:
 def cut_unit(record: ShardedTensor) -> int:
     """Elements between two places where a shard may be cut: a row where rows are small, all where it may not be."""
     elements = identity(record).elements
-    if record.data is None or not record.data.is_contiguous() or elements * record.dtype.itemsize < _CUT_FROM_BYTES:
+    if record.data is None or not record.data.is_contiguous() or record.data.nbytes < _CUT_FROM_BYTES:
         return max(1, elements)
     row = prod(record.local_shape[1:])
     return row if row * 1000 <= elements else 1

@@ -1,5 +1,6 @@
 """Checkpoints of more files than a process may open: everything that reads them keeps few descriptors and few maps."""
 
+import os
 import pickle
 import resource
 import warnings
@@ -11,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import in_child, one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedTensor, retention
+from sixfold.dist_ckpt import ShardedTensor, StorageError, retention
+from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.files.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
@@ -19,6 +21,7 @@ from sixfold.dist_ckpt.plans.table import tabulate
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.saving import index_of
 from sixfold.dist_ckpt.stores import LocalStore, folder
+from sixfold.dist_ckpt.stores.maps import Mapped
 from sixfold.dist_ckpt.stores.store import Save, write_small
 from sixfold.dist_ckpt.tools import commands as tools
 
@@ -179,3 +182,17 @@ def test_views_of_a_file_outlive_the_checkpoint_and_its_maps(of_ranks):
     del views
     left = Path("/proc/self/maps").read_text().count(str(of_ranks))
     assert (mapped, left) == (RANKS, 0)
+
+
+def test_a_file_that_does_not_fit_into_this_process_is_an_error_of_the_system(tmp_path):
+    path = tmp_path / "f"
+    path.touch()
+    os.truncate(path, 1 << 32)
+
+    def mapped():
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 28),) * 2)
+        with pytest.raises(StorageError, match=f"memory.*: {path}"):
+            typed(lambda: Mapped(path))
+
+    in_child(mapped)

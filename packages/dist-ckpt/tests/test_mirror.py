@@ -24,7 +24,7 @@ from sixfold.dist_ckpt.road.reader import Reader
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore, leases, mirror
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.stores.mirror import Mirror
-from sixfold.dist_ckpt.stores.ranges import ranges_of
+from sixfold.dist_ckpt.stores.ranges import in_flight, ranges_of
 
 WHOLE = torch.arange(3 << 20, dtype=torch.float32).view(1024, 3072)  # 12 MiB: three blocks
 
@@ -120,6 +120,21 @@ def test_sixteen_ranges_are_in_flight(s3, bucket):
     found = dict(store.read_ranges(ranges))
     assert s3.counts()["range"]["most_in_flight"] >= 16
     assert all(found[part] == whole[part.offset : part.offset + part.length] for part in ranges)
+
+
+def test_requests_that_hang_keep_no_interpreter_from_its_end():
+    before, over = set(threading.enumerate()), threading.Event()
+
+    def read(part):
+        if part.offset:
+            over.wait(20)
+        raise StorageError("no")
+
+    with pytest.raises(StorageError, match="no"):
+        list(in_flight(read, [ByteRange("f", at, 1) for at in range(9)]))
+    hanging = set(threading.enumerate()) - before
+    over.set()
+    assert len(hanging) >= 8 and all(thread.daemon for thread in hanging)
 
 
 @pytest.mark.parametrize("what", ["error", "reset", "truncate", "stall", "stall_body"])

@@ -38,8 +38,10 @@ class Mapped:
     def __init__(self, path: Path, arrives: Arrives | None = None) -> None:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
-            # Not by its name, which may be no text, or that of another file now.
-            self._memory = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=nbytes, dtype=torch.uint8)
+            try:  # not by its name, which may be no text, or that of another file now
+                self._memory = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, str(error), str(path)) from error
         self._path, self._arrives = path, arrives
         self.data = tensor_bytes(self._memory)
 

@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from functools import partial
 from threading import Thread
 from typing import Any
 
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
-from sixfold.dist_ckpt.stores.pool import Pool
 
 AT_ONCE = 16
 _LEAST_RANGE_BYTES, MOST_RANGE_BYTES = 4 << 20, 8 << 20
@@ -32,16 +32,12 @@ def stall_s(timeout_s: float) -> float:
 def in_flight(read: Callable[[ByteRange], bytes], ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
     """The bytes of all ranges, ``AT_ONCE`` of them in flight. See [Note: a range that fails]."""
     left, busy = deque(ranges), dict[Future[bytes], ByteRange]()
-    pool = Pool(AT_ONCE)
-    try:
-        while left or busy:
-            while left and len(busy) < AT_ONCE:
-                part = left.popleft()
-                busy[pool.submit(read, part)] = part
-            for future in wait(busy, None, FIRST_COMPLETED).done:
-                yield busy.pop(future), future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    while left or busy:
+        while left and len(busy) < AT_ONCE:
+            part = left.popleft()
+            busy[_begun(partial(read, part))] = part
+        for future in wait(busy, None, FIRST_COMPLETED).done:
+            yield busy.pop(future), future.result()
 
 
 def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callable[[], int]) -> list[Any]:

@@ -163,7 +163,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Build the site into site/, and run what it, the READMEs and the examples tell a reader to run."""
+    """Build the site into site/, and run what it and the READMEs tell a reader to run; examples: `integration`."""
     with ThreadPoolExecutor(1) as other:
         making = other.submit(docs_python, session)  # pip keeps one core busy, and two venvs are to be filled
         environment = shared_environment(session)
@@ -186,7 +186,8 @@ def docs(session: nox.Session) -> None:
         tests("test_site_page"),  # in a browser, where there is one
         tests("test_explorer_page"),
     ]
-    apart = [[tests("test_site", "-k", "blocks_of_a_page")], [tests("test_moves")], [tests("test_docs")]]
+    documents = tests("test_docs", "-k", "not example_runs")
+    apart = [[tests("test_site", "-k", "blocks_of_a_page")], [tests("test_moves")], [documents]]
     failed = run_turns([site, *apart], DOCS_LANES)
     session.log(f"the site is {(ROOT / 'site' / 'index.html').relative_to(ROOT)}; it opens as a file")
     if failed:

@@ -151,6 +151,7 @@ def test_of_many_movements_the_last_is_shown(explorer):
     assert explorer.figures() == shown(Request(microbatches=30))
 
 
+@pytest.mark.sampled(1)
 def test_a_link_opens_what_it_was_made_of(explorer):
     state = "schedule=interleaved&ranks=3&microbatches=7&chunks=3&forward=1.5&hop=0.25&memory_cap=4"
     explorer.open(f"#{state}")
@@ -237,6 +238,7 @@ def test_all_schedules_are_compared_and_one_is_chosen(explorer):
     assert explorer.figures() == shown(Request(schedule="v_half"))
 
 
+@pytest.mark.sampled(1)
 def test_controls_answer_while_python_searches(explorer):
     explorer.page.evaluate("window.turns = 0; window.clock = setInterval(() => window.turns++, 20)")
     explorer.go("schedule=plan&ranks=6&microbatches=12&memory_cap=4")

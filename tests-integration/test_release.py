@@ -73,6 +73,8 @@ def test_sessions_of_a_change_are_those_of_its_packages_and_no_others():
     each = {f"{name}({package})" for package in ("fsdp", "gpt") for name in ("isolation", "tests", "ranks", "lowest")}
     assert set(of_fsdp) == {*each, "lint", "types", "integration", "docs"}
     assert affected.concern(["README.md"], ARROWS, RANKED).sessions == ("docs", "lint")
+    example = affected.concern(["packages/gpt/examples/x.py"], ARROWS, RANKED).sessions
+    assert example == ("docs", "integration", "lint")
     assert "ranks(indexed-data)" not in affected.concern(["noxfile.py"], ARROWS, RANKED).sessions
 
 

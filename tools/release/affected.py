@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[2]
 # What only a reader sees, or who talks to us; its blocks, links and names are tested by the session docs.
 PROSE = (
     r"docs/", r"benchmarks/", r"[^/]+\.(md|cff|yml)$", r"LICENSE$", r"\.github/ISSUE_TEMPLATE/",
-    r"packages/[^/]+/(examples/|[^/]+\.md$|LICENSE$)", r"tools/(docsite|explorer)/",
+    r"packages/[^/]+/([^/]+\.md$|LICENSE$)", r"tools/(docsite|explorer)/",
 )  # fmt: skip
+EXAMPLES = r"packages/[^/]+/examples/"  # run with the tests of all packages together
 BENCHMARKS = r"packages/[^/]+/benchmarks/"  # run by hand; lint reads them
 
 
@@ -71,6 +72,8 @@ def concern(paths: Iterable[str], arrows: Mapping[str, set[str]], with_ranks: It
         package = re.match(r"packages/([^/]+)/", path)
         if any(re.match(rule, path) for rule in PROSE):
             sessions |= {"docs", "types"} if path.startswith("tools/") else {"docs"}
+        elif re.match(EXAMPLES, path):
+            sessions |= {"integration", "docs"}
         elif re.match(BENCHMARKS, path):
             continue
         elif package and package[1] in arrows:

@@ -414,5 +414,8 @@ class Mirror:
         )
 
     def _gave_nothing(self, seconds: float) -> StorageError:
-        text = f"gave nothing for {seconds:g} s of timeout_s={self._timeout_s:g} (rank {self._rank} reads)"
-        return StorageError(f"{self._store.name} {text}", errno.ETIMEDOUT)
+        return StorageError(
+            f"{self._store.name} gave nothing for {seconds:g} s of timeout_s={self._timeout_s:g} (rank {self._rank} "
+            "reads) [see errors/dist-ckpt.html#a-store-that-does-not-answer]",
+            errno.ETIMEDOUT,
+        )

@@ -234,6 +234,6 @@ def overtaken(target: Path | str) -> StorageError:
     return StorageError(
         f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "
         "meanwhile (or a prune took this one for dead). Two saves to one folder at a time are one too many; "
-        "this one is lost, the folder is whole",
+        "this one is lost, the folder is whole [see errors/dist-ckpt.html#two-saves-to-one-folder]",
         errno.ESTALE,
     )

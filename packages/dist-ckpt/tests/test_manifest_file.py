@@ -4,6 +4,7 @@ import json
 import random
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,28 @@ def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
     near = manifest.tensors["layer.00007"].near(Box((0, 800) if axis else (800, 0), (8, 8)))
     assert [chunk.frame.offset for chunk in near] == [30_000]
     assert sum(looked) < (2000 * 7 * 8 if axis else 0) + 3000 < len(data) / 18
+
+
+def test_the_first_form_is_read_and_believed_as_little(mangled):
+    """The file is what 1ae285f9 wrote of this manifest."""
+    data = bytearray((Path(__file__).parent / "golden" / "shard_manifest_1.bin").read_bytes())
+    column, row = (cut(33, axis=axis).tensors["layer.00000"] for axis in (1, 0))
+    alone = StoredTensor(torch.bfloat16, (), (StoredChunk(Box((), ()), ByteRange("g", 7, 1 << 40)),))
+    tensors = {"layer.00000": column, "r": row, "\ud800": alone, "": StoredTensor(torch.bool, (3, 0), ())}
+    found = read(data)
+    assert plain(found) == plain(Manifest(tensors, {"o/shard_0_1": ByteRange("g", 1, 5)}, "0123456789abcdef"))
+    for key, place in (("layer.00000", (0, 84)), ("r", (84, 0))):
+        assert 3000 in {chunk.frame.offset for chunk in found.tensors[key].near(Box(place, (2, 2)))}
+    rng, refused = random.Random(5), 0
+    for _ in range(mangled):
+        twisted = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            twisted[rng.randrange(8, rng.choice((80, 600, len(data))))] = rng.choice((0, 1, 127, 255))
+        try:
+            looked_at(read(twisted))
+        except (CorruptError, UnsafeError):
+            refused += 1
+    assert refused > mangled / 3
 
 
 def looked_at(manifest):

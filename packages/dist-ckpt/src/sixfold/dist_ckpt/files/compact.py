@@ -22,6 +22,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ from sixfold.dist_ckpt.geometry.manifest import FEW_CHUNKS, ByteRange, Manifest,
 
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"
-MAGIC = b"6FCKPT\x00\x02"
-_HEAD = struct.Struct("=8s2q")
+MAGIC, _MAGIC_1 = b"6FCKPT\x00\x02", b"6FCKPT\x00\x01"
+_HEAD, _HEAD_1 = struct.Struct("=8s2q"), struct.Struct("=8s8q")
 _MOST = 1 << 62  # of a number that is added to another
 
 
@@ -85,13 +86,44 @@ def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, in
     try:
         check(0, _HEAD.size)
         magic, _, text_bytes = _HEAD.unpack_from(data)
+        if magic == _MAGIC_1:
+            check(0, len(data))
+            head, start, stop = _head_1(data)
+            return _manifest(data[:stop], head, start, sizes, check)
         start = _HEAD.size + text_bytes
         if magic != MAGIC or not 0 <= text_bytes <= len(data) - _HEAD.size:
             raise CorruptError("not a compact manifest, or one of a version that is not read here")
         check(_HEAD.size, start)
         return _manifest(data, json.loads(bytes(data[_HEAD.size : start])), start, sizes, check)
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CorruptError(f"no compact manifest: {type(error).__name__}: {error}") from error
+
+
+def _head_1(data: memoryview) -> tuple[Any, int, int]:
+    """The head of a file of the first form, as of 0.2.0.dev0 before November 23, and where its rows begin and end.
+
+    Int64: the numbers of dtypes, files, objects, tensors, chunks, axes and bytes of text; ends of texts; a frame for
+    each object; (first chunk, dtype, axes, search axis, longest chunk on it, shape[D]) for each tensor and behind the
+    last; a number for each chunk. Then the rows, as now, and the text.
+    """
+    *_, dtypes, files, objects, tensors, chunks, axes, _ = _HEAD_1.unpack_from(data)
+    counts, width = (1, dtypes, files, objects, tensors), 5 + axes
+    at = sum(counts)
+    flat = struct.unpack_from(f"={at + 3 * objects + (tensors + 1) * width}q", data, _HEAD_1.size)
+    start = _HEAD_1.size + 8 * (len(flat) + chunks)
+    stop, ends = start + 8 * chunks * (2 * axes + 3), [0, *flat[:at]]
+    if min(*counts, chunks, axes) < 0 or ends != sorted(ends):
+        raise CorruptError(f"numbers {counts}, {chunks}, {axes} and texts {ends!r:.99} contradict each other")
+    texts = (str(data[stop + low : stop + high], "utf-8", "surrogatepass") for low, high in pairwise(ends))
+    (save_id,), names, places, found, keys = (list(islice(texts, count)) for count in counts)
+    frames = [flat[low : low + 3] for low in range(at, at + 3 * objects, 3)]
+    rows = pairwise(flat[low : low + width] for low in range(at + 3 * objects, len(flat), width))
+    described = {
+        key: [names[row[1]], row[5 : 5 + row[2]], after[0] - row[0], row[5] if row[3] else row[4]]
+        for key, (row, after) in zip(keys, rows, strict=True)
+    }
+    head = {"axes": axes, "files": places, "objects": dict(zip(found, frames, strict=True)), "tensors": described}
+    return head | {"save_id": save_id or None}, start, stop
 
 
 def _manifest(data: memoryview, head: Any, start: int, sizes: Callable[[str], int], check: Any) -> Manifest:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pipeline_helpers import batch, equal_bits, gradients, plain_loop, square_loss
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, defer_weight_grad
@@ -207,16 +208,17 @@ class Everything(Pair):
         start = x.detach().requires_grad_()
         with torch.enable_grad():
             [g] = torch.autograd.grad(torch.tanh(self.f(start)).sum(), start)
-        return torch.tanh(self.o(self.f(x + g)) + self.words(ids).mean(1))
+        return torch.tanh(self.o(self.f(x + g)) + self.f(x) + self.o(x) + self.words(ids).mean(1))
 
 
 class Slope(Pair):
-    """The gradient of a gradient of a layer's output, which goes through no layer."""
+    """The gradient of a gradient of layers' outputs, which goes through no layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.f(x)
-        [slope] = torch.autograd.grad(torch.tanh(hidden).sum(), hidden, create_graph=True)
-        return self.o(hidden + slope)
+        hidden, other = self.f(x), self.o(x)
+        wanted = [hidden, get_gradient_edge(other)]
+        slopes = torch.autograd.grad(torch.tanh(hidden * other).sum(), wanted, create_graph=True)
+        return self.o(hidden + slopes[0] * slopes[1])
 
 
 class OfUsers(Pair):

@@ -194,6 +194,15 @@ def test_the_weights_see_what_hooks_of_the_output_make_of_its_gradient(change, s
     both(lambda module, x: module[1:](change(module[0](x))), seeded(*shape).requires_grad_(wants))  # type: ignore[index]
 
 
+@pytest.mark.parametrize("wants", [True, False])
+def test_an_output_that_is_detached_in_place_gives_its_layer_no_gradient(wants):
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        start = module[0](x).detach_().requires_grad_()  # type: ignore[index]
+        return module[1:](module[0](x) + start)  # type: ignore[index]
+
+    both(call, seeded(4, 6).requires_grad_(wants))
+
+
 def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
     found = {}
     for again in (False, True):

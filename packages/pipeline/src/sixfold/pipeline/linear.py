@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from sixfold.pipeline.defer import AGAIN
 from sixfold.pipeline.nested import ends_here, joins, task
@@ -39,6 +39,8 @@ _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _saved_by: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _compiling = torch.compiler.is_compiling
+_current_node: Callable[[], object] = torch._C._current_autograd_node
+_LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 class _Operands:
@@ -168,8 +170,9 @@ def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor]
         if _any_autocast() and torch.is_autocast_enabled(input.device.type):
             if input.dtype is torch.float64 or known.dtype is torch.float64:
                 return plain(input)
-            if input.is_leaf and input.requires_grad and store.index == 0:  # autocast's uses of it share one cast
-                store.watch(slot, layer, known.targets)  # it is deferred in other calls
+            if input.is_leaf and input.requires_grad:  # autocast's uses of it share one cast
+                *_, targets = _cast(slot, input.detach()[:0], weight, bias, known.targets)
+                store.watch(slot, layer, targets)  # it is deferred in other calls
                 return plain(input)
             input, *operands, targets = _cast(slot, input, weight, bias, known.targets)
             if layer.watched:
@@ -238,7 +241,7 @@ def _arrived(
     leaf: Tensor | None,
     gradient: Tensor | None,
 ) -> None:
-    if gradient is None:
+    if gradient is None or type(_current_node()) is _LEAF:  # of an output that was detached in place
         return
     store, _, _, targets = held
     if graph_is_made():

@@ -70,10 +70,11 @@ def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) 
 
 def ends_here() -> bool:
     """The backward that reached the output of a layer was asked for that output's gradient, and goes no further."""
-    frame = _entered(sys._getframe(1), _ENTRY)
-    inputs = () if frame is None else _inputs_of(frame)
-    node = torch._C._current_autograd_node()
-    return bool(inputs) and all(getattr(one, "grad_fn", None) is node for one in inputs)
+    further = torch._C._current_autograd_node().next_functions
+    try:
+        return not any(node is not None and torch._C._will_engine_execute_node(node) for node, _ in further)
+    except RuntimeError:  # the layer's input is a leaf whose gradient is asked for
+        return False
 
 
 def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
@@ -85,13 +86,9 @@ def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
 
 def _asked_of(frame: FrameType) -> Asked:
     """What torch's ``frame`` was asked for."""
-    inputs = _inputs_of(frame)
-    return frozenset(map(_identity, inputs)) if inputs else None
-
-
-def _inputs_of(frame: FrameType) -> tuple[Any, ...]:
     given = frame.f_locals
-    return (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0] or ()
+    inputs = (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0]
+    return frozenset(map(_identity, inputs)) if inputs else None
 
 
 def _identity(one: Any) -> int:

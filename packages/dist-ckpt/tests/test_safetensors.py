@@ -44,10 +44,11 @@ def test_a_snapshot_of_links_into_a_cache_is_a_folder_of_files(tmp_path):
 
 DAMAGE = {
     "a name twice": (
-        b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
-        b"\0\0",
-        "x: .* gap",
+        b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b"\0",
+        "'x' stands there twice",
     ),
+    "a field twice": (b'{"x":{"dtype":"I8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"\0", "'dtype' stands"),
     "bytes after the last tensor": ({"x": entry("U8", [1], 0, 1)}, b"\0\0", "its header speaks of"),
     "a gap": ({"x": entry("U8", [1], 0, 1), "y": entry("U8", [1], 2, 3)}, b"\0\0\0", "y: .* gap"),
     "a truth value as a count": ({"x": entry("U8", [True], 0, 1)}, b"\0", "lists of counts"),

@@ -10,6 +10,7 @@ last byte without gap or overlap, as the format wants. The library (extra ``safe
 from __future__ import annotations
 
 import json
+from collections import Counter
 from math import prod
 from typing import Any, NamedTuple
 
@@ -131,12 +132,20 @@ def parse_index(data: bytes) -> dict[str, str]:
 
 def _object(data: bytes, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(data.decode())
+        content = json.loads(data.decode(), object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise CorruptError(f"{what} is no JSON: {type(error).__name__}: {_shown(error)}") from error
     if not isinstance(content, dict):
         raise CorruptError(f"{what} is a {type(content).__name__}, not an object")
     return content
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{name!r} stands there twice")
+    return found
 
 
 def _are_counts(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -99,6 +100,18 @@ def test_what_a_killed_prune_left_is_removed_by_the_next(tmp_path, model):
     (tmp_path / ".step-00000000.gone-12").mkdir()
     assert retention.prune(tmp_path, keep_last=1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_a_killed_prune_leaves_is_no_step_for_trainers_that_look_by_torchtitans_rule(tmp_path, model, monkeypatch):
+    make(tmp_path, model, [1, 2])
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    retention.prune(tmp_path, keep_last=1)
+    monkeypatch.undo()
+    found = [re.search(r"step-(\d+)", path.parent.name) for path in tmp_path.glob("*/.metadata")]
+    assert [int(match.group(1)) for match in found if match] == [2]
+    assert len(list(tmp_path.iterdir())) == 2
+    retention.prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def age(folder, hours):

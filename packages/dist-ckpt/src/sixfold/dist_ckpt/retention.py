@@ -33,8 +33,9 @@ from sixfold.dist_ckpt.stores.by_pointer import visible
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
-# prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died.
-_NAME = re.compile(r"(\.)?step-(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
+# prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds
+# ``step-7`` and ``.metadata`` for a step must not find what was moved aside: it is ``.step.00000007.gone-``.
+_NAME = re.compile(r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
 _STILL_S = 3600.0  # see [Note: dead or slow]
 _Place = TypeVar("_Place", Path, ByPointer)
 
@@ -139,7 +140,7 @@ def _name(step: int) -> str:
 def _read(name: str) -> re.Match[str] | None:
     """Step, kind and save of a name; kind is None for a step itself, else what stands beside it."""
     match = _NAME.fullmatch(name)
-    return match if match and _name(int(match["step"])) in name else None  # not with a zero more
+    return match if match and _name(int(match["step"])).endswith(f"-{match['step']}") else None  # not with a zero more
 
 
 class _LocalRun:
@@ -160,7 +161,7 @@ class _LocalRun:
                 folder.unlink()
             elif folder.exists():
                 # A name of its own: what cannot be deleted now waits for the next prune.
-                aside = folder.with_name(f".{_name(step)}.gone-{secrets.token_hex(4)}")
+                aside = folder.with_name(f".step.{step:08d}.gone-{secrets.token_hex(4)}")
                 folder.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True)
 

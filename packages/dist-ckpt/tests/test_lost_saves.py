@@ -8,7 +8,7 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
-from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
+from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, UrlStore
 from sixfold.dist_ckpt.stores.store import Part, complete
 
 POINTER = b'{"sharded_backend": "torch_dist"}'
@@ -115,8 +115,12 @@ def test_a_commit_that_misses_a_file_leaves_the_older_checkpoint_visible():
     assert value_of(store) == [1.0]
 
 
-def test_a_part_that_is_gone_cannot_be_taken_over_and_that_is_told():
-    store = MemoryStore()
+@pytest.mark.parametrize("kind", ["memory", "url", "folder"])
+def test_a_part_that_is_gone_cannot_be_taken_over_and_that_is_told(kind, tmp_path):
+    if kind == "url":
+        pytest.importorskip("fsspec", reason="needs the extra fsspec")
+    stores = {"memory": MemoryStore(), "url": UrlStore("memory://lost"), "folder": LocalStore(tmp_path / "c")}
+    store = stores[kind]
     mine, other = store.begin("a" * 16, 0), store.begin("b" * 16, 0)
     with pytest.raises(StorageError, match="were removed while it went on"):
         store.take_over(other, mine, "__1_0.distcp")

@@ -1,5 +1,6 @@
 """Stores: whatever keeps bytes is a place for a checkpoint, with the same promises as a folder."""
 
+import inspect
 import pickle
 import sqlite3
 import threading
@@ -346,6 +347,25 @@ def test_a_user_stores_own_errors_name_the_store_and_the_file(tmp_path):
         dist_ckpt.save(full(2.0), store)
     del store.create
     check(store, 1.0)
+
+
+def test_every_method_of_a_users_store_that_fails_is_told_with_its_name():
+    public = {name for base in (Store, ByPointer) for name, value in vars(base).items() if inspect.isfunction(value)}
+    public = {name for name in public if not name.startswith("_")}
+    assert {"list_files", "read", "read_ranges", "create", "delete", "marks", "replace", "write_part"} <= public
+
+    def fail(self, *arguments):
+        raise KeyError("a client's own")
+
+    def fail_later(self, *arguments):
+        raise KeyError("a client's own")
+        yield
+
+    for action in (fail, fail_later):
+        store = type("Failing", (MemoryStore,), dict.fromkeys(public, action))()
+        for name in public:
+            with pytest.raises(StorageError, match=r"^this store in memory.*: KeyError: .*a client's own"):
+                list(getattr(store, name)())
 
 
 @pytest.mark.parametrize("stalled", ["list_files", "integrity.json", "distcp"])

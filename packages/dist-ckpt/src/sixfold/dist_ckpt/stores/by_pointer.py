@@ -28,6 +28,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from inspect import isfunction, isgenerator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -144,9 +145,16 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
         name = args[0] if args and isinstance(args[0], str) else ""
         with told(self, name):
             found = method(self, *args, **kwargs)
+        if isgenerator(found):  # whose work is still to be done
+            return _each(found, self)
         return _Told(found, self, name) if method.__name__ == "create" else found
 
     return call
+
+
+def _each(found: Iterator[Any], store: Store) -> Iterator[Any]:
+    with told(store):
+        yield from found
 
 
 class ByPointer(Store, ABC):
@@ -165,9 +173,9 @@ class ByPointer(Store, ABC):
     def __init_subclass__(cls, tells: bool = False, **kwargs: Any) -> None:
         """``tells``: its errors name the store already."""
         super().__init_subclass__(**kwargs)
-        for method in ("list_files", "read", "create", "delete", "create_new", "marks"):
-            if method in vars(cls) and not tells:
-                setattr(cls, method, _telling(vars(cls)[method]))
+        for name, method in () if tells else list(vars(cls).items()):
+            if isfunction(method) and hasattr(ByPointer, name) and not name.startswith("_"):
+                setattr(cls, name, _telling(method))
 
     @abstractmethod
     def create(self, name: str, nbytes: int) -> Sink:
@@ -213,14 +221,16 @@ class ByPointer(Store, ABC):
             return file.finish()
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
-        there = other.inside + name
         try:
-            if (size := self.list_files().get(there)) is None:
-                raise FileNotFoundError(there)
-            cuts = range(0, size, _PIECE_BYTES)
-            self._write(save.inside + name, lambda: (self.read(there, at, at + _PIECE_BYTES) for at in cuts))
+            self._copy(other.inside + name, save.inside + name)
         except FileNotFoundError as error:
             raise overtaken(self.name) from error
+
+    def _copy(self, there: str, here: str) -> None:
+        if (size := self.list_files().get(there)) is None:
+            raise FileNotFoundError(there)
+        cuts = range(0, size, _PIECE_BYTES)
+        self._write(here, lambda: (self.read(there, at, at + _PIECE_BYTES) for at in cuts))
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         found = self.list_files()

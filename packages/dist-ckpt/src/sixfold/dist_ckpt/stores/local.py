@@ -115,7 +115,10 @@ class LocalStore(Store):
             return file.finish()
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
-        (Path(other.staging) / name).rename(Path(save.staging) / name)
+        try:
+            (Path(other.staging) / name).rename(Path(save.staging) / name)
+        except FileNotFoundError as error:
+            raise overtaken(self.path) from error
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         with self.told(save, 0):

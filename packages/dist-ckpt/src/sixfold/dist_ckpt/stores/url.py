@@ -26,7 +26,6 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores import paths
 from sixfold.dist_ckpt.stores.by_pointer import ByPointer
 from sixfold.dist_ckpt.stores.ranges import AT_ONCE, in_flight, stall_s
-from sixfold.dist_ckpt.stores.store import Save
 from sixfold.dist_ckpt.stores.stream import PartFile, Sink
 
 PATIENCE_S = 10.0
@@ -122,10 +121,9 @@ class UrlStore(ByPointer, tells=True):
         what = f"uploading {name.rpartition('/')[2]}"
         return self._put(lambda: super(UrlStore, self)._streamed(name, fill, nbytes, moved), what)
 
-    def take_over(self, other: Save, save: Save, name: str) -> None:
-        fs, _ = self._connection()
-        there, here = self._path(other.inside + name), self._path(save.inside + name)
-        self._put(lambda: fs.cp_file(there, here), f"copying {name}")
+    def _copy(self, there: str, here: str) -> None:
+        copied = self._path(there)
+        self._asked(lambda: self._in_folder(here, lambda fs, path: fs.cp_file(copied, path)), f"copying {there}")
 
     def replace(self, name: str, data: bytes) -> None:
         self._put(lambda: self._in_folder(name, lambda fs, path: fs.pipe_file(path, data)), f"writing {name}")

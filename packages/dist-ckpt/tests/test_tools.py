@@ -109,6 +109,7 @@ def test_verify_of_a_whole_folder_reads_every_byte(folder):
         "checked": True,
         "checked_bytes": sum(sizes.values()) - sizes["integrity.json"],
         "problems": [],
+        "leftovers": [],
     }
     quick = tools.verify(folder, quick=True)
     assert (quick["ok"], quick["checked"], quick["checked_bytes"]) == (True, False, 0)
@@ -149,6 +150,21 @@ def test_verify_tells_all_damage_not_the_first(folder):
     by_kind = {problem["kind"]: problem for problem in found["problems"]}
     assert by_kind.keys() == {"missing", "checksum"}
     assert "bytes 0:" in by_kind["checksum"]["detail"]
+
+
+def test_verify_tells_what_a_dead_save_left_beside_a_checkpoint_and_finds_that_whole(folder, capsys):
+    """As in a copy of a store, where a save to the place of an older version's checkpoint has died."""
+    left = [f"{kind}-00000001-{'a' * 16}/" for kind in ("job", "save")]
+    for name in left:
+        (folder / name).mkdir()
+        (folder / name / ("__0_0.distcp" if name.startswith("save") else "over-00000000")).write_bytes(b"half")
+    found = tools.verify(folder)
+    assert (found["ok"], found["problems"], found["leftovers"]) == (True, [], left)
+    assert main(["verify", str(folder)]) == 0
+    assert f"{left[1]} was left by a save that never finished; it may be removed" in capsys.readouterr().out
+    (folder / ".metadata").write_bytes(b"damaged")
+    found = tools.verify(folder)
+    assert not found["ok"] and found["leftovers"] == left
 
 
 def test_verify_tells_files_of_two_saves_unfinished_saves_and_strays(folder, tmp_path):

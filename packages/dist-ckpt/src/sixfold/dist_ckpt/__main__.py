@@ -128,13 +128,14 @@ def _inspect(found: Found, options: Found) -> list[str]:
 
 
 def _verify(found: Found, options: Found) -> list[str]:
+    left = [f"{name} was left by a save that never finished; it may be removed" for name in found["leftovers"]]
     if found["ok"]:
         what = f"{_size(found['checked_bytes'])} by checksum"
         if not found["checked"]:
             what = "names, sizes and metadata" + ("" if options["quick"] else "; it has no checksums")
-        return [f"{found['path']}: whole ({what})"]
+        return [f"{found['path']}: whole ({what})", *left]
     rows = _table((p["kind"], p["file"] or "-", p["key"] or "-", p["detail"]) for p in found["problems"])
-    return [f"{found['path']}: {_count(len(found['problems']), 'problem')}", *rows]
+    return [f"{found['path']}: {_count(len(found['problems']), 'problem')}", *rows, *left]
 
 
 def _convert(found: Found, options: Found) -> list[str]:

@@ -22,6 +22,7 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.by_name import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, safetensors_folder
+from sixfold.dist_ckpt.stores.by_pointer import folders
 from sixfold.dist_ckpt.tools import conversion, probe
 from sixfold.dist_ckpt.tools.safetensors_export import nbytes_of
 from sixfold.dist_ckpt.tools.standin import equal
@@ -82,14 +83,16 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
         none), checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
         (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
         saves), "unfinished" (a save that never ended), "unsafe" (a pickle or a path that no checkpoint needs).
+        leftovers: folders of saves that never finished, beside the files of the checkpoint, in a copy of a store; no
+        problem of the checkpoint, and nothing reads them: they may be removed.
     Raises:
         MismatchError: there is no such folder.
     """
     with probe.opened(path, whole=not quick) as folder:
         problems, checked = probe.problems(folder, quick=quick, progress=progress)
-        name = probe.name_of(path, folder)
+        name, leftovers = probe.name_of(path, folder), sorted(folders(file for file, _ in probe.files(folder)))
     counts = {"checked": checked > 0, "checked_bytes": checked}
-    return {"path": name, "ok": not problems, **counts, "problems": problems}
+    return {"path": name, "ok": not problems, **counts, "problems": problems, "leftovers": leftovers}
 
 
 def convert(

@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.stores import Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import inner, open_checkpoint
-from sixfold.dist_ckpt.stores.store import POINTER, is_checkpoint_file
+from sixfold.dist_ckpt.stores.store import FOLDER, POINTER, is_checkpoint_file
 from sixfold.dist_ckpt.stores.view import viewed
 
 Problem = dict[str, Any]
@@ -186,7 +186,7 @@ class _Probe:
             elif self._sizes[name] != expected.size:
                 self._add("size", name, f"{name} has {self._sizes[name]} bytes; {expected.size} were saved")
         for name in sorted(self._sizes.keys() - self._integrity.files.keys() - {integrity.FILE_NAME}):
-            if is_checkpoint_file(name):
+            if is_checkpoint_file(name) and not FOLDER.match(name):
                 self._add("extra", name, f"{name} is no part of save {self._integrity.save_id}")
 
     def _hash_blocks(self, expected: Integrity, progress: Progress | None) -> None:

@@ -1,5 +1,6 @@
 """The executor: tables against objects, plan cache, blocks shared out, one read of each byte, joined digests."""
 
+import gc
 import random
 import resource
 import zlib
@@ -19,7 +20,7 @@ from sixfold.dist_ckpt.plans.plan import assign, plan_load
 from sixfold.dist_ckpt.plans.table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import table_problems
 from sixfold.dist_ckpt.ranks.exchange import Exchange
-from sixfold.dist_ckpt.road import reader
+from sixfold.dist_ckpt.road import loading, reader
 from sixfold.dist_ckpt.stores import LocalStore, MemoryStore
 from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -59,6 +60,25 @@ def not_once(ranks, shape):
                 times[tuple(slice(at, at + length) for at, length in ends)] += 1
         if bool((times != 1).any()):
             yield key
+
+
+def test_a_load_pauses_the_garbage_collector_over_its_own_work_alone(tmp_path, monkeypatch):
+    waiting, planning = [], []
+
+    def apart(self, work, decide, plain=Exchange.apart):
+        waiting.append(gc.isenabled())
+        return plain(self, work, decide)
+
+    def noted(*arguments, plain=loading.tabulate):
+        planning.append(gc.isenabled())
+        return plain(*arguments)
+
+    dist_ckpt.save({"w": one("w", torch.ones(5))}, tmp_path / "c", group=None)
+    monkeypatch.setattr(Exchange, "apart", apart)
+    monkeypatch.setattr(loading, "tabulate", noted)
+    dist_ckpt.load({"w": one("w", torch.zeros(5))}, tmp_path / "c", group=None)
+    assert gc.isenabled()
+    assert (waiting, planning) == ([True, True], [False])
 
 
 def test_the_table_of_a_rank_travels_once(tmp_path, monkeypatch):

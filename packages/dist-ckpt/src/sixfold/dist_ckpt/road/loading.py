@@ -12,7 +12,7 @@ import socket
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,15 +109,12 @@ class Load:
     def run(self) -> Any:
         """The result, on every rank."""
         asked, exchange, mode = self.asked, self.exchange, self.asked.strict
-        with seen_at(asked.store, exchange) as seen, ExitStack() as pause:
+        with seen_at(asked.store, exchange) as seen:
             if self.engine.parallel and seen.mirror is None:  # which has been an exchange
                 exchange.hear()
-            pause.enter_context(collection_paused())
             looked, decision, shares = exchange.apart(
                 lambda: self._requested(seen), lambda reports: _agree(reports, asked, seen)
             )
-            if looked.reads.nbytes > _SHORT_BYTES:
-                pause.close()
             values, casts = exchange.together(
                 lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(seen, casts)
             )
@@ -151,7 +148,9 @@ class Load:
             meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
             reader = Reader(looked.checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
             looked.seen.start(shares, block_bytes(looked.checkpoint))
-            values = _read(looked, reader, shares[self.exchange.rank], self.asked.safe_globals)
+            waits = looked.relay is not None or looked.seen.mirror is not None
+            with nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused():
+                values = _read(looked, reader, shares[self.exchange.rank], self.asked.safe_globals)
             meter.finish()
             return values, reader.cast_keys
         except CorruptError:  # another save that takes the folder's place meanwhile explains any other error too
@@ -187,31 +186,33 @@ class Load:
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
         relay = Relay(look, within, self.engine.memory)
         manifest = found[0].checkpoint.manifest
-        reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
+        with collection_paused():
+            reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
         return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
 
     def _look(self, seen: Seen) -> Looked:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(seen)
-        expanded, merges = factory.expand(tree.checked(self.asked.state))
-        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
-        expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
-        parts = tree.split(expanded)
-        tensors = list[ShardedTensor]()
-        for number, (place, record) in enumerate(parts.records):
-            if not isinstance(record, ShardedTensor):
-                continue
-            if record.key in stored and record.data is None:
-                record = record.without_data()  # a copy: the caller's record stays without data
-                _allocate(record, stored[record.key])
-                parts.records[number] = (place, record)
-            elif record.key in stored and record.data is not None:
-                check_writable(record, record.data)
-            tensors.append(record)
-        table, pieces = tabulate(tensors)
-        policy = self.asked.dtype_policy
-        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
-        return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+        expanded, merges = factory.expand(tree.checked(self.asked.state))  # Stateful objects may wait for other ranks
+        with collection_paused():
+            stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+            expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
+            parts = tree.split(expanded)
+            tensors = list[ShardedTensor]()
+            for number, (place, record) in enumerate(parts.records):
+                if not isinstance(record, ShardedTensor):
+                    continue
+                if record.key in stored and record.data is None:
+                    record = record.without_data()  # a copy: the caller's record stays without data
+                    _allocate(record, stored[record.key])
+                    parts.records[number] = (place, record)
+                elif record.key in stored and record.data is not None:
+                    check_writable(record, record.data)
+                tensors.append(record)
+            table, pieces = tabulate(tensors)
+            policy = self.asked.dtype_policy
+            reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
+            return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
 def _allocate(record: ShardedTensor, stored: Stored) -> None:
@@ -227,6 +228,7 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
+@collection_paused()
 def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, manifest, objects = looked.checkpoint, looked.checkpoint.manifest, wanted.objects
@@ -268,6 +270,7 @@ def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> 
     return lines, unknown
 
 
+@collection_paused()
 def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_Decision, list[Shares]]:
     if len({report.seen for report in reports}) > 1:
         raise CorruptError(

@@ -13,6 +13,8 @@ from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
 from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.ranks import exchange
 from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.stores import LocalStore
+from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -176,3 +178,34 @@ def save_by_an_odd_strategy(rank, ranks, folder):
 def test_any_error_before_the_first_exchange_is_told_to_all(tmp_path):
     told = run_ranks(save_by_an_odd_strategy, 2, tmp_path)
     assert told == [("CheckpointError", "rank 1: ValueError: my own bug"), ("ValueError", "my own bug")]
+
+
+class Meeting(SaveShardedStrategy):
+    """A user's strategy whose ranks wait for each other."""
+
+    entered = False
+
+    @property
+    def can_handle_sharded_objects(self):
+        return True
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        Meeting.entered = True
+        dist.barrier()
+
+
+def save_where_one_rank_does_not_see_the_folder(rank, ranks, folder):
+    if rank:
+        LocalStore.join = lambda *_: (folder / "of-another-disk").rename(folder / "x")
+    try:
+        dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c", Meeting("meeting", 1), timeout_s=20)
+    except CheckpointError as error:
+        told = type(error).__name__, "of-another-disk" in str(error), Meeting.entered
+    dist.barrier()  # the first rank tells the others before it removes what it has made
+    return told, os.listdir(folder)
+
+
+def test_a_rank_that_cannot_join_is_told_of_before_any_enters_a_strategys_collectives(tmp_path):
+    assert (
+        run_ranks(save_where_one_rank_does_not_see_the_folder, 2, tmp_path) == [(("StorageError", True, False), [])] * 2
+    )

@@ -94,7 +94,10 @@ def _begun(request: SaveRequest) -> Agreed:
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
         _local(request.store)
-    return agree_on(request)
+    agreed = agree_on(request)
+    with agreed.abandoned_on_error():
+        agreed.exchange.everyone(agreed.join)  # before any rank waits for others inside of a strategy
+    return agreed
 
 
 def _local(store: Store) -> LocalStore:
@@ -116,8 +119,6 @@ def _written(request: SaveRequest, agreed: Agreed, write: Callable[[dict[Any, An
     """Let the strategies write this rank's records, on the first rank the common data too; what ``write`` returns."""
     content, rank = agreed.content, agreed.exchange.rank
     mine, objects = _shares(agreed.records, request.sharded.can_handle_sharded_objects)
-    if rank:
-        content.store.join(agreed.ticket.save)
     meter = Meter(request.progress, lambda: content.nbytes)
     with _staging(agreed) as staging:
         result = write(mine, staging)

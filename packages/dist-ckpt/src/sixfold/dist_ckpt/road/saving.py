@@ -92,10 +92,14 @@ class Agreed:
     kept: Kept | None  # on the first rank
     records: Sequence[tuple[tree.KeyPath, ShardedBase]]  # by place in the state dict
 
-    def write(self, check_finite: bool, progress: Progress | None) -> Written:
-        """Write this rank's share. What is agreed on is not sent again."""
+    def join(self) -> None:
+        """StorageError unless this rank sees what the first one has begun."""
         if self.exchange.rank:
             self.content.store.join(self.ticket.save)
+
+    def write(self, check_finite: bool, progress: Progress | None) -> Written:
+        """Write this rank's share. What is agreed on is not sent again."""
+        self.join()
         meter = Meter(progress, lambda: self.content.total_bytes)
         written = write(self.content, self.ticket, self.exchange.rank, check_finite, meter.add)
         meter.finish()

@@ -15,8 +15,18 @@ from dist_ckpt_helpers import one
 from s3_server import Fault
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, MismatchError, StorageError, UnsafeError, retention, tools
+from sixfold.dist_ckpt import (
+    CorruptError,
+    LostPeerError,
+    MismatchError,
+    StorageError,
+    UnsafeError,
+    dcp,
+    retention,
+    tools,
+)
 from sixfold.dist_ckpt.files import integrity
+from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import plan_load
 from sixfold.dist_ckpt.road import sources
@@ -264,6 +274,40 @@ def test_a_dead_processs_mirror_goes_with_the_next_load_and_a_living_ones_stays(
     assert set(spool.iterdir()) == {living.folder.parent, foreign}
     living.close()
     shutil.rmtree(foreign)
+
+
+def test_a_forked_process_that_drops_a_reader_leaves_its_parents_mirror(memory, spool):
+    """As a worker of a DataLoader that is started while a load goes on."""
+    reader = dcp.Reader(memory)
+    reader.read_metadata()
+    (root,) = spool.iterdir()
+    if not (child := os.fork()):
+        try:
+            del reader
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (root / "checkpoint").exists()
+    assert leases.is_held(leases.lock_path(root, 0))
+    del reader
+    assert not root.exists()
+
+
+def test_who_has_waited_for_a_rank_that_hangs_waits_for_no_other_block_of_it(memory, spool):
+    waiting = Mirror(memory, timeout_s=0.4)
+    waiting.create()
+    mates = leases.hold(waiting.folder.parent, 1)
+    (path,) = waiting.folder.glob("*.distcp")
+    waiting.start({0: [], 1: [Span(path.name, 0, 3)]}, integrity.BLOCK_BYTES)
+    started, ends = time.monotonic(), []
+    for at in (0, integrity.BLOCK_BYTES, 1):
+        with pytest.raises(LostPeerError, match="rank 1 has fetched nothing"):
+            waiting.arrives(path)(at, at + 1)
+        ends.append(time.monotonic() - started)
+    os.close(mates)
+    waiting.close()
+    assert ends[0] >= 0.4
+    assert ends[-1] - ends[0] < 0.2, "a deadline for each of them would be 0.8 s"
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])

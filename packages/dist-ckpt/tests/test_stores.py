@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from sixfold.dist_ckpt import (
     StorageError,
     dcp,
 )
+from sixfold.dist_ckpt.background.arena import Arena
+from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, by_pointer, memory, store_at
 from sixfold.dist_ckpt.stores import url as urls
@@ -534,16 +537,44 @@ def test_a_part_of_another_save_can_be_taken_over(kind, tmp_path):
     assert store.holds("a" * 16) and not store.holds("b" * 16)
 
 
-def test_a_save_in_a_thread_ends_well_while_the_interpreter_ends(tmp_path, monkeypatch):
+def test_saves_and_loads_in_a_thread_end_well_while_the_interpreter_ends(tmp_path, monkeypatch):
     """As of torch's async_save at the end of a script: Python has stopped all pools, and waits for that thread."""
-    large = {"w": one("w", torch.arange(2_000_000.0)), "step": 1.0}
+    large, again = {"w": one("w", torch.arange(2_000_000.0)), "step": 1.0}, {"w": one("w", torch.zeros(2_000_000))}
     with monkeypatch.context() as patch:
         patch.setattr("concurrent.futures.thread._shutdown", True)
         dist_ckpt.save(large, tmp_path / "c")
+        assert torch.equal(dist_ckpt.load(again, tmp_path / "c")["w"], torch.arange(2_000_000.0))
         dcp.save({"w": torch.ones(9)}, storage_writer=dcp.Writer(tmp_path / "d"), no_dist=True)
     loaded = dist_ckpt.load({"w": one("w", torch.zeros(2_000_000))}, tmp_path / "c")
     assert torch.equal(loaded["w"], torch.arange(2_000_000.0))
     assert dist_ckpt.check_is_distributed_checkpoint(tmp_path / "d")
+
+
+def test_what_needs_a_thread_that_python_does_not_start_says_so(tmp_path, monkeypatch):
+    store = MemoryStore()
+    dist_ckpt.save(full(1.0), store)
+    ends = SimpleNamespace(is_alive=lambda: False)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(CheckpointError, match=r"no thread can be started \(can't start new thread\): .*ulimit -u"):
+            dist_ckpt.load(full(0.0), store)
+        with pytest.raises(CheckpointError, match="no thread can be started"):
+            dist_ckpt.load_plain_tensors(store)
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.thread._shutdown", True)
+        with pytest.raises(CheckpointError, match="before the interpreter ends, not in an atexit handler"):
+            typed(lambda: Arena().take([torch.zeros(1 << 20)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "main_thread", lambda: ends)
+        with pytest.raises(CheckpointError, match=r"/c is asked for while the interpreter ends.*; or use save"):
+            dist_ckpt.async_save(full(1.0), tmp_path / "c", group=None)
+    with pytest.raises(RuntimeError, match=r"^of a user$"):
+        typed(lambda: (_ for _ in ()).throw(RuntimeError("of a user")))
+    check(store, 1.0)
 
 
 @pytest.mark.parametrize("at", ["__0_0.distcp", "after metadata.json"])

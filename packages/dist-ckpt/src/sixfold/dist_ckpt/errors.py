@@ -68,12 +68,24 @@ def at(place: object, action: Callable[[], _Value]) -> _Value:
         raise retold(error, f"{place}: {error}") from error
 
 
+#: What Python raises where it starts no thread, without a class of its own for that.
+_NO_THREADS = ("can't start new thread", "can't create new thread", "cannot schedule new futures after")
+
+
 def typed(action: Callable[[], _Value]) -> _Value:
-    """The result of ``action``; errors of the operating system become StorageError, endless nesting a ShardingError."""
+    """The result of ``action``; errors of the operating system become StorageError, endless nesting a ShardingError,
+    and a thread that cannot be started a CheckpointError."""
     try:
         return action()
     except RecursionError as error:
         raise ShardingError("the state dict is nested too deep, or a dict or list of it contains itself") from error
+    except RuntimeError as error:
+        if not str(error).startswith(_NO_THREADS):
+            raise
+        raise CheckpointError(
+            f"no thread can be started ({error}): call this before the interpreter ends, not in an atexit handler or "
+            "in a thread that outlives the main one; or raise the limit of threads (ulimit -u)"
+        ) from error
     except OSError as error:
         name = f": {error.filename}" if error.filename else ""
         raise StorageError(f"{error.strerror or error}{name}", error.errno) from error

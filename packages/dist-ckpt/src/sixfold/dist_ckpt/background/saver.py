@@ -120,7 +120,7 @@ class AsyncSaver:
             flight = AsyncSave(self, worker, job, sign, request.progress, start)
             try:
                 self._flight = flight
-                flight._thread.start()
+                typed(flight._thread.start)
                 undo.pop_all()
             except BaseException:
                 if flight._is_given_up():  # else it goes on, and the next call waits for it
@@ -270,7 +270,11 @@ def start(request: SaveRequest) -> AsyncSave:
 def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
     store, why = request.store, None
-    if not store.is_shared:
+    if not threading.main_thread().is_alive():
+        why = (
+            "is asked for while the interpreter ends, and waits for no background save that begins now: begin it before"
+        )
+    elif not store.is_shared:
         why = "is memory of one process; background saves are written by another"
     elif type(store).__module__ == "__main__":
         why = f"is a {type(store).__name__} of __main__, which the worker process never runs: import it from a module"

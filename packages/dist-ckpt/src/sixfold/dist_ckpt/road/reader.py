@@ -20,7 +20,7 @@ import ctypes
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from sixfold.dist_ckpt.state.by_name import is_plain as is_plain_object
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores.folder import Checkpoint
+from sixfold.dist_ckpt.stores.pool import Pool
 
 WINDOW_BYTES = 1 << 28
 PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the copies between take a few of these
@@ -127,8 +128,8 @@ class Reader:
         order = sorted(windows)
         last = {step.record: place for place in order for step in windows[place].steps}
         left = [index for index in range(len(records)) if index not in last]
-        pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
-        ahead = ThreadPoolExecutor(1)  # asking the kernel to read ahead takes as long as a third of the reading
+        pool = Pool(self._threads) if self._threads > 1 else None
+        ahead = Pool(1)  # asking the kernel to read ahead takes as long as a third of the reading
         asked: Future[None] | None = None
         try:
             for own, before, after in zip([*order, None], [None, *order], [*order, None, None][1:], strict=True):
@@ -323,7 +324,7 @@ class Reader:
             raise CorruptError(f"{self._checkpoint.folder / step.chunk.frame.file}: {text}: {error}") from error
 
 
-def _run_all(pool: ThreadPoolExecutor | None, jobs: Sequence[Callable[[], None]]) -> None:
+def _run_all(pool: Pool | None, jobs: Sequence[Callable[[], None]]) -> None:
     """Jobs in a pool or, without one, in turn; the first job's error is raised."""
     if pool is None or len(jobs) < 2:
         for job in jobs:

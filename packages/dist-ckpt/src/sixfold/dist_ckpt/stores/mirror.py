@@ -27,10 +27,11 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from sixfold.dist_ckpt.errors import (
@@ -58,7 +59,7 @@ from sixfold.dist_ckpt.stores.leases import (
     shared,
 )
 from sixfold.dist_ckpt.stores.maps import Arrives
-from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, cut, ranges_of
+from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, begun, cut, ranges_of
 from sixfold.dist_ckpt.stores.store import POINTER, Store, is_small_file
 
 _READY = 1
@@ -97,7 +98,8 @@ class Mirror:
         self._gets = 0  # of all threads, as far as they are seen
         self._is_closed, self._one_at_a_time = False, Lock()
         self._locks: dict[int, Path] | None = None  # see ``share``
-        self._thread: Thread | None = None
+        self._fetched: Future[None] | None = None
+        self._pid = os.getpid()
 
     def create(self) -> None:
         """First rank of a host: list the store, make the folder, fetch the small files.
@@ -171,15 +173,14 @@ class Mirror:
             for span in spans:
                 first = self._first[span.file]
                 self._owners[first + span.first : first + span.stop] = array("q", [rank]) * (span.stop - span.first)
-        try:
-            self._states = shared(self._root / "ready", max(1, blocks))
-        except OSError as error:
-            self._fail(error)
-            raise
         own = [span for span in shares.get(self._rank, ()) if span.file not in self._whole]
         ranges = ranges_of(own, self._sizes, block_bytes)
-        self._thread = Thread(target=self._fetch, args=(ranges,), daemon=True)
-        self._thread.start()
+        try:
+            self._states = shared(self._root / "ready", max(1, blocks))
+            self._fetched = begun(partial(self._fetch, ranges))
+        except (OSError, CheckpointError) as error:
+            self._fail(error)
+            raise
 
     def nbytes_of(self, share: Sequence[Span], block_bytes: int) -> int:
         """Bytes that are fetched for a share."""
@@ -247,12 +248,16 @@ class Mirror:
 
     def give_up(self, error: BaseException) -> None:
         """Fetch no more, and let those who wait for this rank's blocks know why."""
-        self._fail(error)
+        if self._pid == os.getpid():
+            self._fail(error)
         self._is_closed = True
 
     def close(self) -> None:
         """Delete the folder; a shared one when all have left. May be called more than once, by each rank."""
-        if self._locks is None or self._left_by_all(self._locks):
+        is_mine = (
+            self._pid == os.getpid()
+        )  # a process that was forked holds its parent's, and lets go of its own handle
+        if is_mine and (self._locks is None or self._left_by_all(self._locks)):
             shutil.rmtree(self._root, ignore_errors=True)
         self._is_closed = True
         if self._lock_handle is not None:
@@ -260,8 +265,8 @@ class Mirror:
             self._lock_handle = None
 
     def _left_by_all(self, locks: Mapping[int, Path]) -> bool:
-        if self._thread is not None and not self._is_closed:
-            self._thread.join()
+        if self._fetched is not None and not self._is_closed:
+            self._fetched.result()
         with suppress(OSError):  # others have deleted it
             (self._root / f"left-{self._rank}").touch()
         return all((self._root / f"left-{mate}").exists() for mate in locks)
@@ -386,7 +391,8 @@ class Mirror:
                     seen, deadline = arrived, now + self._timeout_s
                 self._check_fetches(owner, at)
                 if now > deadline:
-                    raise self._late(owner)
+                    self._failure = self._late(owner)  # also of other threads, and of what they would wait for next
+                    raise self._failure
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -1,6 +1,6 @@
-"""Threads of a save that also works while the interpreter ends.
+"""Threads of saves and loads that also work while the interpreter ends.
 
-work --> Pool (this file) --> threads, or the caller where none are given any more --> frame_file.py, local.py
+work --> Pool (this file) --> threads, or the caller where none are given any more --> frame_file.py, reader.py
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 
@@ -35,7 +36,7 @@ def in_flight(read: Callable[[ByteRange], bytes], ranges: Sequence[ByteRange]) -
     while left or busy:
         while left and len(busy) < AT_ONCE:
             part = left.popleft()
-            busy[_begun(partial(read, part))] = part
+            busy[begun(partial(read, part))] = part
         for future in wait(busy, None, FIRST_COMPLETED).done:
             yield busy.pop(future), future.result()
 
@@ -46,7 +47,7 @@ def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callabl
     Raises:
         TimeoutError: for ``limit_s`` none has ended, and ``moves``, which grows with what is done, stood still.
     """
-    futures = [_begun(action) for action in actions]
+    futures = [begun(action) for action in actions]
     left, seen, since = set(futures), moves(), time.monotonic()
     while left:
         done, left = wait(left, limit_s / 8, FIRST_EXCEPTION)
@@ -59,7 +60,7 @@ def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callabl
     return [future.result() for future in futures]
 
 
-def _begun(action: Callable[[], Any]) -> Future[Any]:
+def begun(action: Callable[[], Any]) -> Future[Any]:
     """In a thread that nobody waits for: no pool, whose threads the interpreter joins."""
     future: Future[Any] = Future()
 
@@ -69,7 +70,7 @@ def _begun(action: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=act, daemon=True).start()
+    typed(Thread(target=act, daemon=True).start)
     return future
 
 

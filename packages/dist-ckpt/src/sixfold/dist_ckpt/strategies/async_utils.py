@@ -16,7 +16,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
@@ -89,7 +89,7 @@ class _InThread:
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self._ended: Future[None] = Future()
-        threading.Thread(target=self._run, args=(fn,), name="sixfold-async-call", daemon=True).start()
+        typed(threading.Thread(target=self._run, args=(fn,), name="sixfold-async-call", daemon=True).start)
 
     def _run(self, fn: Callable[[], Any]) -> None:
         try:

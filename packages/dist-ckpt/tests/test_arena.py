@@ -160,3 +160,10 @@ def test_a_driver_that_does_not_pin_is_told(made, monkeypatch):
 def test_cpu_tensors_take_plain_memory_and_no_cuda_call(monkeypatch):
     monkeypatch.setattr(torch, "cuda", None)
     assert arena.pinned_for([torch.ones(2)]) is None
+
+
+def test_tensors_are_copied_while_the_interpreter_ends(made, monkeypatch):
+    """From a thread that is none of a daemon's: Python has stopped all pools."""
+    large = torch.randn(1 << 19)
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    assert torch.equal(MappedArena(made.fd).tensors(made.take([large]))[0], large)

@@ -310,6 +310,19 @@ def test_a_saver_that_nobody_keeps_lives_until_its_save_has_ended(saver, stopped
     assert loaded_value(tmp_path / "c") == 2
 
 
+def test_the_worker_of_a_saver_that_nobody_keeps_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_start_worker", Forked)
+    handle = background.AsyncSaver(group=None, timeout_s=60).save(state(2), tmp_path / "c")
+    handle._thread.join()
+    pid = handle.worker_pid
+    del handle
+    gc.collect()
+    until = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
 def test_a_disk_that_fills_in_the_worker_leaves_the_old_checkpoint(saver, tmp_path):
     pid = saver.save(state(1), tmp_path / "c").worker_pid
     saver._let_go()
@@ -398,8 +411,16 @@ def script(tmp_path, ending):
     return int(lines[1]), done.returncode
 
 
+AS_OF_PYTHON_3_12 = """
+import atexit, threading
+plain, ends = threading.Thread.start, []
+threading.Thread.start = lambda thread: plain(thread) if not ends else os._exit(9)  # there begins none any more
+atexit.register(ends.append, 1)
+"""
+
+
 def test_an_interpreter_that_ends_by_an_exception_finishes_its_save(tmp_path):
-    pid, returned = script(tmp_path, "1 / 0")
+    pid, returned = script(tmp_path, AS_OF_PYTHON_3_12 + "1 / 0")
     assert returned == 1
     assert not is_running(pid)
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 50

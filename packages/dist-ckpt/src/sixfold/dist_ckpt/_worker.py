@@ -78,13 +78,11 @@ def main() -> None:
     torch.set_num_threads(1)
     connection, gauge, arena = Connection(connection_fd), Gauge(arena_fd), MappedArena(arena_fd)
     trainer = _Trainer(pid)
-    watch = threading.Thread(target=trainer.watch, daemon=True)
-    watch.start()
+    threading.Thread(target=trainer.watch, daemon=True).start()
     while True:
-        try:
+        message = b""
+        with suppress(OSError, EOFError):  # the trainer, or its saver, is gone
             message = connection.recv_bytes()
-        except (OSError, EOFError):
-            watch.join()  # it ends this process
         if not message:
             os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.

@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import torch
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
 from sixfold.dist_ckpt.state.dense import is_plain
+from sixfold.dist_ckpt.stores.pool import Pool
 
 COPY_THREADS = 2
 _GRAIN_BYTES = 2**21  # the arena grows in whole huge pages
@@ -156,7 +156,7 @@ class Arena:
             else:
                 spans += _slices(base + place.offset, tensor.data_ptr(), place.nbytes)
         with (
-            ThreadPoolExecutor(COPY_THREADS) as pool,
+            Pool(COPY_THREADS) as pool,
             nullcontext(pairs) if self._pinned is None else self._pinned.copied(pairs) as others,
         ):
             moved = pool.map(lambda span: ctypes.memmove(*span), spans)

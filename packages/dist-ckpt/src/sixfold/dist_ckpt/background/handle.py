@@ -60,7 +60,8 @@ class AsyncSave:
         self._idle_moves = self._gauge.moves
         self._look_s = min(_GLANCE_S, job.beat_s)
         self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
-        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=True)
+        # No daemon: at its end Python from 3.12 on begins threads, as this one does, until those have ended.
+        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=False)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks, no collective."""

@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -44,6 +43,7 @@ from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import ByPointer
+from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
@@ -190,7 +190,7 @@ class AsyncSaver:
 
         def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place], Sign | None], None]:
             board = control.board_of(job) if job.rank == 0 and job.ranks > 1 else None
-            with ThreadPoolExecutor(1) as pool:  # a request to a store takes as long as a copy
+            with Pool(1) as pool:  # a request to a store takes as long as a copy
                 if board is not None:
                     undo.callback(board.remove)
                     made = pool.submit(board.make)

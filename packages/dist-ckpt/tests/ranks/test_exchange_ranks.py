@@ -4,12 +4,13 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.plans.table import Encoded
 from sixfold.dist_ckpt.ranks import exchange
 from sixfold.dist_ckpt.ranks.exchange import Exchange
@@ -209,3 +210,18 @@ def test_a_rank_that_cannot_join_is_told_of_before_any_enters_a_strategys_collec
     assert (
         run_ranks(save_where_one_rank_does_not_see_the_folder, 2, tmp_path) == [(("StorageError", True, False), [])] * 2
     )
+
+
+def objects_of_a_class_of_ones_own(rank, ranks, folder):
+    class Mine(ShardedObject):
+        def __init__(self, data):
+            super().__init__("o", data, (ranks,), (rank,))
+
+    dist_ckpt.save({"o": Mine(rank)}, folder, timeout_s=20.0)
+    with pytest.raises(CheckpointError, match="local object"):
+        Exchange("world", 20.0).together(lambda: (None, Mine if rank else None), lambda _: None)
+    return dist_ckpt.load({"o": Mine(None)}, folder, timeout_s=20.0)["o"]
+
+
+def test_objects_of_a_class_that_no_pickle_knows_are_saved_and_what_cannot_travel_is_told_to_all(tmp_path):
+    assert run_ranks(objects_of_a_class_of_ones_own, 2, tmp_path / "c") == [0, 1]

@@ -216,3 +216,43 @@ def padded_flattened_and_converted(rank, ranks, folder):
 
 def test_padded_flattened_converted_and_strided_ranges_are_sent_on_too(tmp_path):
     assert run_ranks(padded_flattened_and_converted, 2, tmp_path / "c") == [[True] * 4] * 2
+
+
+def two_halves_that_both_are_main(rank, ranks, folder):
+    size = 4 if rank else 8
+    record = ShardedTensor("k", torch.full((size,), float(rank)), torch.float32, (size,), (8,), (0,), None, 0)
+    with pytest.raises(ShardingError, match=r"k\[0:4\] of rank 1 .*overlap"):
+        dist_ckpt.save({"k": record}, folder, FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()))
+
+
+def test_an_overlap_at_the_start_of_a_shard_that_is_shared_out_is_told(tmp_path):
+    run_ranks(two_halves_that_both_are_main, 3, tmp_path / "c")
+
+
+def load_slowly(rank, ranks, folder):
+    """A load of what takes longer to read than the deadline before anything is sent, into strided tensors too."""
+    import time
+
+    from sixfold.dist_ckpt.road import reader
+
+    def state(make):
+        own = {f"own.{rank}": ShardedTensor.from_rank_offsets(f"own.{rank}", make((1 << 20,)))}
+        shared = {key: make((4, 6)).t() if key < "x" else make((4, 6)) for key in "vwxyz"}
+        return own | {k: ShardedTensor.from_rank_offsets(k, t, replica_id=rank) for k, t in shared.items()}
+
+    dist_ckpt.save(state(torch.ones), folder)
+    read = reader.Reader._read
+
+    def slowly(self, file, run):
+        time.sleep(1.2 if run.stop - run.start > 1 << 20 else 0)
+        return read(self, file, run)
+
+    reader.Reader._read = slowly
+    loader = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy())
+    with torch.inference_mode():
+        loaded = dist_ckpt.load(state(torch.zeros), folder, loader, timeout_s=1.0, verify="off")
+    return all(bool(tensor.eq(1).all()) for tensor in loaded.values())
+
+
+def test_ranks_that_read_for_longer_than_the_deadline_are_not_late_and_inference_mode_holds(tmp_path):
+    assert run_ranks(load_slowly, 2, tmp_path / "c") == [True, True]

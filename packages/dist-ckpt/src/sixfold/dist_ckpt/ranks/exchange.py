@@ -244,7 +244,10 @@ class Outcome(NamedTuple):
     def encode(self) -> bytes:
         """As it travels; an error of a class that is not of this package as its base."""
         known = self.error is None or type(self.error) in BY_NAME.values()
-        return pickle.dumps(self if known else self._replace(error=CheckpointError(str(self.error))))
+        try:
+            return pickle.dumps(self if known else self._replace(error=CheckpointError(str(self.error))))
+        except Exception as error:  # of a class of the user's; its peers must hear of it
+            return Outcome(error=CheckpointError(f"{type(error).__name__}: {error}")).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Outcome:

@@ -8,9 +8,13 @@ the bytes are: the load that follows is an error on every rank, and no rank wait
 
 [Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
 contiguous copy. So what is sent is cut into pieces, and each lane of a rank (sent, received, broadcast) is a thread. It
-passes its pieces in the order of their numbers, ``_SLOTS`` of ``_PIECE_BYTES`` at a time. No piece waits for ever: all
-before the first that is not over are over, so that each rank of it posts it. The memory of slots is kept: pieces that
-come and go cost glibc thrice their size.
+passes its pieces in the order of their numbers, ``_SLOTS`` of ``_PIECE_BYTES`` at a time; of those in the memory of a
+tensor, from one rank to another, as many as there are. No piece waits for ever: all before the first that is not over
+are over, so that each rank of it posts it. The memory of slots is kept: pieces that come and go cost glibc thrice their
+size.
+
+[Note: who reads is not late] Ranks may read for longer than ``timeout_s`` before they send. So a rank waits for its
+peers from when it has read its own share; until then it posts.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -108,9 +112,13 @@ class Passage(NamedTuple):
     records: tuple[int, ...]
     start: int
     stop: int
-    dtype: torch.dtype
+    identity: Identity
     device: str
     shard: ShardId
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.identity.dtype
 
 
 class _Piece(NamedTuple):
@@ -151,7 +159,7 @@ def plan_passages(by_rank: Sequence[tuple[Mapping[int, Held], Mapping[int, FileP
         for part in parts:
             ranks = (part.rank, *(rank for rank in wanted[key] if rank != part.rank))
             records = tuple(wanted[key][rank] for rank in ranks)
-            what = part.start, part.stop, key[0].dtype, wishes[key].device, wishes[key].shard
+            what = part.start, part.stop, key[0], wishes[key].device, wishes[key].shard
             passages.append(Passage(len(passages), part.rank, ranks[1:], records, *what))
     return passages
 
@@ -230,7 +238,7 @@ class Relay:
                 self._tensors[passage.number] = data.detach()
         # Asked here for the index: a thread has another current device.
         self._devices = {kind: torch.empty(0, device=kind).device for kind in {p.device for p in passages}}
-        self._ready = {passage.number: Event() for passage in self._read}
+        self._ready, self._has_read = {passage.number: Event() for passage in self._read}, Event()
         self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
         pieces = list(_pieces(passages))
         direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
@@ -252,11 +260,13 @@ class Relay:
             LostPeerError: a rank died or is late.
         """
         with ThreadPoolExecutor(len(self._lanes)) as pool:
-            lanes = [pool.submit(self._run, lane) for lane in self._lanes if lane]
+            run = torch.inference_mode(torch.is_inference_mode_enabled())(self._run)  # of this thread alone
+            lanes: list[Future[None]] = []
             try:
+                lanes += (pool.submit(run, lane) for lane in self._lanes if lane)
                 yield
             finally:
-                for ready in self._ready.values():
+                for ready in (*self._ready.values(), self._has_read):
                     ready.set()
                 for lane in lanes:
                     lane.result()
@@ -265,15 +275,28 @@ class Relay:
         """Pass the pieces of a lane. See [Note: few pieces are held]."""
         slots: dict[tuple[torch.device, int], torch.Tensor] = {}
         under_way: deque[tuple[_Piece, torch.Tensor, list[tuple[dist.Work | None, int]]]] = deque()
-        for turn, piece in enumerate(lane):
-            if len(under_way) == _SLOTS:
-                self._settle(*under_way.popleft())
+        bounded, settled = 0, 0
+
+        def settle() -> int:
+            oldest = under_way.popleft()
+            self._settle(*oldest)
+            return self._is_bounded(oldest[0])
+
+        for piece in lane:
             if piece.passage.number in self._ready:
                 self._ready[piece.passage.number].wait()
-            data = self._data(piece, slots, turn % _SLOTS)
+            while self._is_bounded(piece) and bounded - settled == _SLOTS:
+                settled += settle()
+            data = self._data(piece, slots, bounded % _SLOTS)
+            bounded += self._is_bounded(piece)
             under_way.append((piece, data, self._works(piece.passage, data, piece.number)))
         while under_way:
-            self._settle(*under_way.popleft())
+            settle()
+
+    def _is_bounded(self, piece: _Piece) -> bool:
+        """Whether a piece counts among the ``_SLOTS`` of a lane."""
+        tensor = self._tensors.get(piece.passage.number)
+        return piece.passage.number in self._broadcasts or tensor is None or not is_plain(tensor)
 
     def _data(self, piece: _Piece, slots: dict[tuple[torch.device, int], torch.Tensor], slot: int) -> torch.Tensor:
         """What is sent, or what it is received in: the tensor's own memory if that is dense, else a slot."""
@@ -312,6 +335,8 @@ class Relay:
         timeout_s = self._within.timeout_s
         assert work is not None, f"rank {self._within.rank} is not in the group"
         try:
+            while not self._has_read.is_set() and not (polled and work.is_completed()):
+                self._has_read.wait(0.0005 if polled else None)  # see [Note: who reads is not late]
             deadline = time.monotonic() + timeout_s
             while polled and not work.is_completed():
                 if time.monotonic() > deadline:

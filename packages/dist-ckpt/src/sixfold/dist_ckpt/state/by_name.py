@@ -40,6 +40,10 @@ class PlainObject(ShardedObject):
         """What is written: the object itself, as DCP writes it."""
         return self.data
 
+    def without_data(self) -> PlainObject:
+        """A copy with ``data=None``."""
+        return PlainObject.named(self.key, self.replica_id)
+
 
 def record_of(stored_key: str) -> ShardedObject:
     """The record of a stored key, without data."""

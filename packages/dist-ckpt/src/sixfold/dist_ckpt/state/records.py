@@ -389,8 +389,8 @@ class ShardedObject(ShardedBase):
         return [self.data]
 
     def without_data(self) -> ShardedObject:
-        """A copy with ``data=None``."""
-        return replace(self, data=None)
+        """A copy with ``data=None``, of no class of a user's: other ranks may not know it."""
+        return ShardedObject(self.key, None, self.global_shape, self.global_offset, self.replica_id)
 
     def __str__(self) -> str:
         return self.unique_key

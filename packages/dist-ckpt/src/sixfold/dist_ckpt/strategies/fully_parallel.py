@@ -132,11 +132,11 @@ def _apply(
             parts = written.setdefault(number, [])
             if rank == passage.sender:
                 parts.append(replace(relay.part_of(mine[number], passage.start, passage.stop), replica_id=0))
-    shards, number, arranged = {passage.shard for passage in passages}, -1, base.Records()
+    shared, number, arranged = {passage.identity for passage in passages}, -1, base.Records()
     for record in records:
         if isinstance(record, ShardedTensor):
             number += 1
-            if number in written or record.shard_id in shards:
+            if number in written or relay.identity(record) in shared:
                 arranged += written.get(number) or [replace(record, replica_id=_REPLICA)]
                 continue
         arranged.append(record)

@@ -190,29 +190,29 @@ class Load:
             reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
         return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
 
+    @collection_paused()
     def _look(self, seen: Seen) -> Looked:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(seen)
-        expanded, merges = factory.expand(tree.checked(self.asked.state))  # Stateful objects may wait for other ranks
-        with collection_paused():
-            stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
-            expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
-            parts = tree.split(expanded)
-            tensors = list[ShardedTensor]()
-            for number, (place, record) in enumerate(parts.records):
-                if not isinstance(record, ShardedTensor):
-                    continue
-                if record.key in stored and record.data is None:
-                    record = record.without_data()  # a copy: the caller's record stays without data
-                    _allocate(record, stored[record.key])
-                    parts.records[number] = (place, record)
-                elif record.key in stored and record.data is not None:
-                    check_writable(record, record.data)
-                tensors.append(record)
-            table, pieces = tabulate(tensors)
-            policy = self.asked.dtype_policy
-            reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
-            return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+        expanded, merges = factory.expand(tree.checked(self.asked.state))
+        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+        expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
+        parts = tree.split(expanded)
+        tensors = list[ShardedTensor]()
+        for number, (place, record) in enumerate(parts.records):
+            if not isinstance(record, ShardedTensor):
+                continue
+            if record.key in stored and record.data is None:
+                record = record.without_data()  # a copy: the caller's record stays without data
+                _allocate(record, stored[record.key])
+                parts.records[number] = (place, record)
+            elif record.key in stored and record.data is not None:
+                check_writable(record, record.data)
+            tensors.append(record)
+        table, pieces = tabulate(tensors)
+        policy = self.asked.dtype_policy
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
+        return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
 
 
 def _allocate(record: ShardedTensor, stored: Stored) -> None:

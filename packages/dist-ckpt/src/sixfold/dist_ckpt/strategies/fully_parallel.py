@@ -172,6 +172,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         exchange_algo: "broadcast", "gather_rounds" or "gather_object", megatron-core's names. It chooses nothing
             here: CPU tensors go point to point to those that want them, others by broadcasts over the group.
             Besides its tensors a rank needs 32 MiB for what passes through it, and for strided CPU tensors 64.
+            A rank waits for its peers from when it has read its own share.
     Attributes:
         cached_distribution: who reads which shard; None until the first load, and without do_cache_distribution.
     """

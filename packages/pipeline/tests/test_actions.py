@@ -263,6 +263,37 @@ def test_autocast_casts_the_input_of_a_stage_as_it_does_in_one_graph(program, wa
         assert modules[1].most <= 2, "autocast keeps inputs whose backward has run"
 
 
+class Tied(nn.Module):
+    """An embedding and a head that are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(tokens))).float()
+
+
+def test_under_autocast_a_head_and_its_embedding_are_added_before_they_are_accumulated():
+    ours, plain = Tied(), Tied()
+    tokens = torch.randint(0, 32, (40, 6), generator=torch.Generator().manual_seed(1))
+
+    def loss(scores: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    runner = PipelineRunner(zb_h1(1, 4), [Stage(ours, 0)], loss_fn=loss)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            runner.step(tokens, tokens)
+        for part in tokens.split(10):
+            with torch.autocast("cpu", torch.bfloat16):
+                one = loss(plain(part), part)
+            (one / 4).backward()
+    assert same([ours], [plain])
+
+
 def test_an_evaluation_under_the_same_autocast_does_not_cost_a_step_its_gradients():
     modules, oracle = layers(2), layers(2)
     runner = runner_of(modules, gpipe(2, 2))

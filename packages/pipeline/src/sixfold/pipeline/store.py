@@ -146,20 +146,21 @@ class GradientStore:
             if self._large or slot.passes:
                 self._weigh_in_parts(entries, {} if self._accumulate else slot.passes)
             else:
-                self._weigh_at_once(entries)
+                self._weigh_at_once(entries, bool(slot.casts))
         finally:
             _make_graph(grads)
             entries.clear()  # [Note: a ring through autograd]
 
-    def _weigh_at_once(self, entries: list[Entry]) -> None:
+    def _weigh_at_once(self, entries: list[Entry], cast: bool) -> None:
         """Into ``.grad``, as autograd's own node does; through autograd where anybody would see the difference.
 
         [Note: no engine] A root of the engine takes 5 to 8 us, an addition 1. Who looks on has a hook, of the parameter
-        or of its node, which holds their dicts. A first gradient is nobody else's, and lies as the parameter does.
+        or of its node, which holds their dicts. A first gradient is nobody else's, and lies as the parameter does. Of a
+        parameter used as it is and as it was ``cast`` the engine adds both before it accumulates them.
         """
         targets: list[Any] = []
         gradients: list[Any] = []
-        fresh = self.alone
+        fresh = self.alone and not cast
         for make, wanted, saved, arrived in entries:
             if make not in MAKES_ITS_OWN:
                 fresh = False

@@ -259,7 +259,11 @@ class Relay:
         Raises:
             LostPeerError: a rank died or is late.
         """
-        with ThreadPoolExecutor(len(self._lanes)) as pool:
+        # As the mode below, the stream that the caller's kernels are ordered by is of a thread.
+        streams = [
+            torch.accelerator.current_stream(device) for device in self._devices.values() if device.type != "cpu"
+        ]
+        with ThreadPoolExecutor(len(self._lanes), initializer=_enter, initargs=(streams,)) as pool:
             run = torch.inference_mode(torch.is_inference_mode_enabled())(self._run)  # of this thread alone
             lanes: list[Future[None]] = []
             try:
@@ -349,6 +353,12 @@ class Relay:
                 f"rank {peer} of {self._within.ranks} is dead or later than timeout_s={timeout_s:g} with the tensors "
                 f"that it reads for others (rank {self._within.rank} waited: {reason}). Restart the job"
             ) from error
+
+
+def _enter(streams: Sequence[torch.Stream]) -> None:
+    """Make these the streams of this thread."""
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
 
 
 def _pieces(passages: Sequence[Passage]) -> Iterator[_Piece]:

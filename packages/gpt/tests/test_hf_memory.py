@@ -12,7 +12,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra h
 
 MIB = 2**20
 CONFIG = GPTConfig(
-    num_layers=6, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1536, vocab_size=4001, tie_embeddings=False
+    num_layers=9, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1536, vocab_size=4001, tie_embeddings=False
 )
 
 
@@ -38,6 +38,10 @@ def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
     (source / hf.INDEX).write_text(json.dumps({"weight_map": index}))
     del files, tensors
     assert size > 80 * MIB
+    monkeypatch.setattr(hf, "PART_BYTES", MIB)
+    hf.import_model(source, tmp_path / "warm")  # what a first call imports and starts is not the model's
+    hf.export_model(tmp_path / "warm", tmp_path / "warm-out", max_shard_bytes=30 * MIB, dtype="bf16")
+    monkeypatch.undo()
     with Peak() as bringing:
         hf.import_model(source, tmp_path / "run")
     monkeypatch.setattr(hf, "PART_BYTES", MIB)

@@ -218,8 +218,8 @@ def different_order(rank, ranks):
 
 def test_another_order_of_units_is_found_by_the_digest_of_the_step():
     for (text, _, step, op, ranks), seconds in run_ranks(different_order, 3):
-        assert "different orders in step 0" in text
-        assert (op, ranks) == ("check", (1,)) and step in (0, 1) and seconds < KNOWN_S
+        assert "different orders in step 0" in text and "[step 0; op check; rank 1]" in text
+        assert (step, op, ranks) == (0, "check", (1,)) and seconds < KNOWN_S
 
 
 def stopped_in_the_first_step(rank, ranks):
@@ -345,8 +345,41 @@ def test_a_rank_that_dies_is_named_by_the_survivors(ranks, where, checks, in_ste
             (text, unit, step, op, lost), seconds = results[rank]
             assert lost == (1,) and "no sign of life from rank 1" in text, text
             assert ("the process of rank 1 has ended" in text) is (where == "on this machine")
-            assert step == in_step and op in ("gather", "reduce", "check") and (unit is not None or op == "check")
+            assert step == in_step and op in ("gather", "reduce", "check") and (unit is not None or op == "check"), text
             assert seconds < KNOWN_S, f"{seconds:.1f} s"
+
+
+class Unsent:
+    """A control channel whose rows do not travel."""
+
+    def start(self, row, wait):
+        return lambda: [row]
+
+
+def die_with_a_digest_unsent(rank, ranks):
+    """Rank 1 sends no digest in step 1 and is gone before step 2, whose forward reads the answer to it."""
+    net = make_net()
+    model = wrap(net, checks="order")
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+
+    def steps():
+        for step in range(3):
+            if rank == 1 and step == 1:
+                model._engine._signatures._control = Unsent()
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss_of(model(batch(step, 0, rank)), batch(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return outcome(steps)
+
+
+def test_a_rank_that_dies_before_its_digest_travels_is_named_in_the_step_that_waits_for_it():
+    """The digest is of step 0 and was sent in step 1; what waits is the first forward of step 2."""
+    text, unit, step, op, lost = run_ranks(die_with_a_digest_unsent, 2, allow_exit=(1,))[0]
+    assert (unit, step, op, lost) == (None, 2, "check", (1,)), text
+    assert "the process of rank 1 has ended" in text and "[step 2; op check; rank 1]" in text
 
 
 def threads_after_a_refused_wrap(rank: int, ranks: int) -> list[str]:

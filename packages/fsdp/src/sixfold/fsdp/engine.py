@@ -175,11 +175,11 @@ class Engine:
 
     def _next_step(self) -> None:
         self._stepped = False
+        self.wait.step += 1  # before anything below waits: a rank that is lost meanwhile is lost in this step
         self._outstanding = [0] * len(self.units)
         if self.gathering.begin_step(stepped=True):
             self.weights += 1
         self._signatures.next_step()
-        self.wait.step += 1
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run."""

@@ -55,14 +55,15 @@ class Signatures:
             self._digest.add(unit.index, _REDUCE)
 
     def next_step(self) -> None:
-        """``checks="order"``: read the answer to the last step's digest, and send this step's."""
+        """A step begins. ``checks="order"``: read the answer to the digest that was sent last, and send that of the
+        step that has ended."""
         if self._checks == "order":
             self.compare()
             finish = self._control.start([self._digest.take()], self._waiting.for_control(None, "check"))
-            self._comparing = self._waiting.step, finish
+            self._comparing = self._waiting.step - 1, finish
 
     def compare(self) -> None:
-        """The answer to the last step's digest."""
+        """The answer to the digest that was sent last, if it was not read: its error is of the step that it was of."""
         if self._comparing is None:
             return
         step, finish = self._comparing
@@ -75,6 +76,7 @@ class Signatures:
                 None,
                 "check",
                 odd,
+                step=step,
             )
 
     def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
@@ -104,9 +106,12 @@ class Signatures:
                 tuple(bad),
             )
 
-    def _all_know(self, message: str, unit: str | None, op: str, ranks: Sequence[int]) -> FsdpError:
-        """The error that all ranks raise, once all have read why."""
-        error = self._waiting.fail(message, unit, op, ranks)
+    def _all_know(
+        self, message: str, unit: str | None, op: str, ranks: Sequence[int], *, step: int | None = None
+    ) -> FsdpError:
+        """The error that all ranks raise, once all have read why; ``step``: of what it tells, if not the one that
+        runs."""
+        error = self._waiting.fail(message, unit, op, ranks, step=step)
         farewell(self._control, self._waiting.for_control(unit, op))
         return error
 

@@ -40,6 +40,9 @@ class Waiting:
         """Raise if an earlier failure ended this model."""
         self.faults.check()
 
-    def fail(self, message: str, unit: str | None, op: str, ranks: Sequence[int]) -> FsdpError:
-        """End this model; returns what to raise."""
-        return self.faults.fail(FsdpError(message, unit=unit, step=self.step, op=op, ranks=ranks))
+    def fail(
+        self, message: str, unit: str | None, op: str, ranks: Sequence[int], *, step: int | None = None
+    ) -> FsdpError:
+        """End this model; returns what to raise. ``step``: None is the one that runs."""
+        at = self.step if step is None else step
+        return self.faults.fail(FsdpError(message, unit=unit, step=at, op=op, ranks=ranks))

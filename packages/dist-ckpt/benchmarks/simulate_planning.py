@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py [--save] [--load]
         [--most-chunks N] [--most-dcp-chunks N] [--folder PATH]
+    OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/simulate_planning.py --keys
 
 Beside torch DCP at the same task, at sizes growing by ten up to 1,024 ranks x 10,000 tensors; each tensor is
 (ranks * 4, 64), cut by rows over all ranks. Every task runs in a process of its own: CPU seconds of the task, and the
@@ -19,10 +20,15 @@ DCP's as objects.
 folder (its ``.distcp`` files are sparse) and plans the reads; DCP unpickles ``.metadata`` and runs
 ``create_default_local_load_plan``. Needs the files of ``--save``, which are written first where they are not there.
 
+``--keys``: what many tensors cost, as jobs with experts have them, here (chunks * 4, 64) in 1 and in 8 chunks: the CPU
+seconds in which the compact manifest and ``.metadata`` are encoded, the folder is opened, ``load_tensors_metadata``
+answers, and the folder is opened without the compact manifest, so that ``.metadata`` is decoded.
+
 Sizes above ``--most-dcp-chunks`` are extrapolated for DCP from the largest that was run, by chunks, and say so.
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import pickle
@@ -36,8 +42,9 @@ from pathlib import Path
 
 import torch
 
-from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.files import integrity, metadata, weights_only
+from sixfold.dist_ckpt import ShardedTensor, load_tensors_metadata
+from sixfold.dist_ckpt.files import compact, integrity, metadata, weights_only
+from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.table import tabulate
@@ -50,6 +57,8 @@ ROWS, COLUMNS = 4, 64
 FRAME_BYTES = 1088  # of a chunk in its file
 SAVE_ID = "0123456789abcdef"
 SIZES = ((10, 1_000), (100, 1_000), (1_000, 1_000), (1024, 10_000))
+KEYS = tuple((tensors, chunks) for tensors in (10_000, 100_000, 300_000, 1_000_000) for chunks in (1, 8))
+MOST_DECODED = 1_000_000  # chunks: some kilobytes of memory for each
 
 
 def peak_mib():
@@ -185,6 +194,64 @@ def in_process(*task):
         return pool.submit(measured, *task).result()
 
 
+def keys_task(tensors, chunks, folder):
+    """CPU seconds of each column of ``--keys``."""
+    torch.set_num_threads(1)
+    number_N, chunk_N = torch.arange(tensors).repeat_interleave(chunks), torch.arange(chunks).repeat(tensors)
+    zero_N = torch.zeros_like(number_N)
+    index = Index(
+        tensors=[(f"layers.{i:07}.weight", torch.bfloat16, (chunks * ROWS, COLUMNS)) for i in range(tensors)],
+        tensor_N=number_N,
+        offsets_ND=torch.stack([chunk_N * ROWS, zero_N], 1),
+        sizes_ND=torch.stack([zero_N + ROWS, zero_N + COLUMNS], 1),
+        files=[name_of(rank) for rank in range(chunks)],
+        file_N=chunk_N,
+        start_N=number_N * FRAME_BYTES,
+        length_N=zero_N + FRAME_BYTES,
+        objects={},
+        save_id=SAVE_ID,
+    )
+    asked = [ShardedTensor(key, None, dtype, shape, shape, (0, 0), None) for key, dtype, shape in index.tensors[-10:]]
+    spent = []
+
+    def timed(step):
+        gc.collect()
+        start = time.process_time()
+        found = step()
+        spent.append(time.process_time() - start)
+        return found
+
+    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
+    small[compact.FILE_NAME] = timed(lambda: b"".join(compact.encode(index)))
+    small[".metadata"] = timed(lambda: b"".join(metadata.encode_parts(index)))
+    blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)
+    digests = {name: FileDigest(tensors * FRAME_BYTES, blocks) for name in index.files}
+    digests |= {name: local.write_file(folder, name, content) for name, content in small.items()}
+    for name in (compact.FILE_NAME, ".metadata"):  # what a load reads: the second one only without the first
+        content = integrity.Integrity(save_id=SAVE_ID, files=digests).encode()
+        local.write_file(folder, integrity.FILE_NAME, content)
+        if name == ".metadata" and tensors * chunks > MOST_DECODED:
+            spent.append(float("nan"))
+            continue
+        plan.plan_load(asked, timed(lambda: open_checkpoint(folder)).manifest, dtype_policy="exact")
+        if name == compact.FILE_NAME:
+            assert len(timed(lambda: load_tensors_metadata(folder))) == tensors
+        (folder / integrity.FILE_NAME).unlink()
+        del digests[name]
+    return spent
+
+
+def main_of_keys(root):
+    steps = ("encode", "encode .metadata", "open", "tensors metadata", "open .metadata")
+    print(f"| tensors x chunks | {' | '.join(steps)} |\n|---|{'---|' * len(steps)}", flush=True)
+    for tensors, chunks in KEYS:
+        folder = prepared(root / f"{tensors}-{chunks}", chunks, tensors)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            spent = pool.submit(keys_task, tensors, chunks, folder).result()
+        print(f"| {tensors:,} x {chunks} | {' | '.join(f'{cpu_s:.2f}' for cpu_s in spent)} |", flush=True)
+        shutil.rmtree(folder)
+
+
 def prepared(folder, ranks, tensors):
     """An empty folder with sparse files of frames."""
     folder.mkdir(parents=True)
@@ -209,6 +276,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--save", action="store_true")
     options.add_argument("--load", action="store_true")
+    options.add_argument("--keys", action="store_true")
     options.add_argument("--least-chunks", type=int, default=0)
     options.add_argument("--most-chunks", type=int, default=SIZES[-1][0] * SIZES[-1][1])
     options.add_argument("--most-dcp-chunks", type=int, default=1_000_000)
@@ -217,10 +285,13 @@ def main():
     chosen = options.parse_args()
     root = chosen.folder or Path(tempfile.mkdtemp(prefix="sixfold-planning-"))
     kinds = [kind for kind in TASKS if getattr(chosen, kind)] or list(TASKS)
-    print("| task | ranks x tensors | Sixfold CPU s | clock s | peak MiB (inputs) | DCP CPU s | peak MiB | ratio |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
     last = {}
     try:
+        if chosen.keys:
+            main_of_keys(root)
+            return
+        print("| task | ranks x tensors | Sixfold CPU s | clock s | peak MiB (inputs) | DCP CPU s | peak MiB | ratio |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
         for ranks, tensors in SIZES:
             chunks = ranks * tensors
             if not chosen.least_chunks <= chunks <= chosen.most_chunks:

@@ -101,6 +101,62 @@ def cut(columns, *, axis, tensors=1):
     return Manifest({f"layer.{n:05}": StoredTensor(torch.int8, shape, tuple(chunks)) for n in range(tensors)}, {}, "id")
 
 
+def test_an_open_file_makes_no_object_for_a_key_before_it_is_asked_for(monkeypatch):
+    made, real = [], compact._Stored
+    monkeypatch.setattr(compact, "_Stored", lambda key, *rest: made.append(key) or real(key, *rest))
+    manifest = read(written(cut(2, axis=0, tensors=500)))
+    assert len(manifest.tensors) == 500 and "layer.00501" not in manifest.tensors and made == []
+    assert manifest.tensors["layer.00007"].chunk_count == 2 and made == ["layer.00007"]
+
+
+def test_an_index_without_tensors_is_read_back_in_each_form():
+    empty = Manifest({}, {"o/shard_0_1": ByteRange("g", 1, 5)}, "id")
+    data = written(empty)
+    assert plain(read(data)) == plain(empty)
+    text = json.loads(bytes(data[24:])) | {"tensors": {}}  # as the second form has it
+    text = json.dumps(text).encode()
+    text += b" " * (-len(text) % 8)
+    assert plain(read(bytearray(struct.pack("=8s2q", compact._MAGIC_2, 0, len(text)) + text))) == plain(empty)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [["a", "a"], ["int8"] * 2, [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a", 5], ["int8"] * 2, [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a", ["b"]], ["int8"] * 2, [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a"], ["int8"] * 2, [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a", "b"], ["int8"], [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a", "b"], ["int8", ["int8"]], [[4, 8]] * 2, [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]], [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8], [4, 8, 2]], [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8], [4, True]], [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8], "48"], [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8], 4], [1, 1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [2], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [3, -1], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [1.0, 1.0], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [1, 2], [4, 4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [1, 1], [4]],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [1, 1], None],
+        [["a", "b"], ["int8"] * 2, [[4, 8]] * 2, [1, 1]],
+        5,
+    ],
+)
+def test_columns_that_contradict_themselves_are_corrupt(columns):
+    data = written(cut(1, axis=0, tensors=2))
+    start = 24 + struct.unpack_from("=8s2q", data)[2]
+
+    def with_columns(columns):
+        text = json.dumps(json.loads(bytes(data[24:start])) | {"tensors": columns}).encode()
+        text += b" " * (-len(text) % 8)
+        return bytearray(struct.pack("=8s2q", compact.MAGIC, 0, len(text)) + text + data[start:])
+
+    assert len(read(with_columns([["a", "b"], ["int8"] * 2, [[8, 8]] * 2, [1, 1], [4, 4]])).tensors["b"].chunks) == 1
+    with pytest.raises(CorruptError):
+        read(with_columns(columns))
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
     looked = []
@@ -111,9 +167,10 @@ def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
     assert sum(looked) < (2000 * 7 * 8 if axis else 0) + 3000 < len(data) / 18
 
 
-def test_the_first_form_is_read_and_believed_as_little(mangled):
-    """The file is what 1ae285f9 wrote of this manifest."""
-    data = bytearray((Path(__file__).parent / "golden" / "shard_manifest_1.bin").read_bytes())
+@pytest.mark.parametrize("form", [1, 2])
+def test_earlier_forms_are_read_and_believed_as_little(form, mangled):
+    """The files are what 1ae285f9 and e860af97 wrote of this manifest."""
+    data = bytearray((Path(__file__).parent / "golden" / f"shard_manifest_{form}.bin").read_bytes())
     column, row = (cut(33, axis=axis).tensors["layer.00000"] for axis in (1, 0))
     alone = StoredTensor(torch.bfloat16, (), (StoredChunk(Box((), ()), ByteRange("g", 7, 1 << 40)),))
     tensors = {"layer.00000": column, "r": row, "\ud800": alone, "": StoredTensor(torch.bool, (3, 0), ())}

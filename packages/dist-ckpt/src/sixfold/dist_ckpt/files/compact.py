@@ -6,13 +6,14 @@
 ``.metadata`` of ten million chunks takes two gigabytes and minutes to decode; a rank needs some ten thousand of them.
 
 [Note: the form] ``MAGIC``, then int64 of the machine's byte order: 1 if the save wrote no ``.metadata``, the bytes of a
-JSON text, the text (save id, number of axes D, names of files, objects, tensors in the order of their keys with the
-number of their chunks and the longest of these on the first axis), and for each chunk, by tensor and then by place, a
-row of (offset[D], size[D], file, start, length).
+JSON text, the text (save id, number of axes D, names of files, objects, and of the tensors five columns in the order of
+their keys: key, dtype, shape, number of chunks, the longest of these on the first axis), and for each chunk, by tensor
+and then by place, a row of (offset[D], size[D], file, start, length).
 
-The text is as long as there are keys; of the rows a load looks, for each tensor, at those that a bisection by the first
-axis finds. Nothing in the file is believed: each row that is used is checked as metadata.py checks its entries, and the
-blocks it lies in against their digests.
+The text is as long as there are keys, and is read by columns: jobs with experts have hundreds of thousands of keys, of
+which a rank asks for few, so no line of Python is run for a key before it is asked for. Of the rows a load looks, for
+each tensor, at those that a bisection by the first axis finds. Nothing in the file is believed: the columns are checked
+as a whole, each row that is used as metadata.py checks its entries, and the blocks it lies in against their digests.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, UnsafeError
-from sixfold.dist_ckpt.files.dcp_pickle import Index, sort_key
+from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import FEW_CHUNKS, ByteRange, Manifest, StoredChunk
+from sixfold.dist_ckpt.pause import collection_paused
 
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"
-MAGIC, _MAGIC_1 = b"6FCKPT\x00\x02", b"6FCKPT\x00\x01"
+MAGIC, _MAGIC_2, _MAGIC_1 = b"6FCKPT\x00\x03", b"6FCKPT\x00\x02", b"6FCKPT\x00\x01"
 _HEAD, _HEAD_1 = struct.Struct("=8s2q"), struct.Struct("=8s8q")
 _MOST = 1 << 62  # of a number that is added to another
 
@@ -45,19 +47,20 @@ def encode(index: Index, *, is_alone: bool = False) -> Iterator[bytes]:
 
     ``is_alone``: the save writes no ``.metadata``.
     """
-    keys = [sort_key(key) for key, _, _ in index.tensors]
+    keys = [key for key, _, _ in index.tensors]
     assert keys == sorted(keys), "an index is sorted by key"
     longest_K = torch.zeros(len(keys), dtype=torch.int64, device="cpu")
     for part in index.parts() if index.dims else ():
         longest_K.scatter_reduce_(0, part.tensor_M, part.sizes_MD[:, 0], "amax")
     files = {name: number for number, name in enumerate(index.files)}
-    described = zip(index.tensors, index.counts(), longest_K.tolist(), strict=True)
+    names = {dtype: str(dtype)[6:] for dtype in {dtype for _, dtype, _ in index.tensors}}
+    columns = [keys, [names[dtype] for _, dtype, _ in index.tensors], [shape for *_, shape in index.tensors]]
     head = {
         "save_id": index.save_id,
         "axes": index.dims,
         "files": list(index.files),
         "objects": {key: [files[frame.file], *frame[1:]] for key, frame in sorted(index.objects.items())},
-        "tensors": {key: [str(dtype)[6:], shape, count, longest] for (key, dtype, shape), count, longest in described},
+        "tensors": [*columns, index.counts(), longest_K.tolist()],
     }
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -72,6 +75,7 @@ def is_alone(data: memoryview) -> bool:
     return bool(_HEAD.unpack_from(data)[1])
 
 
+@collection_paused()
 def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, int], None]) -> Manifest:
     """The manifest of a mapped file, whose chunks are read and checked when they are asked for.
 
@@ -91,7 +95,7 @@ def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, in
             head, start, stop = _head_1(data)
             return _manifest(data[:stop], head, start, sizes, check)
         start = _HEAD.size + text_bytes
-        if magic != MAGIC or not 0 <= text_bytes <= len(data) - _HEAD.size:
+        if magic not in (MAGIC, _MAGIC_2) or not 0 <= text_bytes <= len(data) - _HEAD.size:
             raise CorruptError("not a compact manifest, or one of a version that is not read here")
         check(_HEAD.size, start)
         return _manifest(data, json.loads(bytes(data[_HEAD.size : start])), start, sizes, check)
@@ -133,25 +137,32 @@ def _manifest(data: memoryview, head: Any, start: int, sizes: Callable[[str], in
     (axes,) = _counts("axes", [head["axes"]])
     rows = _Rows(data, start, axes, head["files"], [sizes(name) for name in head["files"]], check)
     objects = {key: rows.frame(key, *_counts(key, frame)) for key, frame in head["objects"].items()}
-    tensors, first = {}, 0
-    for key, (name, shape, count, longest) in head["tensors"].items():
-        dtype = vars(torch).get(name)
+    columns = head["tensors"]
+    if isinstance(columns, dict):  # earlier forms have a list for each key
+        columns = [list(columns), *([*zip(*columns.values(), strict=True)] or [()] * 4)]
+    keys, names, shapes, counts, longest = columns
+    _counts("tensors", [*chain.from_iterable(shapes), *counts, *longest])
+    dtypes = {name: vars(torch).get(name) for name in set(names)}
+    for name, dtype in dtypes.items():
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{key}: {name!r} is no dtype")
-        if len(_counts(key, [*shape, count, longest])) > 2 + rows.axes:
-            raise CorruptError(f"{key}: {len(shape)} axes of {rows.axes}")
-        tensors[key] = _Stored(key, dtype, tuple(shape), range(first, first + count), longest, rows)
-        first += count
-    if start + 8 * first * rows.width != len(data):
-        raise CorruptError(f"{len(data) - start} bytes do not hold {first} rows of {rows.width} numbers")
+            raise CorruptError(f"{keys[names.index(name)]}: {name!r} is no dtype")
+    if len(deepest := max(shapes, key=len, default=())) > axes:
+        raise CorruptError(f"{keys[shapes.index(deepest)]}: {len(deepest)} axes of {axes}")
+    numbers = dict(zip(keys, range(len(keys)), strict=True))
+    if len({len(numbers), *map(len, columns)}) > 1 or not {*map(type, keys)} <= {str}:
+        raise CorruptError(f"{len(keys)} keys, of which {len(numbers)} differ, do not fit the columns beside them")
+    firsts = [*accumulate(counts, initial=0)]
+    if start + 8 * (count := firsts[-1]) * rows.width != len(data):
+        raise CorruptError(f"{len(data) - start} bytes do not hold {count} rows of {rows.width} numbers")
     if not isinstance(head["save_id"], str | None):
         raise CorruptError(f"the save id is a {type(head['save_id']).__name__}")
+    tensors = _Tensors(numbers, [dtypes[name] for name in names], shapes, firsts, longest, rows)
     return Manifest(tensors, objects, head["save_id"], needs_metadata_json=True, files=tuple(head["files"]))
 
 
-def _counts(key: str, numbers: list[Any]) -> list[int]:
-    if not all(type(number) is int and 0 <= number < _MOST for number in numbers):
-        raise CorruptError(f"{key}: {numbers!r:.99} are no counts")
+def _counts(what: str, numbers: list[Any]) -> list[int]:
+    if odd := [number for number in numbers if type(number) is not int or not 0 <= number < _MOST]:
+        raise CorruptError(f"{what}: {odd!r:.99} are no counts")
     return numbers
 
 
@@ -217,6 +228,29 @@ class _Rows:
         if start < 0 or length < 0 or start + length > self.sizes[file]:
             raise CorruptError(f"{key}: bytes {start} + {length} of {self.files[file]}, which has {self.sizes[file]}")
         return ByteRange(self.files[file], start, length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensors(Mapping[str, "_Stored"]):
+    """The tensors by key, each made when it is asked for."""
+
+    numbers: Mapping[str, int]
+    dtypes: Sequence[Any]
+    shapes: Sequence[Sequence[int]]
+    firsts: Sequence[int]  # rows, and where those of the last end
+    longest: Sequence[int]
+    rows: _Rows
+
+    def __getitem__(self, key: str) -> _Stored:
+        number = self.numbers[key]
+        rows, shape = range(self.firsts[number], self.firsts[number + 1]), tuple(self.shapes[number])
+        return _Stored(key, self.dtypes[number], shape, rows, self.longest[number], self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class Index:
     """What a checkpoint holds, as arrays: rows for its chunks, K tensors of at most D axes.
 
     Attributes:
-        tensors: key, dtype and shape of each.
+        tensors: key, dtype and shape of each, sorted by key, which is the order of the bytes of keys too.
         tensor_N: which tensor a chunk is of.
         offsets_ND, sizes_ND: its box; axes that its tensor does not have are not looked at.
         files: names; file_N: which of them holds the chunk; start_N, length_N: where in it.
@@ -110,7 +111,7 @@ class Index:
     @classmethod
     def of(cls, manifest: Manifest) -> Index:
         """The same of a manifest."""
-        tensors = sorted(manifest.tensors.items(), key=lambda item: sort_key(item[0]))
+        tensors = sorted(manifest.tensors.items(), key=itemgetter(0))
         dims = max((len(tensor.shape) for _, tensor in tensors), default=0)
         files: dict[str, int] = {}
         rows, boxes = [], []
@@ -135,11 +136,6 @@ class Index:
             objects=manifest.objects,
             save_id=manifest.save_id,
         )
-
-
-def sort_key(key: str) -> bytes:
-    """Keys stand in the order of their bytes."""
-    return key.encode("utf-8", "surrogatepass")
 
 
 def encode(index: Index, dcp_version: str | None) -> Iterator[bytes]:

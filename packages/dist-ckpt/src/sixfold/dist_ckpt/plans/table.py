@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.files.dcp_pickle import sort_key
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
@@ -153,7 +152,7 @@ def merge(tables: Sequence[Encoded]) -> Table:
     for names in dict.fromkeys(table.names for table in tables):
         # From a rank of this job.
         own[names] = [Kind(*kind) for kind in zip(*pickle.loads(zlib.decompress(names)), strict=True)]
-    kinds = sorted({kind for known in own.values() for kind in known}, key=lambda kind: sort_key(kind.key))
+    kinds = sorted({kind for known in own.values() for kind in known}, key=lambda kind: kind.key)
     number = {kind: n for n, kind in enumerate(kinds)}
     known = {
         names: torch.tensor([number[kind] for kind in found], dtype=torch.int64, device="cpu")

@@ -19,6 +19,7 @@ from sixfold.dist_ckpt import (
     ShardedTensorFactory,
     ShardingError,
 )
+from sixfold.dist_ckpt.road.reader import copy_values
 
 SHAPES = [(1,), (12,), (6, 4), (4, 1, 6), (2, 3, 4, 2)]
 
@@ -273,6 +274,72 @@ def test_a_save_never_lets_a_hole_through(tmp_path, validate):
     with pytest.raises(ShardingError, match=r"w\[4:8\]: saved by no main replica"):
         dist_ckpt.save(half, tmp_path / "c", validate_access_integrity=validate)
     assert list(tmp_path.iterdir()) == []
+
+
+REAL = [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64]
+REAL += [torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32]
+REAL += [torch.float64]
+ODD = [0, 1, 2, -1, -2, 127, 128, -128, 255, 256, 2**15, 2**16 - 1, 2**24 + 1, 2**31, -(2**31), 2**32 - 1, 2**53 + 1]
+ODD += [2**63 - 1, -(2**63), 2**63, 2**64 - 1, 0.5, -1.5, 1e20, 1e300, float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("asked", REAL, ids=str)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_exact_gives_the_stored_number_in_any_dtype_or_an_error(asked):
+    kept = 0
+    for stored in REAL:
+        for number in ODD:
+            try:
+                source = torch.tensor([number], dtype=stored)
+            except (RuntimeError, OverflowError, TypeError, ValueError):  # no number of this dtype
+                continue
+            target = torch.zeros(1, dtype=asked)
+            try:
+                copy_values("w", source, target, "exact")
+            except MismatchError:
+                continue
+            assert target.item() == source.item(), (stored, source)
+            kept += 1
+    assert kept > len(REAL) * 2
+
+
+def test_exact_looks_at_both_parts_of_a_complex_number(tmp_path):
+    nan = float("nan")
+    fine = torch.tensor([complex(nan, 1.0), complex(0.5, nan), complex(nan, nan)], dtype=torch.complex128)
+    dist_ckpt.save({"fine": one("fine", fine), "not": one("not", fine + 0.1j)}, tmp_path / "c")
+    loaded = dist_ckpt.load({"fine": one("fine", torch.zeros(3, dtype=torch.complex64))}, tmp_path / "c")["fine"]
+    assert repr(loaded.tolist()) == repr(fine.tolist())
+    with pytest.raises(MismatchError, match=r"not: .*the value \(nan\+1\.1j\) does not survive"):
+        dist_ckpt.load({"not": one("not", torch.zeros(3, dtype=torch.complex64))}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.arange(4), "data has dtype torch.int64, the record says torch.float32"),
+        (torch.zeros(9), r"data has shape \(9,\), local_shape is \(4,\)"),
+        (torch.zeros(3), r"data has shape \(3,\), local_shape is \(4,\)"),
+        (torch.zeros(8)[::3], r"data has shape \(3,\), local_shape is \(4,\)"),
+        (torch.zeros(2, 2), r"data has shape \(2, 2\), local_shape is \(4,\)"),
+    ],
+)
+def test_a_tensor_that_was_put_into_a_record_later_is_checked_too(tmp_path, other, words):
+    dist_ckpt.save({"w": one("w", torch.arange(4.0) + 0.5)}, tmp_path / "c")
+    record = one("w", torch.zeros(4))
+    record.data = other
+    for call, place in ((dist_ckpt.save, "new"), (dist_ckpt.load, "c")):
+        with pytest.raises(ShardingError, match=f"w: {words}"):
+            call({"w": record}, tmp_path / place)
+    assert not (tmp_path / "new").exists()
+
+
+def test_check_finite_looks_at_tensors_in_common_data(tmp_path):
+    model = {"layers": [torch.zeros(2, 3), torch.tensor([[1.0, 2.0], [3.0, float("nan")]])], "step": float("inf")}
+    with pytest.raises(ShardingError, match=r"model\.layers\[1\]\[1, 1\] is nan on rank 0, and check_finite is set"):
+        dist_ckpt.save({"model": model}, tmp_path / "c", check_finite=True)
+    assert not (tmp_path / "c").exists()
+    model["layers"][1] = torch.eye(3).to_sparse()
+    dist_ckpt.save({"model": model}, tmp_path / "c", check_finite=True)
 
 
 def test_check_finite_names_key_index_and_rank(tmp_path):

@@ -1,5 +1,7 @@
 """The fully parallel wrappers on real ranks: the same checkpoint, the work shared out, errors everywhere."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from dist_ckpt_helpers import flip_byte
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, LostPeerError, ShardedObject, ShardedTensor, ShardingError
+from sixfold.dist_ckpt import CheckpointError, CorruptError, LostPeerError, ShardedObject, ShardedTensor, ShardingError
 from sixfold.dist_ckpt.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -86,6 +88,24 @@ def test_each_wanted_byte_is_read_by_one_rank(tmp_path):
     total = sum(t.nbytes for t in values().values()) + 48
     assert sum(read) == total
     assert max(read) <= 1.01 * total / 4 + 4_000
+
+
+def load_with_an_error_before_reading(rank, ranks, folder):
+    def progress(done, total):
+        if rank == 1:
+            raise OSError("the terminal is gone")
+
+    loader, start = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()), time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        dist_ckpt.load(replicated(rank, fill=False), folder, loader, timeout_s=8.0, progress=progress)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_ranks_do_not_wait_for_tensors_of_one_that_fails_before_it_reads(tmp_path):
+    run_ranks(save_and_load, 2, tmp_path / "c")
+    for text, seconds in run_ranks(load_with_an_error_before_reading, 2, tmp_path / "c"):
+        assert text.startswith("progress(0")
+        assert seconds < 6.0
 
 
 def over_dp_groups(rank, ranks, folder):

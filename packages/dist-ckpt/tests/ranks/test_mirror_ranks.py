@@ -186,3 +186,19 @@ def test_room_for_all_ranks_of_a_host_is_asked_for_before_any_fetches(folder, sp
         assert kind == "StorageError"
         assert "ENOSPC: 25" in text, "bytes of both ranks"
         assert "5000000 are free" in text
+
+
+def load_with_an_error_of_one_rank(rank, ranks, place, spool):
+    tempfile.tempdir = str(spool)
+
+    def progress(done, total):
+        if rank == 1:
+            raise OSError("the terminal is gone")
+
+    return loaded(rank, ranks, Folder(place), timeout_s=8.0, progress=progress)
+
+
+def test_a_rank_that_fails_before_it_fetches_is_not_waited_for(folder, spool):
+    for kind, text, seconds in run_ranks(load_with_an_error_of_one_rank, 2, folder, spool):
+        assert (kind, text.partition(" raised")[0]) == ("CheckpointError", f"progress(0, {WHOLE.nbytes // 2})")
+        assert seconds < 6.0

@@ -143,21 +143,29 @@ class Load:
 
     def values(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
+        seen, checkpoint, relay = looked.seen, looked.checkpoint, looked.relay
+        waits = relay is not None or seen.mirror is not None
         try:
-            window_bytes = WINDOW_BYTES if looked.relay is None else _RELAY_WINDOW_BYTES
-            meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
-            reader = Reader(looked.checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
-            looked.seen.start(shares, block_bytes(looked.checkpoint))
-            waits = looked.relay is not None or looked.seen.mirror is not None
             with nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused():
-                values = _read(looked, reader, shares[self.exchange.rank], self.asked.safe_globals)
+                with nullcontext() if relay is None else relay.running():  # which sends what is promised, come what may
+                    meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
+                    window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
+                    reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
+                    seen.start(shares, block_bytes(checkpoint))
+                    has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
+                    own = shares[self.exchange.rank] if has_digests else ()
+                    blocks = [block for span in own for block in span.blocks()]
+                    reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
+                values = _values(looked, reader, self.asked.safe_globals)
             meter.finish()
             return values, reader.cast_keys
-        except CorruptError:  # another save that takes the folder's place meanwhile explains any other error too
-            looked.seen.check_unchanged()
+        except BaseException as error:
+            seen.give_up(error)  # others may wait for what this rank was to fetch
+            if isinstance(error, CorruptError):  # which another save that takes the place meanwhile explains
+                seen.check_unchanged()
             raise
         finally:
-            looked.checkpoint.check_unchanged()
+            checkpoint.check_unchanged()
 
     def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         with looked.seen.told():
@@ -208,6 +216,7 @@ class Load:
                 parts.records[number] = (place, record)
             elif record.key in stored and record.data is not None:
                 check_writable(record, record.data)
+                record.check_data(record.data)
             tensors.append(record)
         table, pieces = tabulate(tensors)
         policy = self.asked.dtype_policy
@@ -312,19 +321,16 @@ def _of_one_save(seen: Seen, casts: list[set[str]]) -> list[str]:
     return sorted(set().union(*casts))
 
 
-def _read(looked: Looked, reader: Reader, share: Sequence[Span], safe_globals: Sequence[Any]) -> Values:
-    checkpoint, relay = looked.checkpoint, looked.relay
-    has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
-    blocks = [block for span in share for block in span.blocks()] if has_digests else []
-    with nullcontext() if relay is None else relay.running():
-        reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
+def _values(looked: Looked, reader: Reader, safe_globals: Sequence[Any]) -> Values:
+    """What is at each place when all tensors are filled; objects are read now."""
+    manifest = looked.checkpoint.manifest
     values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
     for path, record in looked.parts.records:
-        if isinstance(record, ShardedTensor) and record.key in checkpoint.manifest.tensors:
+        if isinstance(record, ShardedTensor) and record.key in manifest.tensors:
             assert record.data is not None, f"{record} has no data after init_data"
             values[path] = record.data.detach()
-        elif isinstance(record, ShardedObject) and record.unique_key in checkpoint.manifest.objects:
-            frame = checkpoint.manifest.objects[record.unique_key]
+        elif isinstance(record, ShardedObject) and record.unique_key in manifest.objects:
+            frame = manifest.objects[record.unique_key]
             values[path] = reader.read_object(record.unique_key, frame, safe_globals)
     return values
 

@@ -102,6 +102,7 @@ class Reader:
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
         self._handles: dict[str, int] = {}
+        self._unseen: dict[int, list[Read]] = defaultdict(list)  # reads of frames that were taken for ours, by record
         self.cast_keys: set[str] = set()
 
     def run(
@@ -142,7 +143,9 @@ class Reader:
                 if before is not None:
                     _run_all(pool, self._jobs(records, before[0], windows[before]))
                     self._checkpoint.forget(before[0], 0, (before[1] + 1) * self._window_bytes)
-                    left += sorted({s.record for s in windows[before].steps if last[s.record] == before})
+                    done = sorted({s.record for s in windows[before].steps if last[s.record] == before})
+                    self._read_mistaken(records, done)
+                    left += done
                 if on_complete is not None:
                     for index in left:
                         on_complete(index)
@@ -152,7 +155,6 @@ class Reader:
             if pool:
                 pool.shutdown(cancel_futures=True)
             self._open(set())
-        self._sources.check_taken()
 
     def read_value(self, stored_key: str, frame: ByteRange, safe_globals: Sequence[Any]) -> tuple[bytes, Any]:
         """The bytes of a frame, and what torch's weights-only rules make of them."""
@@ -182,6 +184,8 @@ class Reader:
             run = None if start is None else self._run(step, records[step.record], start)
             if run is not None:
                 self._share(windows, step, run)
+                if self._sources.is_taken(step):
+                    self._unseen[step.record].append(step)
             else:
                 frame = step.chunk.frame
                 window = windows[frame.file, (frame.offset + frame.length - 1) // self._window_bytes]
@@ -303,7 +307,20 @@ class Reader:
             at += count
             self._moved(count)
 
+    def _read_mistaken(self, records: Sequence[ShardedTensor], done: Iterable[int]) -> None:
+        """Read again what stood elsewhere in its frame, of records that are else complete: sources.py's
+        [Note: taken for ours]."""
+        for step in (step for index in done for step in self._unseen.pop(index, ())):
+            with self._told(step):
+                is_mistaken = self._sources.is_mistaken(step)
+            if is_mistaken:
+                self._copy_values(records, step)
+
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
+        self._copy_values(records, step)
+        self._moved(step.nbytes)
+
+    def _copy_values(self, records: Sequence[ShardedTensor], step: Read) -> None:
         with self._told(step):
             frame = step.chunk.frame
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
@@ -312,7 +329,6 @@ class Reader:
             copy_values(step.key, source, target, self._policy)
             if target.dtype != source.dtype:
                 self.cast_keys.add(step.key)
-        self._moved(step.nbytes)
 
     @contextmanager
     def _told(self, step: Read) -> Iterator[None]:
@@ -358,12 +374,29 @@ def copy_values(key: str, source: torch.Tensor, target: torch.Tensor, dtype_poli
 
 
 def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
-    back = comparable(source.to(dtype).to(source.dtype))
-    values = comparable(source)
-    lost = (back != values) & ~((back != back) & (values != values))  # NaN survives as NaN
+    """-0.0 is 0.0 where the asked dtype has no other, and a NaN is any NaN."""
+    there = source.to(dtype)
+    back, values = comparable(there.to(source.dtype)), comparable(source)
+    if values.is_complex():  # a NaN in one part says nothing of the other
+        back, values = torch.view_as_real(back), torch.view_as_real(values)
+    lost = (back != values) & ~((back != back) & (values != values))
+    if source.dtype.is_complex:
+        lost = lost.any(-1)
+    for numbers, integers in ((source, there), (there, source)):
+        lost |= _outside(numbers, integers.dtype)
     if bool(lost.any()):
         first = source[tuple(torch.nonzero(lost)[0].tolist())].item()
         raise MismatchError(
             f"{key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
             "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
         )
+
+
+def _outside(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | bool:
+    """Which numbers are none of an integer dtype: some come back from it all the same, as they have wrapped around."""
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or numbers.dtype is torch.bool:
+        return False
+    if numbers.is_floating_point():
+        limits, wide = torch.iinfo(dtype), numbers.double()
+        return (wide < limits.min) | (wide >= float(limits.max) + 1)
+    return numbers < 0 if numbers.dtype.is_signed and not dtype.is_signed else False

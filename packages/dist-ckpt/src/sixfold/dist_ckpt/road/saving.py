@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.road.transfer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
-from sixfold.dist_ckpt.state.dense import check_readable
+from sixfold.dist_ckpt.state.dense import check_readable, has_values
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.store import Content, Save, complete, pieces_of, write_small
@@ -233,6 +233,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
             if record.data is None:
                 raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
             check_readable(record, record.data)
+            record.check_data(record.data)
     common = dict(parts.common)
     if request.content_metadata is not None:
         common["content_metadata"] = request.content_metadata
@@ -241,6 +242,10 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         for record in objects
         if is_main_replica(record.replica_id)
     ]
+    if request.check_finite and not rank:
+        for path, leaf in tree.leaves(common):
+            if isinstance(leaf, torch.Tensor) and has_values(leaf):
+                transfer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
     encoded = table.encode()

@@ -8,8 +8,9 @@ on the way. What is not plain values in row-major order goes through torch's wei
 the chunks decoded last are kept, for the next reads of the same.
 
 [Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame. It
-waits for the first one. If that is ours, all frames of the length of ours are taken for ours, and their heads are
-looked at in the end; one of another form is an error there.
+waits for the first one. If that is ours, all frames of the length of ours are taken for ours. Their heads are looked at
+when their bytes are there: before a chunk is copied, and of what was read as a run of bytes before its record counts as
+complete. One of another form, such as another version of torch writes, is then read again by its zip directory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
-        self._taken: list[tuple[ByteRange, frames.Template]] = []  # for ours
+        self._taken: dict[ByteRange, frames.Template] = {}  # for ours
+        self._mistaken: dict[ByteRange, bool] = {}  # of those, whose heads have been looked at
         self._first_is_ours: bool | None = None
         # The reads of a chunk follow each other, so that the last two are enough.
         self._decoded = lru_cache(maxsize=2)(self._decode)
@@ -48,6 +50,7 @@ class Sources:
 
     def chunk(self, step: Read) -> torch.Tensor:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
+        self.is_mistaken(step)
         start, box = self.start(step), step.chunk.box
         if start is not None:
             stop = start + box.volume * step.stored_dtype.itemsize
@@ -69,12 +72,17 @@ class Sources:
             and self._is_ours(frame, template)
         ):
             return frame.offset + template.head_bytes
+        return self._parsed(step)
+
+    def _parsed(self, step: Read) -> int | None:
+        chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
         view = self._checkpoint.frame(frame)
         layout = frames.parse(view)
         if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
             frames.check_records(view)
         plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
-        return frame.offset + layout.data_start if plain and layout.pickle == frames.data_pickle(dtype, shape) else None
+        plain = plain and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape)
+        return frame.offset + layout.data_start if plain else None
 
     def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
         """See [Note: taken for ours]."""
@@ -83,20 +91,28 @@ class Sources:
         if self._first_is_ours is None:
             self._first_is_ours = self._has_head(frame, template)
         elif self._first_is_ours:
-            self._taken.append((frame, template))
+            self._taken[frame] = template
         return self._first_is_ours
 
-    def check_taken(self) -> None:
-        """CorruptError for a frame that was not what it was taken for."""
-        for frame, template in self._taken:
-            if not self._has_head(frame, template):
-                raise CorruptError(
-                    f"{frame} begins unlike the other frames: it is damaged, or two versions of torch wrote this "
-                    "checkpoint; load it from a local folder"
-                )
+    def is_taken(self, step: Read) -> bool:
+        """Whether the frame of a read counts as ours unseen."""
+        return step.chunk.frame in self._taken
+
+    def is_mistaken(self, step: Read) -> bool:
+        """Whether that was wrong; then ``start`` and ``chunk`` give what is right from now on. For threads."""
+        frame = step.chunk.frame
+        if frame not in self._taken:
+            return False
+        if frame not in self._mistaken:
+            is_ours = self._has_head(frame, self._taken[frame])
+            if not is_ours:
+                self._starts[frame] = self._parsed(step)
+            self._mistaken[frame] = not is_ours
+        return self._mistaken[frame]
 
     def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
-        head, first = self._checkpoint.frame(frame)[: template.head_bytes], len(template.head[0])
+        head = self._checkpoint.frame(frame._replace(length=template.head_bytes))
+        first = len(template.head[0])
         return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
 
     def _decode(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:

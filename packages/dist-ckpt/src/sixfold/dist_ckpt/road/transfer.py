@@ -171,7 +171,7 @@ def add_frame(
     """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
     size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
     if check_finite:
-        _check_finite(record.view(step.piece), step, rank)
+        check_tensor_finite(step.key, record.view(step.piece), step.piece.box.offset, rank)
     template = frames.template(step.dtype, size, file.position)
     if nbytes >= frames.LARGE_BYTES:
         file.add_large(template.head_bytes, lambda: _raw_parts(record, step, copies), template.fill)
@@ -222,7 +222,8 @@ class _Loan:
     """When nobody holds it any more, memory goes back to where it came from."""
 
 
-def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:
+def check_tensor_finite(key: str, tensor: torch.Tensor, offset: Sequence[int], rank: int) -> None:
+    """ShardingError for a NaN or an infinity; ``offset`` is where the tensor begins in the one that ``key`` names."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     for cut in cuts(tensor.shape, COPY_BYTES // max(4, tensor.element_size())):  # float8 is looked at as float32
@@ -230,7 +231,6 @@ def _check_finite(tensor: torch.Tensor, step: Write, rank: int) -> None:
         bad = ~torch.isfinite(comparable(part))
         if bool(bad.any()):
             local = torch.nonzero(bad.reshape(part.shape))[0].tolist()
-            starts = [axis.start or 0 for axis in cut]
-            index = [sum(places) for places in zip(step.piece.box.offset, starts, local, strict=True)]
+            index = [sum(places) for places in zip(offset, (axis.start or 0 for axis in cut), local, strict=True)]
             value = part[tuple(local)].item()
-            raise ShardingError(f"{step.key}{index} is {value} on rank {rank}, and check_finite is set")
+            raise ShardingError(f"{key}{index} is {value} on rank {rank}, and check_finite is set")

@@ -42,6 +42,15 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
         )
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether ``check_readable`` lets a tensor through."""
+    try:
+        check_readable("", tensor)
+    except ShardingError:
+        return False
+    return True
+
+
 def check_writable(name: object, tensor: torch.Tensor) -> None:
     """Refuse a tensor that values cannot be put into: as ``check_readable``, and one with two elements in one place.
 

@@ -118,14 +118,18 @@ class ShardedTensor(ShardedBase):
                 f"{self.key}: flattened_range {flat.start}:{flat.stop} leaves the local box {self.local_shape} "
                 f"of {elements} elements"
             )
-        if self.data is None:
-            return
-        _check_is_tensor(self.key, self.data)
-        if self.data.dtype != self.dtype:
-            raise ShardingError(f"{self.key}: data has dtype {self.data.dtype}, the record says {self.dtype}")
-        if tuple(self.data.shape) != (shape := data_shape(self)):
+        if self.data is not None:
+            self.check_data(self.data)
+
+    def check_data(self, data: torch.Tensor) -> None:
+        """ShardingError unless a tensor is of the record's dtype and shape: ``data`` may be another one since."""
+        _check_is_tensor(self.key, data)
+        if data.dtype != self.dtype:
+            raise ShardingError(f"{self.key}: data has dtype {data.dtype}, the record says {self.dtype}")
+        if data.shape != (shape := data_shape(self)):
+            flat = self.flattened_range
             rule = "local_shape is" if flat is None else f"flattened_range {flat.start}:{flat.stop} needs"
-            raise ShardingError(f"{self.key}: data has shape {tuple(self.data.shape)}, {rule} {shape}")
+            raise ShardingError(f"{self.key}: data has shape {tuple(data.shape)}, {rule} {shape}")
 
     @classmethod
     def from_rank_offsets(

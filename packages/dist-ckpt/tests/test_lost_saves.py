@@ -1,6 +1,7 @@
 """What takes a save's files away while it goes on in a store: the save is whole, or it says so."""
 
 import io
+import time
 
 import pytest
 import torch
@@ -77,6 +78,52 @@ def test_a_prune_of_the_older_checkpoint_leaves_the_save_that_replaces_it(at):
     assert value_of(place) == [9.0]
     retention.prune(root, keep_last=1)
     assert {name.partition("/")[0] for name in root.files} == {"step-00000003"}
+
+
+def pruned_after(root, monkeypatch, *hours):
+    """What files of step 9 are left by prunes so many hours after now."""
+    for hour in hours:
+        with monkeypatch.context() as patch:
+            now = time.time()
+            patch.setattr(retention.time, "time", lambda now=now, hour=hour: now + 3600 * hour)
+            retention.prune(root, keep_last=2)
+    return [name.partition("/")[2] for name in root.files if name.startswith("step-00000009/")]
+
+
+def test_a_dead_save_of_the_newest_step_goes_when_a_prune_finds_it_as_one_did_a_day_before(monkeypatch):
+    root = run_of(2, 3)
+    place = retention.step_path(root, 9)
+    part_of(place, place.begin("a" * 16, 0))
+    assert len(pruned_after(root, monkeypatch, 0)) == 2, "the part, and a mark of what was seen"
+    assert len(pruned_after(root, monkeypatch, 1, 23, 23.9)) == 2
+    assert pruned_after(root, monkeypatch, 24.1) == []
+    assert [step for step, _ in retention.checkpoints(root)] == [2, 3]
+
+
+def test_a_save_of_the_newest_step_that_writes_on_outlives_any_number_of_prunes(monkeypatch):
+    root = run_of(2, 3)
+    place = retention.step_path(root, 9)
+    save = place.begin("a" * 16, 0)
+    parts = part_of(place, save)
+    pruned_after(root, monkeypatch, 0, 20)
+    place.replace("job-00000001-aaaaaaaaaaaaaaaa/alive-0", b"1")  # a sign of life is a change
+    pruned_after(root, monkeypatch, 25, 40)
+    place.replace("job-00000001-aaaaaaaaaaaaaaaa/alive-0", b"2")
+    assert len(pruned_after(root, monkeypatch, 50, 60)) == 3
+    complete(place, save, parts, {"common.pt": b"c"}, POINTER)
+    assert place.holds("a" * 16)
+    assert not [name for name in place.list_files() if "seen-" in name]
+
+
+def test_what_a_prune_noted_of_a_step_that_is_gone_goes_too(monkeypatch):
+    root = run_of(2, 3)
+    place = retention.step_path(root, 9)
+    save = place.begin("a" * 16, 0)
+    part_of(place, save)
+    pruned_after(root, monkeypatch, 0)
+    place.abandon(save)
+    assert len(pruned_after(root, monkeypatch, 1)) == 1
+    assert pruned_after(root, monkeypatch, 25.1) == []
 
 
 @pytest.mark.parametrize("at", ["/gone", "<delete>"])

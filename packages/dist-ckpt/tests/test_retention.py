@@ -134,6 +134,10 @@ def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
         "step-00000004",
         "step-00000006",
     ], "a save of step 5 or 7 may be in flight"
+    for folder in tmp_path.glob(".*"):
+        age(folder, 24.1)
+    retention.prune(tmp_path, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.parametrize("alive", ["__0_0.distcp", "checkpoint/__1_0.distcp", None])
@@ -157,16 +161,17 @@ def test_a_save_of_an_earlier_step_whose_files_or_board_move_is_left_alone(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_a_prune_in_the_middle_of_a_save_of_an_earlier_step_leaves_it_alone(tmp_path, model):
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_prune_in_the_middle_of_a_save_leaves_it_alone(tmp_path, model, step):
     make(tmp_path, model, (8, 9))
     pruned = []
 
     def progress(done, total):
         pruned.append(retention.prune(tmp_path, keep_last=2))
 
-    dist_ckpt.save({"w": one("w", torch.ones(9))}, retention.step_path(tmp_path, 5), group=None, progress=progress)
+    dist_ckpt.save({"w": one("w", torch.ones(9))}, retention.step_path(tmp_path, step), group=None, progress=progress)
     assert pruned
-    assert steps_of(tmp_path) == [5, 8, 9]
+    assert steps_of(tmp_path) == sorted([step, 8, 9])
 
 
 def test_checkpoints_of_a_registered_format_count_and_are_pruned(tmp_path, monkeypatch):

@@ -6,9 +6,16 @@
 A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
 places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
 
-[Note: dead or slow] A save of an earlier step may go on while later ones are committed. Its staging folder, and the
-board on which the ranks of a background save leave word, count as left behind when nothing in either has changed for an
-hour: ranks write, and their trainers show every few seconds that they live. No lock tells as much on all file systems.
+[Note: dead or slow] A save may go on while others are committed, and while a run is pruned. What it has written, and
+the board on which the ranks of a background save leave word, count as left behind
+- never, if a background save of this process wrote it, or a trainer holds its lock on the board;
+- after a minute without a change, if this system knows that the trainer of the first rank is dead: it held its lock
+  here. Its worker ends with it, and nobody else commits;
+- else after an hour in a folder, for a step before those that are kept, and after a day for any other: ranks write, and
+  trainers show every few seconds that they live, but a plain save has no lock, and no lock tells of all hosts.
+In a store nothing tells when a file was written. There a prune leaves a mark, ``job-00000000-.../seen-<look>-<time>``,
+with a checksum of what it has seen; a later one that sees the same after a day takes it away. Of a step before those
+that are kept what is unfinished goes at once, and a save that is late there is told: see by_pointer.py.
 """
 
 from __future__ import annotations
@@ -26,17 +33,22 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
+from sixfold.dist_ckpt.background import board
+from sixfold.dist_ckpt.background.board import State
+from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.errors import CheckpointError, typed
-from sixfold.dist_ckpt.stores import ByPointer, UrlStore, paths, view
+from sixfold.dist_ckpt.files.crc import crc32
+from sixfold.dist_ckpt.stores import ByPointer, UrlStore, by_pointer, paths, view
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.by_pointer import visible
 from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
 # prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds
 # ``step-7`` and ``.metadata`` for a step must not find what was moved aside: it is ``.step.00000007.gone-``.
 _NAME = re.compile(r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
-_STILL_S = 3600.0  # see [Note: dead or slow]
+# See [Note: dead or slow].
+_DEAD_S, _EARLIER_S, _ANY_S = 60.0, 3600.0, 86400.0
+_SEEN = "job-00000000-0000000000000000/seen-"  # goes with the next commit there: no save has that number
 _Place = TypeVar("_Place", Path, ByPointer)
 
 
@@ -103,9 +115,9 @@ def prune(
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
     Oldest first, each renamed aside before it is deleted (of a URL what commits it goes first), so that a kill leaves
-    nothing under a step's name that opens. What dead saves of steps before the last ``keep_last`` left behind
-    goes too, in a folder when it has been still for an hour; other incomplete folders are left alone. Of a step that
-    is a symlink the link goes.
+    nothing under a step's name that opens. What dead saves left behind goes too, of whichever step, when it is known
+    that they are dead or it has been still for long: [Note: dead or slow] in retention.py says how long. Other
+    incomplete folders are left alone. Of a step that is a symlink the link goes.
 
     Returns:
         The deleted places.
@@ -166,21 +178,29 @@ class _LocalRun:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def delete_left(self, *, before: int) -> None:
-        """Delete what killed deletions left, and what dead saves of earlier steps did."""
+        """Delete what killed deletions left, and what dead saves did."""
         for _, path in self._named("gone"):
             shutil.rmtree(path, ignore_errors=True)
-        by_save: dict[tuple[Any, ...], list[Path]] = {}
+        by_save: dict[tuple[str, str], list[Path]] = {}
         for found, path in self._named("tmp", "job"):
-            if int(found["step"]) < before:
-                by_save.setdefault(found.group("step", "save"), []).append(path)
-        for folders in by_save.values():
-            if time.time() - max(map(_changed_at, folders)) > _STILL_S:
+            by_save.setdefault((found["step"], found["save"]), []).append(path)
+        for (step, save_id), folders in by_save.items():
+            if _are_left(folders, save_id, _EARLIER_S if int(step) < before else _ANY_S):
                 for folder in folders:
                     storage.discard(folder)
 
     def _named(self, *kinds: str | None) -> list[tuple[re.Match[str], Path]]:
         names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
         return [(found, self._root / name) for name in names if (found := _read(name)) and found["kind"] in kinds]
+
+
+def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
+    """Whether the folders of a save are of a dead one. See [Note: dead or slow]."""
+    still_s = time.time() - max(map(_changed_at, folders))
+    if still_s < _DEAD_S or save_id in saves_of_this_process():
+        return False
+    lives = {board.life_at(folder) for folder in folders}
+    return State.LIVES not in lives and (State.DEAD in lives or still_s > longest_s)
 
 
 def _changed_at(folder: Path) -> float:
@@ -195,8 +215,8 @@ def _changed_at(folder: Path) -> float:
 
 class _StoredRun:
     """[Note: unfinished in a store] A save that died, and a deletion that was cut short, have the step's own name
-    there, and no ``metadata.json``: what is left of both is told by that, and goes with the steps around it. What
-    stands above a checkpoint that is deleted may be a save that goes on, and waits for the next time."""
+    there, and no ``metadata.json``: what is left of both is told by that. What stands above a checkpoint that is
+    deleted may be a save that goes on, and waits for the next time. See [Note: dead or slow]."""
 
     def __init__(self, store: ByPointer) -> None:
         self._store = store
@@ -217,9 +237,17 @@ class _StoredRun:
         for step, name in self._files():
             by_step.setdefault(step, set()).add(name)
         for step, names in sorted(by_step.items()):
-            is_left = not visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
-            if step < before and step not in self._deleted and is_left and not self.is_complete(step):
-                self._store.child(_name(step)).clear_unfinished()
+            is_left = (
+                not by_pointer.visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
+            )
+            is_own = not saves_of_this_process().isdisjoint(
+                by_pointer.rank_of(folder)[1] for folder in by_pointer.folders(names)
+            )
+            if step in self._deleted or not is_left or is_own or self.is_complete(step):
+                continue
+            place = self._store.child(_name(step))
+            if step < before or _is_still(place):
+                place.clear_unfinished()
 
     def _files(self) -> Iterator[tuple[int, str]]:
         """The step, and the name in its folder, of each file."""
@@ -227,3 +255,16 @@ class _StoredRun:
             folder, slash, rest = name.partition("/")
             if slash and (found := _read(folder)) and found["kind"] is None:
                 yield int(found["step"]), rest
+
+
+def _is_still(place: ByPointer) -> bool:
+    """Whether a place is as a prune has seen it a day ago; if none has, a mark tells the next one of this look."""
+    marks, now = place.marks(), int(time.time())
+    look = f"{_SEEN}{crc32(repr(sorted(item for item in marks.items() if _SEEN not in item[0])).encode()):08x}-"
+    since = [int(at) for name in marks if name.startswith(look) and (at := name.removeprefix(look)).isdigit()]
+    for name in marks:
+        if name.startswith(_SEEN) and not name.startswith(look):
+            place.delete(name)
+    if not since:
+        place.replace(f"{look}{now}", b"")
+    return bool(since) and now - min(since) > _ANY_S

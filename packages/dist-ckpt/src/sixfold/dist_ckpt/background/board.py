@@ -35,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +43,12 @@ from sixfold.dist_ckpt.background.bell import Bell
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.ranks.exchange import Outcome
 from sixfold.dist_ckpt.stores.by_pointer import ByPointer
-from sixfold.dist_ckpt.stores.local import is_locked
+from sixfold.dist_ckpt.stores.local import is_held, is_locked
 from sixfold.dist_ckpt.stores.store import Save
 
 STALE_S = 9.0
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
-BEATS_BYTES = 12  # of a sign of life; what the worker has counted stands behind
+BEATS_BYTES, _MOVES_BYTES = 12, 20  # of a sign of life: its own count, and behind it what the worker has counted
 
 
 _MARK = "board"  # there as long as the board is
@@ -94,7 +95,7 @@ class Sign:
         """Count on, and show what the worker has counted."""
         self._beats += 1
         with suppress(StorageError, OSError):
-            self._write(f"{self._beats:>{BEATS_BYTES}}{moves:>20}".encode())
+            self._write(f"{self._beats:>{BEATS_BYTES}}{moves:>{_MOVES_BYTES}}".encode())
 
     def _write(self, data: bytes) -> None:
         self._place.replace(self._name, data)
@@ -316,6 +317,7 @@ class FileSign(Sign):
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # no locks on this file system: the counter will do
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._handle, _kernel(), BEATS_BYTES + _MOVES_BYTES)  # which sees this lock, wherever it lies
 
     def _write(self, data: bytes) -> None:
         os.pwrite(self._handle, data, 0)
@@ -325,3 +327,26 @@ class FileSign(Sign):
         with suppress(OSError):
             os.unlink(self._path)
         os.close(self._handle)
+
+
+@cache
+def _kernel() -> bytes:
+    """What this system is called until it is started anew, in any container; empty if it has no such name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().replace(b"-", b"")
+    return b""
+
+
+def life_at(folder: Path) -> State:
+    """How the trainers of a board are that another process has left or lives by; UNSEEN if nothing tells.
+
+    Not for a board of this process: it would lose its locks. Nor for one that was made a moment ago: a lock that is
+    looked at is held for that long.
+    """
+    if any(map(is_held, folder.glob("alive-*"))):
+        return State.LIVES
+    with suppress(OSError):
+        kernel = (folder / "alive-0").read_bytes()[BEATS_BYTES + _MOVES_BYTES :]
+        if kernel and kernel == _kernel():
+            return State.DEAD
+    return State.UNSEEN

@@ -64,6 +64,7 @@ class AsyncSaver:
         self._arena = Arena()
         self._worker: Worker | None = None
         self._flight: AsyncSave | None = None
+        self._save_id = ""  # of the last call
         self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
         self._turn, self._is_busy = threading.RLock(), False
@@ -115,6 +116,7 @@ class AsyncSaver:
                 await_saves_to(request.store)
                 worker = typed(self._ready_worker)
             agreed = saving.agree_on(request)
+            self._save_id = agreed.ticket.save.save_id
             undo.callback(agreed.abandon)
             job, sign = self._hand_over(agreed, request, undo)
             flight = AsyncSave(self, worker, job, sign, request.progress, start)
@@ -300,6 +302,11 @@ def await_saves_to(store: Store) -> None:
         flight = saver._flight
         if flight is not None and str(flight.checkpoint_dir) == store.name:
             flight._ended.wait()
+
+
+def saves_of_this_process() -> set[str]:
+    """The ids of its background saves that may go on."""
+    return {saver._save_id for saver in list(_open_savers(os.getpid()))}
 
 
 @cache

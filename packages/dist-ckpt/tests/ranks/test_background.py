@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -432,6 +433,41 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
     (found, text, seconds) = run_ranks(a_first_rank_that_is_lost_at, 2, tmp_path, where, timeout=90, allow_exit=(0,))[1]
     assert found == kind and said in text
+    assert seconds < 20, "the save's own deadline is 60 s"
+
+
+def lose_the_first_trainer_in_its_workers_commit(rank, ranks, folder, kind):
+    """Its worker has the verdict, and moves the checkpoint into place when the trainer is dead, or never."""
+    moving = folder / "moving"
+    odd = f"moving:{moving}" if kind == "moves" else "stops:stores.local.commit"
+    process._WORKER = (ODD_WORKER, odd if rank == 0 else "slow:0")
+    process._start_worker = Forked
+    dist_ckpt.save(state(rank, ranks, 1), folder / "c")
+    moving.touch()
+    dist.barrier()
+    handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
+    if rank == 0:
+        stat = Path(f"/proc/{handle.worker_pid}/stat")
+        while moving.read_text() != "moves" and stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        (folder / "worker").write_text(str(handle.worker_pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return (*ending(handle, 50), loaded_value(folder / "c"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int((folder / "worker").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("kind", "end", "value"), [("moves", "committed", 2), ("stops", "LostPeerError", 1)])
+def test_a_trainer_that_dies_in_its_workers_commit_is_waited_for_and_the_others_hear_the_true_end(
+    tmp_path, kind, end, value
+):
+    """The worker of a dead trainer ends soon, but may move the checkpoint into place before it has seen that."""
+    job = lose_the_first_trainer_in_its_workers_commit
+    found, text, seconds, loaded = run_ranks(job, 2, tmp_path, kind, timeout=90, allow_exit=(0,))[1]
+    assert (found, loaded) == (end, value), text
+    assert end == "committed" or "it may still do so" in text
     assert seconds < 20, "the save's own deadline is 60 s"
 
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import time
+import types
 
 import pytest
 import torch
@@ -225,3 +227,45 @@ def objects_of_a_class_of_ones_own(rank, ranks, folder):
 
 def test_objects_of_a_class_that_no_pickle_knows_are_saved_and_what_cannot_travel_is_told_to_all(tmp_path):
     assert run_ranks(objects_of_a_class_of_ones_own, 2, tmp_path / "c") == [0, 1]
+
+
+def send_what_only_this_rank_knows(rank, ranks, sender, star):
+    """An object of a module that one rank alone has: in a report, in a decision, in a rank's own part of one."""
+    exchange.STAR_RANKS = star
+    together, sent = Exchange("world", 20), rank
+    if rank == sender:
+        sys.modules["only_here"] = module = types.ModuleType("only_here")
+        module.Odd = type("Odd", (), {"__module__": "only_here"})
+        sent = module.Odd()
+    start = time.monotonic()
+    report = caught(lambda: together.together(lambda: (None, sent), lambda _: None))
+    decision = caught(lambda: together.together(lambda: (None, None), lambda _: sent if sender == 0 else None)[1])
+    part = caught(lambda: together.apart(lambda: (None, None), lambda _: (None, [sent] * ranks))[2])
+    after = together.together(lambda: (None, rank), sum)[1]
+    known = [found if isinstance(found, tuple) else type(found).__name__ for found in (decision, part)]
+    return report, known, after, time.monotonic() - start
+
+
+@pytest.mark.parametrize("star", [64, 2])
+def test_a_message_that_cannot_be_unpickled_is_a_typed_error_on_all_ranks_that_names_its_sender(star):
+    results = run_ranks(send_what_only_this_rank_knows, 5, 4, star)
+    for report, _, after, seconds in results:
+        assert report == results[0][0] and report[0] == "CheckpointError"
+        assert report[1].startswith(
+            "rank 4 sent what cannot be read here (ModuleNotFoundError: No module named 'only_h"
+        )
+        assert after == 10
+        assert seconds < 10, "nobody has waited for the deadline"
+
+
+@pytest.mark.parametrize("star", [64, 2])
+def test_a_decision_that_cannot_be_unpickled_is_a_typed_error_where_it_is_not_read_and_no_wait_for_others(star):
+    results = run_ranks(send_what_only_this_rank_knows, 5, 0, star)
+    assert results[0][1] == ["Odd", "Odd"]
+    for report, found, after, seconds in results[1:]:
+        assert report == (None, None)
+        for kind, text in found:
+            assert kind == "CheckpointError"
+            assert text.startswith("rank 0 sent what cannot be read here (ModuleNotFoundError")
+        assert after == 10
+        assert seconds < 10

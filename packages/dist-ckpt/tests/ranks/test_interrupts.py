@@ -1,10 +1,14 @@
 """Ctrl-C at each step of a save, a worker that dies at each step of its own, ranks that are stopped in a call."""
 
+import dis
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,10 +45,15 @@ def saver():
 
 
 def interrupt_at(patch, place, name, after):
-    """Ctrl-C when ``place.name`` is called the next time, before it does anything or when it has ended."""
-    plain, left = getattr(place, name), [1]
+    """Ctrl-C when ``place.name`` is called the next time, before it does anything or when it has ended.
+
+    By this thread: that of a save which has begun calls some of these too, and its signal would come here later.
+    """
+    plain, left, me = getattr(place, name), [1], threading.get_ident()
 
     def call(*arguments, **options):
+        if threading.get_ident() != me:
+            return plain(*arguments, **options)
         if left.pop() if left and not after else False:
             signal.raise_signal(signal.SIGINT)
         found = plain(*arguments, **options)
@@ -124,6 +133,119 @@ def test_ctrl_c_between_launch_and_handle_leaves_nothing_or_a_save_that_the_next
     assert names(tmp_path) == ["c"]
     saver.save(state(3), tmp_path / "c").wait(60)
     assert value_of(tmp_path / "c") == 3
+
+
+#: What the caller's thread runs until it has the handle, and what starts a worker.
+BEGINNING = [
+    background.AsyncSaver.save,
+    background.AsyncSaver._begun,
+    background.AsyncSaver._in_turn.__wrapped__,
+    background.AsyncSaver._let_go,
+    background.AsyncSaver._hand_over,
+    background.AsyncSaver._copy,
+    background.AsyncSave.__init__,
+    threading.Thread.start,
+]
+STARTING = [background.AsyncSaver._ready_worker, process.Worker.__init__]
+
+
+def windows(code):
+    """Where Python looks for signals: behind a call, where a function begins or a generator goes on, in a loop."""
+    steps = list(dis.get_instructions(code))
+    looks = ("CALL", "RESUME", "JUMP_BACKWARD")
+    return {after.offset for before, after in pairwise(steps) if before.opname.startswith(looks)}
+
+
+def interrupted_at(number, functions, call):
+    """``call`` with a KeyboardInterrupt in the n-th window of some functions that it comes to; which one, if it did."""
+    codes = {function.__code__: windows(function.__code__) for function in functions}
+    left, place = [number], []
+
+    def trace(frame, event, _):
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and frame.f_lasti in codes[frame.f_code] and not place:
+            left[0] -= 1
+            if left[0] < 0:
+                place.append((frame.f_code.co_qualname, frame.f_lineno - frame.f_code.co_firstlineno))
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert place
+    finally:
+        sys.settrace(None)
+    return place[0] if place else None
+
+
+def workers_of_this_process():
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(status.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("functions", [BEGINNING, STARTING], ids=["begin", "start"])
+def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_waits_for(
+    tmp_path, monkeypatch, functions
+):
+    monkeypatch.setattr(process, "_start_worker", Forked)
+    others, places, ends = workers_of_this_process(), [], set()
+    with background.AsyncSaver(group=None, timeout_s=60) as saver:
+        for number in range(1000):
+            saver.save(state(0), tmp_path / "c").wait(60)
+            assert value_of(tmp_path / "c") == 0, places[-1]
+            assert names(tmp_path) == ["c"], places[-1]
+            saver._let_go()
+            if functions is STARTING:
+                saver._worker.stop()
+            place = interrupted_at(number, functions, lambda: saver.save(state(1), tmp_path / "c"))
+            if saver._flight is not None:
+                saver._flight.wait(60)
+            value = value_of(tmp_path / "c")
+            assert value == (saver._flight is not None), place
+            ends.add(value)
+            if place is None:
+                break
+            places.append(place)
+            # Between two statements nobody owns a folder that was made: it goes with the next save.
+            assert names(tmp_path) == ["c"] or place[0] == "AsyncSaver._begun", place
+    assert {where for where, _ in places} == {function.__qualname__ for function in functions}
+    assert ends == {0, 1}
+    deadline = time.monotonic() + 20  # one whose line was closed ends when it has looked
+    while workers_of_this_process() - others and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers_of_this_process() <= others, "no worker stays that nobody knows"
+
+
+def test_a_second_interrupt_while_the_first_is_met_leaves_no_save_that_the_next_call_waits_for_in_vain(
+    tmp_path, monkeypatch, saver
+):
+    """A launcher passes Ctrl-C on that the terminal has sent to the whole process group."""
+    saver._let_go()
+    with monkeypatch.context() as patch:
+        plain = background.AsyncSave._is_given_up
+
+        def interrupted(*arguments):
+            if arguments[1:] or plain(*arguments):
+                raise KeyboardInterrupt
+
+        patch.setattr(threading.Thread, "start", lambda thread: interrupted(thread, "before it starts"))
+        patch.setattr(background.AsyncSave, "_is_given_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(state(2), tmp_path / "c")
+    assert saver._flight.done(), "the next call would wait for ever"
+    with pytest.warns(UserWarning, match="ended without an outcome"):
+        saver.save(state(3), tmp_path / "c").wait(60)
+    assert value_of(tmp_path / "c") == 3
+    assert names(tmp_path) == ["c"]
 
 
 def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, saver):

@@ -167,7 +167,7 @@ class Board:
             return None
         if not hmac.compare_digest(hmac.digest(self._key, data[32:], "sha256"), data[:32]):
             raise CheckpointError(f"{self.path or ''}/{name} was not written by this save; nothing of it was read")
-        return Outcome.decode(data[32:])
+        return Outcome.decode(data[32:], f"{self.path or ''}/{name}")
 
     def has(self, name: str) -> bool:
         """Whether something was put under ``name``."""

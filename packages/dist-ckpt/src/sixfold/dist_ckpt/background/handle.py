@@ -102,8 +102,11 @@ class AsyncSave:
         return f"AsyncSave({str(self.checkpoint_dir)!r}, {'done' if self.done() else 'in flight'})"
 
     def _is_given_up(self) -> bool:
-        """Whether an interrupt of its start came before anything had begun; then nothing will."""
-        return self._mine.acquire(blocking=False)
+        """Whether an interrupt of its start came before anything had begun; then nothing will, and nobody waits."""
+        if not self._mine.acquire(blocking=False):
+            return False
+        self._ended.set()
+        return True
 
     def _watch(self) -> None:
         if not self._mine.acquire(blocking=False):
@@ -139,7 +142,7 @@ class AsyncSave:
                     reason = "hangs and was killed"
                     break
             else:
-                outcome = Outcome.decode(worker.connection.recv_bytes())
+                outcome = Outcome.decode(worker.connection.recv_bytes(), f"the worker of rank {rank}")
                 if outcome.error is None:
                     self._meter.finish()
                 return outcome

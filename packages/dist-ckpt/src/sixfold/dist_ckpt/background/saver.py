@@ -67,7 +67,7 @@ class AsyncSaver:
         self._save_id = ""  # of the last call
         self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
-        self._turn, self._is_busy = threading.RLock(), False
+        self._turn = threading.RLock()
         _open_savers(os.getpid()).add(self)
 
     def save(
@@ -116,8 +116,8 @@ class AsyncSaver:
                 await_saves_to(request.store)
                 worker = typed(self._ready_worker)
             agreed = saving.agree_on(request)
-            self._save_id = agreed.ticket.save.save_id
             undo.callback(agreed.abandon)
+            self._save_id = agreed.ticket.save.save_id
             job, sign = self._hand_over(agreed, request, undo)
             flight = AsyncSave(self, worker, job, sign, request.progress, start)
             try:
@@ -139,17 +139,14 @@ class AsyncSaver:
             raise CheckpointError(
                 f"this AsyncSaver is of process {self._pid}, its worker too; a process that was forked makes its own"
             )
+        # Asked of the lock itself: a flag of our own stays set when an interrupt comes where it is taken back.
+        if self._turn._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise CheckpointError(
+                "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
+                "a flag, and save when that call has returned"
+            )
         with self._turn:
-            if self._is_busy:
-                raise CheckpointError(
-                    "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
-                    "a flag, and save when that call has returned"
-                )
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+            yield
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""

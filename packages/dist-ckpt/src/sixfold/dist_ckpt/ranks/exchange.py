@@ -15,6 +15,12 @@ ranks 62 messages come in one after the other, where a star has 1,023. Below the
 way, and 63 small messages cost some 3 ms. Who waits for the first rank of a run waits a little longer than that one
 does for its own. A rank that dies is named to all; of one that is late the first rank of its run says who it is, the
 others that they have lost that one: past a deadline gloo closes the connections.
+
+[Note: how long a hung rank is waited for] Reports are heard one after the other, each wait ``timeout_s`` from the one
+before. So a rank that hangs in its ``work`` is told of ``timeout_s`` after the reports of the ranks before it are in,
+also where another rank knows sooner (as behind a mirror, whose ranks see who fetches no more) and has said so: its
+report is not heard before. It cannot be: a message of gloo that is waited for can neither be looked at nor called
+back, so that whoever goes past it hears it in place of the next report.
 """
 
 from __future__ import annotations
@@ -100,7 +106,8 @@ class Exchange:
         own = Outcome.of(keep_mine, f"rank {self.rank}")
         above, below = self._neighbours()
         if above is None:
-            decision, parts = _decided([own, *map(Outcome.decode, self._collected(below))], decide)
+            heard = [_heard(data, rank) for rank, data in enumerate(self._collected(below), 1)]
+            decision, parts = _decided([own, *heard], decide)
         else:
             decision, parts = self._reported(above, [own.encode(), *self._collected(below)])
         for peer in below:
@@ -109,7 +116,7 @@ class Exchange:
             self._send(peer, told, best_effort=decision.error is not None)
         if decision.error is not None:
             raise decision.error from (own.error.__cause__ if own.error is not None else None)
-        return kept[0], decision.value, pickle.loads(parts[0]) if parts else None
+        return kept[0], decision.value, _unpickled(parts[0], "rank 0") if parts else None
 
     def hear(self) -> None:
         """Raise what another rank tells by ``told_to_all``.
@@ -127,9 +134,9 @@ class Exchange:
         try:
             self._send(above, heard)
             decision, *parts = self._receive(above)
-            return Outcome.decode(decision), parts
+            return _heard(decision, 0), parts
         except LostPeerError:
-            for outcome in map(Outcome.decode, heard):
+            for outcome in (_heard(data, rank) for rank, data in enumerate(heard, self.rank)):
                 if outcome.is_lost:  # past a deadline gloo has closed all connections: whom it was for is what counts
                     return outcome, []
             raise
@@ -153,16 +160,16 @@ class Exchange:
         return self.ranks if self.ranks <= STAR_RANKS else ceil(sqrt(self.ranks))
 
     def _collected(self, peers: list[int]) -> list[bytes]:
-        """What the ranks below have sent, in rank order; for one that is lost, that it is."""
+        """What the ranks below have sent, in rank order; for one that is lost or not to be read, that it is."""
         found: list[bytes] = []
         for peer in peers:
             # The first rank waits longer for one that waits for others itself.
             waits = self.rank == 0 and peer >= self._run
             try:
                 found += self._receive(peer, min(5.0, self.timeout_s / 4) if waits else 0.0)
-            except LostPeerError as error:
+            except CheckpointError as error:
                 # The others are still heard, so that they all get this error and none waits in vain.
-                found.append(Outcome(error=error, is_lost=True).encode())
+                found.append(Outcome(error=error, is_lost=isinstance(error, LostPeerError)).encode())
         return found
 
     def _send(self, peer: int, texts: list[bytes], *, best_effort: bool = False) -> None:
@@ -182,7 +189,7 @@ class Exchange:
             self._wait(dist.irecv(data, group=self.channel, group_src=peer, tag=_TAG), peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        texts: list[bytes] = pickle.loads(tensor_bytes(data))  # from a rank of this job, as all that is unpickled here
+        texts: list[bytes] = _unpickled(tensor_bytes(data), f"rank {peer} of {self.ranks}")
         return texts
 
     def _wait(self, work: dist.Work | None, peer: int, slack_s: float = 0.0) -> None:
@@ -250,10 +257,29 @@ class Outcome(NamedTuple):
             return Outcome(error=CheckpointError(f"{type(error).__name__}: {error}")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Outcome:
-        """What ``encode`` gave: from a rank of this job, never from a file."""
-        outcome: Outcome = pickle.loads(data)
+    def decode(cls, data: bytes, who: str) -> Outcome:
+        """What ``encode`` gave: from a rank of this job, never from a file. CheckpointError: it cannot be read here."""
+        outcome: Outcome = _unpickled(data, who)
         return outcome
+
+
+def _heard(data: bytes, rank: int) -> Outcome:
+    """What a rank has to say; that it cannot be read is an error as if that rank had met it."""
+    try:
+        return Outcome.decode(data, f"rank {rank}")
+    except CheckpointError as error:
+        return Outcome(error=error)
+
+
+def _unpickled(data: Any, who: str) -> Any:
+    """What ``who``, a rank of this job, has pickled."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # whatever a class of another version does
+        raise CheckpointError(
+            f"{who} sent what cannot be read here ({type(error).__name__}: {error}); all ranks of a job run the same "
+            "code, in the same versions, and can import what its state dict and strategies are made of"
+        ) from error
 
 
 def _decided(

@@ -7,7 +7,8 @@ Work: ``--mib`` MiB of float32 in 16 tensors, saved in rows by ``--ranks`` ranks
 resharded to columns; values are checked after each restore. Peer: ``dcp.save(storage_writer=FsspecWriter(url))`` and
 ``dcp.load(storage_reader=FsspecReader(url))`` with their defaults, on DTensors. Both read through s3fs with its
 defaults. Medians of the wall time between barriers; both run in turn in every round, the order alternates, the first
-round is thrown away. Requests, bytes, the most in flight and CPU seconds are the server's own of the last round.
+round is thrown away. Background saves go to the server and, in turn, to a local folder; "blocked_s" is the call of the
+slowest rank. Requests, bytes, the most in flight and CPU seconds are the server's own of the last round.
 
 The server (tests/s3_server.py) is moto behind a front that adds the latency and, once it has read an object whole,
 serves its ranges from memory: without this moto copies the whole object for each range and is all that is measured.
@@ -165,22 +166,24 @@ def loads(run, sides, layout):
     return in_turn(run.options.rounds, sides, lambda name: sides[name].load(states[name]), run, check)
 
 
-def background(run, side, state):
-    """A background save: seconds until the call returns, and until it is committed."""
-    blocked, durable = [], Measured()
+def background(run, places, state):
+    """{place: seconds until the call returns, seconds until it is committed} of background saves that take turns."""
+    blocked = {name: [] for name in places}
 
-    def save():
+    def save(name):
         start_s = time.perf_counter()
-        handle = dist_ckpt.async_save(state, f"{side.url}-background")
-        blocked.append(time.perf_counter() - start_s)
+        handle = dist_ckpt.async_save(state, places[name])
+        blocked[name].append(time.perf_counter() - start_s)
         handle.wait()
 
-    for _ in range(run.options.rounds + 1):
-        once(durable, save, run)
-    slowest = torch.tensor(blocked or [0.0], dtype=torch.float64)
-    if not durable.error:
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return durable.report() | ({} if durable.error else {"blocked_s": float(slowest[1:].median())})
+    found = in_turn(run.options.rounds, places, save, run)
+    report = {name: measured.report() for name, measured in found.items()}
+    for name, seconds in blocked.items():
+        if not found[name].error:
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            report[name] |= {"blocked_s": float(slowest[1:].median()), "blocked_rounds": slowest.tolist()}
+    return report
 
 
 def job(rank, folder, options, port, bucket, results):
@@ -198,7 +201,8 @@ def job(rank, folder, options, port, bucket, results):
     for layout in AXES:
         steps[f"load as {layout}"] = loads(run, sides, layout)
     report = {step: {name: measured.report() for name, measured in found.items()} for step, found in steps.items()}
-    report["background save"] = {"sixfold": background(run, sides["sixfold"], states["sixfold"])}
+    places = {"sixfold": f"{urls['sixfold']}-background", "sixfold to a folder": f"{folder}/background"}
+    report["background save"] = background(run, places, states["sixfold"])
     if rank == 0:
         Path(results).write_text(json.dumps(report))
     dist.barrier()

@@ -281,3 +281,26 @@ def test_a_request_that_hangs_ends_the_wait_at_the_deadline():
     with pytest.raises(dist_ckpt.LostPeerError, match=r"within timeout_s=0\.2"):
         queue.maybe_finalize_async_calls(blocking=True)
     release.set()
+
+
+def test_what_the_peers_trainer_and_optimizers_import_besides():
+    from megatron.core.dist_checkpointing import optimizer as peer_optimizer
+
+    from sixfold.dist_ckpt import optimizer
+
+    assert "keep_vars=True" in optimizer.KEEP_VARS_HINT and "keep_vars=True" in peer_optimizer.KEEP_VARS_HINT
+    for metadata in (None, {}, {"a": 1, "dp_cp_group": object()}):
+        before = copy.copy(metadata)
+        clean = utils._clean_metadata_for_serialization(metadata)
+        assert clean == peer_utils._clean_metadata_for_serialization(metadata)
+        assert metadata == before
+
+
+def test_the_saving_strategy_takes_all_arguments_of_the_peers_in_its_order():
+    from megatron.core.dist_checkpointing.strategies import torch as peer_torch
+
+    from sixfold.dist_ckpt.strategies import torch as strategies_torch
+
+    theirs = [*inspect.signature(peer_torch.TorchDistSaveShardedStrategy).parameters]
+    ours = [*inspect.signature(strategies_torch.TorchDistSaveShardedStrategy).parameters]
+    assert ours[: len(theirs)] == theirs

@@ -15,11 +15,11 @@ from dist_ckpt_helpers import kib_of_status, one, peak_growth_mib
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedTensor
+from sixfold.dist_ckpt import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.background.arena import Arena
 from sixfold.dist_ckpt.road import reader, transfer
 from sixfold.dist_ckpt.tools import commands as tools
-from sixfold.dist_ckpt.tools import conversion
+from sixfold.dist_ckpt.tools import values
 
 COUNT, ROWS, MIB = 16, 1 << 9, 2
 ALL_MIB = COUNT * MIB
@@ -96,7 +96,7 @@ def measured(rank, ranks, folder):
     state, arena = [KINDS["transposed"]() for _ in range(COUNT)], Arena()
     peaks["arena"] = peak_growth_mib(lambda: arena.take(state))
     arena.close()
-    conversion.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
+    values.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
     for to in FORMATS:
         peaks["convert", to] = peak_growth_mib(lambda t=to: tools.convert(saved, folder / t, to=t))
     peaks["verify"] = peak_growth_mib(lambda: tools.verify(saved))
@@ -104,6 +104,10 @@ def measured(rank, ranks, folder):
     dist_ckpt.save(zeros, folder / "zeros")
     for other in ("plain-True", "zeros"):
         peaks["diff", other] = peak_growth_mib(lambda o=other: tools.diff(saved, folder / o))
+    values.BATCH_BYTES, tools._OBJECT_BYTES = 256 << 20, MIB << 20
+    objects = [ShardedObject("o", bytes(MIB << 20), (COUNT,), (i,)) for i in range(COUNT)]
+    dist_ckpt.save({"o": objects}, folder / "objects")
+    peaks["diff", "objects"] = peak_growth_mib(lambda: tools.diff(folder / "objects", folder / "objects"))
     return peaks
 
 
@@ -150,6 +154,11 @@ def test_verify_holds_a_block(peaks):
 def test_diff_holds_two_batches(peaks, other):
     """And what 16,384 elements differ by, at 60 bytes each."""
     assert peaks["diff", other] <= 2 * BATCH_MIB + 1 + NOISE_MIB < ALL_MIB
+
+
+def test_diff_holds_a_few_objects_of_both_sides(peaks):
+    """Each while it is decoded: its bytes as they are stored, once more to be unpickled, and the value."""
+    assert peaks["diff", "objects"] <= 6 * MIB + NOISE_MIB < ALL_MIB / 2
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("plain", "bool")])

@@ -1,7 +1,11 @@
 """The tools and the command: what they report of whole, foreign and damaged folders."""
 
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from fractions import Fraction
 
@@ -247,7 +251,7 @@ def test_convert_refuses_a_target_that_is_not_empty_and_a_damaged_source(folder,
 def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     if rows:
-        monkeypatch.setattr("sixfold.dist_ckpt.tools.conversion.BATCH_BYTES", rows)
+        monkeypatch.setattr("sixfold.dist_ckpt.tools.values.BATCH_BYTES", rows)
     found = tools.convert(folder, tmp_path / "s", to="safetensors")
     assert found["files"] == ["model.safetensors"]
     loaded = safe.load_file(tmp_path / "s" / "model.safetensors")
@@ -429,3 +433,97 @@ def test_every_tool_takes_urls(folder, tmp_path):
         tools.convert(folder, url, to="torch_dist")
     with pytest.raises(MismatchError):
         tools.verify(url + "none")
+
+
+def test_diff_compares_tensors_of_every_layout(tmp_path):
+    def saved(name, last):
+        whole = torch.tensor([[1.0, 0.0], [0.0, last]])
+        held = {
+            "coo": whole.to_sparse(),
+            "csr": whole.to_sparse_csr(),
+            "nested": torch.nested.nested_tensor([whole[0]]),
+        }
+        record = ShardedObject("o", held | {"nested": torch.nested.nested_tensor([whole[1], whole[1, :1]])}, (1,), (0,))
+        dist_ckpt.save(held | {"o": record}, tmp_path / name)
+        return tmp_path / name
+
+    assert tools.diff(saved("a", 2.0), saved("b", 2.0))["equal"]
+    found = tools.diff(tmp_path / "a", saved("c", 3.0))
+    assert [entry["key"] for entry in found["different"]] == ["o/shard_0_1"]
+    assert found["common_differs"] == ["coo", "csr"]
+
+
+def test_diff_tells_paths_apart_that_read_alike(tmp_path):
+    for name, common in (("a", {"a.b": 1}), ("b", {"a": {"b": 1}}), ("c", {"a.b": 2, "a": {"b": 1}})):
+        dist_ckpt.save(common, tmp_path / name)
+    for one_side, other in (("a", "b"), ("a", "c"), ("b", "c")):
+        assert tools.diff(tmp_path / one_side, tmp_path / other)["common_differs"] == ["a.b"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "metadata", "diff", "convert"])
+def test_what_the_system_refuses_is_told_by_its_name(folder, tmp_path, capsys, command):
+    """A name too long is refused as an unreadable folder above would be, also to root."""
+    refused = tmp_path / ("x" * 300)
+    places = {"diff": (folder, refused), "convert": (folder, refused, "--to", "torch_dist")}.get(command, (refused,))
+    assert main([command, *map(str, places)]) == 2
+    assert "sixfold-ckpt: StorageError: File name too long" in capsys.readouterr().err
+    function, options = getattr(dist_ckpt.tools, command), {"to": "zarr"} if command == "convert" else {}
+    with pytest.raises(StorageError, match="File name too long"):
+        function(*places[: 1 + (len(places) > 1)], **options)
+
+
+@pytest.mark.filterwarnings("ignore:the zarr format")
+def test_verify_tells_a_problem_of_a_foreign_format_once_and_minds_no_class_of_the_users(tmp_path):
+    with torch.serialization.safe_globals([Fraction]):
+        dist_ckpt.save({"w": one("w", torch.ones(3)), "of": Fraction(1, 2)}, tmp_path / "z", ("zarr", 1))
+    assert tools.verify(tmp_path / "z")["problems"] == []
+    (tmp_path / "z" / "w" / "0").unlink()
+    (problem,) = tools.verify(tmp_path / "z")["problems"]
+    assert problem["kind"] == "unreadable" and "w/0 is missing" in problem["detail"]
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_verify_tells_common_data_that_wants_to_run_code(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "c"))
+    torch.save({"x": Hostile()}, tmp_path / "c" / "common.pt")
+    assert kinds(tmp_path / "c") == {("unsafe", "common.pt")}
+    torch.save({"args": Namespace(of=Fraction(1, 2))}, tmp_path / "c" / "common.pt")
+    assert kinds(tmp_path / "c") == set()
+
+
+def test_json_is_json_where_a_distance_is_infinite(tmp_path, capsys):
+    for name, value in (("a", 1.0), ("b", torch.nan)):
+        dist_ckpt.save({"x": one("x", torch.tensor([value]))}, tmp_path / name)
+    assert main(["diff", "--json", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+    def refused(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refused)
+    assert found["different"] == [{"key": "x", "reason": "values", "count": 1, "max_abs": None}]
+
+
+def test_a_key_cannot_speak_to_the_terminal(tmp_path, capsys):
+    key = "w\x1b[2J\udce9\u00e9"
+    dist_ckpt.save({"x": one(key, torch.ones(1)), "e": {}}, tmp_path / "c")
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    out = capsys.readouterr().out
+    out.encode()
+    assert "  w\\x1b[2J\\udce9\u00e9  float32" in out
+
+
+def test_a_reader_that_goes_away_and_an_interrupt_change_no_status(folder, tmp_path, monkeypatch):
+    command = f"{shlex.quote(sys.executable)} -m sixfold.dist_ckpt verify --json {shlex.quote(str(folder))}"
+    script = f"trap '' PIPE; {command} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dist_ckpt.tools, "verify", interrupted)
+    assert main(["verify", str(folder)]) == 130

@@ -1,9 +1,11 @@
 """``progress(bytes_done, bytes_total)`` of every long call: grows, ends at the total, and its errors lose nothing."""
 
+import shutil
 import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import folder_bytes, names, one, state, value_of
 
 from sixfold import dist_ckpt
@@ -213,3 +215,49 @@ def test_a_url_tells_as_a_folder_does():
         bar.check(steps=2)
     finally:
         fsspec.filesystem("memory").rm("/progress", recursive=True)
+
+
+@pytest.mark.parametrize("kind", ["of dcp", "damaged", "empty", "safetensors", "quick"])
+def test_verify_ends_at_its_total_whatever_it_looks_at(tmp_path, saved, kind):
+    path = tmp_path / "c"
+    if kind in ("of dcp", "damaged"):
+        torch_dcp.save({"w": torch.ones(9)}, checkpoint_id=str(path))
+    elif kind == "safetensors":
+        pytest.importorskip("safetensors", reason="the export needs the library")
+        tools.convert(saved, path, to="safetensors")
+    else:
+        path.mkdir()
+    if kind == "damaged":
+        (path / "__0_0.distcp").unlink()
+    bar = Bar()
+    tools.verify(saved if kind == "quick" else path, quick=kind == "quick", progress=bar)
+    assert bar.seen and bar.seen[-1][0] == bar.seen[-1][1]
+    assert bar.seen == sorted(bar.seen)
+
+
+def test_diff_tells_of_objects_too_and_ends_when_all_is_compared(tmp_path):
+    record = [dist_ckpt.ShardedObject("o", bytes(MIB), (9,), (i,)) for i in range(9)]
+    dist_ckpt.save({"o": record, "it": 1}, tmp_path / "c")
+    bar = Bar()
+    tools.diff(tmp_path / "c", tmp_path / "c", progress=bar)
+    bar.check(least=9 * MIB, steps=2)
+    with pytest.raises(CheckpointError, match="my bar broke"):
+        tools.diff(tmp_path / "c", tmp_path / "c", progress=Bar(raise_at=1))
+
+
+def test_plain_tensors_and_a_removal_tell_theirs(saved, tmp_path):
+    bar = Bar()
+    assert len(dist_ckpt.load_plain_tensors(saved, progress=bar)) == TENSORS
+    bar.check()
+    shutil.copytree(saved, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="my bar broke"):
+        dist_ckpt.remove_sharded_tensors(tmp_path / "c", "w1", progress=Bar(raise_at=1))
+    assert tools.diff(saved, tmp_path / "c")["equal"]
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    bar = Bar()
+    dist_ckpt.remove_sharded_tensors(tmp_path / "c", "w0", progress=bar)
+    bar.check(least=(TENSORS - 1) * EACH)
+    bar = Bar()
+    with pytest.warns(match="no tensor"):
+        dist_ckpt.remove_sharded_tensors(tmp_path / "c", "w0", progress=bar)
+    assert bar.seen == [(0, 0)]

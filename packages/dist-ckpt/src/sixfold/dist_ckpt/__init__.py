@@ -46,7 +46,7 @@ from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObj
 if TYPE_CHECKING:
     from sixfold.dist_ckpt import optimizer, optimizers, retention
     from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
-    from sixfold.dist_ckpt.tools.removal import remove_sharded_tensors
+    from sixfold.dist_ckpt.tools.conversion import remove_sharded_tensors
 
 __all__ = [
     "AsyncSave",
@@ -80,7 +80,7 @@ __all__ = [
     "validation",
 ]
 
-_WHERE = {"AsyncSave": "background.saver", "async_save": "background.saver", "remove_sharded_tensors": "tools.removal"}
+_WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {"remove_sharded_tensors": "tools.conversion"}
 _MODULES = frozenset(["background", "dict_utils", "optimizer", "optimizers", "retention", "tools"])
 
 

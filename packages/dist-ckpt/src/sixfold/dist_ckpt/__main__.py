@@ -2,20 +2,23 @@
 
     arguments --> tools/commands.py --> text or JSON, exit status (this file)
 
-Exit status: 0 fine; 1 ``verify`` found problems, ``diff`` differences; 2 the command could not do its work.
+Exit status: 0 fine; 1 ``verify`` found problems, ``diff`` differences; 2 the command could not do its work; 130 it was
+interrupted. A key may hold anything: what a terminal would act on is shown as an escape.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sixfold.dist_ckpt import tools
-from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.errors import CheckpointError, typed
 
 Found = dict[str, Any]
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -26,15 +29,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     verb, as_json, show = options.pop("verb"), options.pop("json"), _Bar() if sys.stderr.isatty() else None
     try:
-        found = getattr(tools, verb)(**options, **({"progress": show} if verb in _LONG else {}))
+        found = typed(lambda: getattr(tools, verb)(**options, **({"progress": show} if verb in _LONG else {})))
     except CheckpointError as error:
-        print(f"sixfold-ckpt: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"sixfold-ckpt: {type(error).__name__}: {_printable(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     finally:
         if show is not None:
             show.clear()
-    print(json.dumps(found, indent=2) if as_json else "\n".join(_TEXTS[verb](found, options)))
+    try:
+        print(_json(found) if as_json else _printable("\n".join(_TEXTS[verb](found, options))), flush=True)
+    except BrokenPipeError:  # who reads has seen enough; Python would write the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(not found.get("ok", found.get("equal", True)))
+
+
+def _printable(text: str) -> str:
+    """The same with escapes for control characters, and for halves of characters, which no encoding has."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _json(found: Found) -> str:
+    """JSON has no infinity, which is how far NaN is from a number: null."""
+    for entry in found.get("different", ()):
+        entry["max_abs"] = None if entry["max_abs"] == math.inf else entry["max_abs"]
+    return json.dumps(found, indent=2, allow_nan=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,8 +113,8 @@ def _size(nbytes: int) -> str:
     return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _count(number: int | None, thing: str) -> str:
+    return "" if number is None else f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _table(cells: Iterable[Sequence[str]]) -> list[str]:

@@ -26,6 +26,11 @@ from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObj
 
 ModelRecord = ShardedTensor | ShardedTensorFactory
 
+#: What megatron-core's own optimizers end their errors with.
+KEEP_VARS_HINT = (
+    " Make the model's state dict with keep_vars=True, and wrap transformed parameters in a ShardedTensorFactory."
+)
+
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
     """``id(parameter)`` -> its number in the optimizer, for parameters in the optimizer's order."""
@@ -61,8 +66,7 @@ def get_param_id_to_sharded_param_map(
             found[number] = ShardedTensor.from_dtensor(tree.key_text(path), leaf) if is_dtensor(leaf) else leaf
     if not found:
         warnings.warn(
-            "no record of the model holds a parameter of the optimizer: make the model's state dict with "
-            "keep_vars=True, and wrap transformed parameters in a ShardedTensorFactory",
+            f"no record of the model holds a parameter of the optimizer.{KEEP_VARS_HINT}",
             stacklevel=2,
         )
     return found

@@ -242,10 +242,10 @@ def load_sharded_metadata(
         return foreign.listing(folder, *_strategies(folder, sharded_strategy, common_strategy))
 
 
-def load_plain_tensors(checkpoint_dir: str | Path | Store) -> dict[str, Any]:
-    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``."""
+def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``, whose ``progress`` it is."""
     tensors = load_tensors_metadata(checkpoint_dir)
-    loaded = load(tensors, checkpoint_dir, group=None)
+    loaded = load(tensors, checkpoint_dir, group=None, progress=progress)
     return {key: loaded[key] for key in tensors}
 
 

@@ -127,6 +127,11 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: dict[Any, Any]) -> None:
             value.data = data.dequantize()
 
 
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """``content_metadata`` without the process group in it, which cannot be saved; trainers import it by this name."""
+    return None if metadata is None else {name: part for name, part in metadata.items() if name != "dp_cp_group"}
+
+
 @contextmanager
 def logger_stack(
     name: str | None = None, current_logger: logging.Logger | None = None

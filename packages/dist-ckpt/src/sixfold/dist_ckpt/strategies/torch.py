@@ -39,6 +39,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         keep_only_main_replica: accepted for the guide's sake; replicas are never written twice.
         thread_count: threads that write, >= 1.
         cached_metadata: keep the last plan: a save of records that have not changed exchanges none.
+        separation_hint: accepted for the peer's sake, which puts keys with this prefix into files of their own.
         group, timeout_s: for a direct call of ``save`` only; ``dist_ckpt.save`` has its own.
     """
 
@@ -49,6 +50,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         keep_only_main_replica: bool = True,
         thread_count: int = 2,
         cached_metadata: bool = True,
+        separation_hint: str | None = None,
         *,
         group: Group = "world",
         timeout_s: float = 600.0,
@@ -58,7 +60,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         if thread_count < 1:
             raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
         super().__init__(backend, version)
-        self.keep_only_main_replica = keep_only_main_replica
+        self.keep_only_main_replica, self.separation_hint = keep_only_main_replica, separation_hint
         self._engine = SaveEngine(thread_count=thread_count, memory={} if cached_metadata else None)
         self._group, self._timeout_s = group, timeout_s
 

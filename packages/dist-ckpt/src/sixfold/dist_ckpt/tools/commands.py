@@ -2,32 +2,33 @@
 
     folder --> inspect, verify, convert, diff (this file) --> dict --> __main__.py: text or JSON
 
-One plain process, no group. Tensors pass in batches of rows, so that memory stays bounded whatever the size.
+One plain process, no group. Tensors pass in batches of rows, objects a few at a time, so that memory stays bounded
+whatever the size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.by_name import PlainObject
-from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, safetensors_folder
 from sixfold.dist_ckpt.stores.by_pointer import folders
-from sixfold.dist_ckpt.tools import conversion, probe
-from sixfold.dist_ckpt.tools.safetensors_export import nbytes_of
-from sixfold.dist_ckpt.tools.standin import equal
+from sixfold.dist_ckpt.tools import conversion, probe, values
+from sixfold.dist_ckpt.tools.values import equal, nbytes_of
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
+_OBJECT_BYTES = 16 * 2**20  # of objects that are compared at once, as they are stored
 
 
 def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
@@ -44,9 +45,9 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
         CheckpointError: no such folder, or it cannot be read.
     """
     with probe.opened(path) as folder:
-        config, checkpoint = read_config(folder), conversion.opened(folder)
+        config, checkpoint = read_config(folder), values.opened(folder)
         backend, version = config[0] if config else ("torch_dist", None)
-        tensors, objects = conversion.listed(folder, keys)
+        tensors, objects = values.listed(folder, keys)
         stored = {} if checkpoint is None else checkpoint.manifest.tensors
         grids = {o.key: [] if isinstance(o, PlainObject) else list(o.global_shape) for o in objects.values()}
         return {
@@ -66,7 +67,7 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
                 for key, record in tensors.items()
             ],
             "objects": [{"key": key, "shape": shape} for key, shape in sorted(grids.items())],
-            "common": [str(key) for key in conversion.common_data(folder)],
+            "common": [str(key) for key in values.common_data(folder)],
             "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
             "integrity": checkpoint is not None and checkpoint.integrity is not None,
         }
@@ -128,16 +129,16 @@ def convert(
     if to != "torch_dist":
         paths.local(dst, f"{to} is written into a local folder; upload it")
     with probe.opened(src, whole=True) as source:
-        wanted, objects = conversion.listed(source, keys)
+        wanted, objects = values.listed(source, keys)
         _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
-        total = sum(map(nbytes_of, wanted.values()))
-        meter = Meter(progress, lambda: total)
         if to == "safetensors":
-            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, meter)
+            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress)
         else:
-            target, files = conversion.to_checkpoint(source, dst, wanted, objects, to, meter, safe_globals)
-        name = probe.name_of(src, source)
-    return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": total, "files": files}
+            target, files = typed(
+                lambda: conversion.to_checkpoint(source, dst, wanted, objects, to, progress, safe_globals)
+            )
+        name, nbytes = probe.name_of(src, source), sum(map(nbytes_of, wanted.values()))
+    return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": nbytes, "files": files}
 
 
 def _check_matches(keys: str, where: str | Path | Store, matches: Collection[str]) -> None:
@@ -159,22 +160,23 @@ def diff(
     Args:
         rtol: values x of ``a`` and y of ``b`` are equal if |x - y| <= rtol * |y|; NaN equals NaN.
         keys: a glob; other tensors and objects are left out.
-        progress: called with bytes of ``a`` compared and in all.
+        progress: called with bytes of ``a`` compared and in all, of tensors and of objects.
     Returns:
         equal, only_in_a, only_in_b (keys), different [key, reason ("shape", "dtype" or "values"), count (elements
         that differ), max_abs], common_differs [paths]. count and max_abs are None but for values of tensors.
     Raises:
         CheckpointError: one of them cannot be read.
+    Memory: two batches of tensors, or the largest object of both sides.
     """
     if not rtol >= 0:
         raise CheckpointError(f"rtol is {rtol}; it is >= 0")
     with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
-        folders = first, second
-        left, right = ({**tensors, **objects} for tensors, objects in (conversion.listed(f, keys) for f in folders))
-        _check_matches(keys, f"{folders[0]} and {folders[1]}", left.keys() | right.keys())
+        sides = first, second
+        left, right = ({**tensors, **objects} for tensors, objects in (values.listed(side, keys) for side in sides))
+        _check_matches(keys, f"{first} and {second}", left.keys() | right.keys())
         different: list[dict[str, Any]] = []
-        same: dict[str, ShardedTensor] = {}
-        objects = []
+        tensors: list[ShardedTensor] = []
+        objects: list[str] = []
         for key in sorted(left.keys() & right.keys()):
             one, other = left[key], right[key]
             if not isinstance(one, ShardedTensor) or not isinstance(other, ShardedTensor):
@@ -182,18 +184,21 @@ def diff(
             elif one.global_shape != other.global_shape or one.dtype != other.dtype:
                 different.append(_entry(key, "shape" if one.global_shape != other.global_shape else "dtype"))
             else:
-                same[key] = one
-        different += _different_values(folders, same, rtol, progress)
-        values = [
-            conversion.read(f, [side[k] for k in objects]) for f, side in zip(folders, (left, right), strict=True)
-        ]
-        different += [_entry(key, "values") for key, x, y in zip(objects, *values, strict=True) if not equal(x, y)]
+                tensors.append(one)
+        sizes = [values.object_bytes(side) for side in sides]
+        nbytes = sum(map(nbytes_of, tensors)) + sum(sizes[0].get(key, 0) for key in objects)
+        meter = Meter(progress, lambda: nbytes)
+        different += _different_tensors(sides, tensors, rtol, meter)
+        for group in values.grouped(objects, lambda k: max(s.get(k, _OBJECT_BYTES) for s in sizes), _OBJECT_BYTES):
+            different += _different_objects(sides, group, [(left[key], right[key]) for key in group])
+            meter.add(sum(sizes[0].get(key, 0) for key in group))
         found = {
             "only_in_a": sorted(left.keys() - right.keys()),
             "only_in_b": sorted(right.keys() - left.keys()),
             "different": sorted(different, key=lambda entry: str(entry["key"])),
-            "common_differs": _differing_paths(*map(conversion.common_data, folders)),
+            "common_differs": _differing_paths(*map(values.common_data, sides)),
         }
+        meter.finish()
         return {"equal": not any(found.values()), **found}
 
 
@@ -201,26 +206,32 @@ def _entry(key: str, reason: str, count: int | None = None, max_abs: float | Non
     return {"key": key, "reason": reason, "count": count, "max_abs": max_abs}
 
 
-def _different_values(
-    folders: tuple[Path, Path], tensors: Mapping[str, ShardedTensor], rtol: float, progress: Progress | None
+def _different_objects(
+    sides: tuple[Path, Path], keys: Sequence[str], pairs: Sequence[tuple[ShardedBase, ShardedBase]]
+) -> list[dict[str, Any]]:
+    """What differs of a few objects; they are in memory twice, and gone when this returns."""
+    found = (values.read(side, records) for side, records in zip(sides, zip(*pairs, strict=True), strict=True))
+    return [_entry(key, "values") for key, x, y in zip(keys, *found, strict=True) if not equal(x, y)]
+
+
+def _different_tensors(
+    sides: tuple[Path, Path], tensors: Sequence[ShardedTensor], rtol: float, meter: Meter
 ) -> list[dict[str, Any]]:
     found: dict[str, tuple[int, float]] = {}
-    meter = Meter(progress, lambda: sum(map(nbytes_of, tensors.values())))
-    for batch in conversion.batches(tensors):
-        for key, count, max_abs in _compare_batch(folders, batch, rtol):
+    for batch in values.batches(tensors):
+        for key, count, max_abs in _compare_batch(sides, batch, rtol):
             before = found.get(key, (0, 0.0))
             found[key] = before[0] + count, max(before[1], max_abs)
         meter.add(sum(map(nbytes_of, batch)))
-    meter.finish()
     return [_entry(key, "values", *found[key]) for key in found]
 
 
 def _compare_batch(
-    folders: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float
+    sides: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float
 ) -> list[tuple[str, int, float]]:
     """What differs in a batch; it is in memory twice, once of each folder, and gone when this returns."""
     found = []
-    for part, x, y in zip(batch, *(conversion.read(folder, batch) for folder in folders), strict=True):
+    for part, x, y in zip(batch, *(values.read(side, batch) for side in sides), strict=True):
         for cut in cuts(x.shape, _COMPARED_ELEMENTS):
             count, max_abs = _compare(x[cut], y[cut], rtol)
             if count:
@@ -244,6 +255,7 @@ def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]
 
 def _differing_paths(left: Any, right: Any) -> list[str]:
     # An empty dict is a leaf; at the top it says no more than that the paths of the other side are missing.
-    x, y = ({tree.path_text(path): leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
+    x, y = ({path: leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
     missing = object()
-    return sorted(path for path in x.keys() | y.keys() if not equal(x.get(path, missing), y.get(path, missing)))
+    differing = {path for path in x.keys() | y.keys() if not equal(x.get(path, missing), y.get(path, missing))}
+    return sorted(set(map(tree.path_text, differing)))

@@ -1,137 +1,48 @@
-"""Conversion: the tensors of one checkpoint in bounded memory, and their way into another format.
+"""Conversion: a checkpoint written anew, in another format or without some of its tensors.
 
-    folder --> batches, read (this file) --> tools.diff, safetensors_export.py
     folder --> records that map its files (this file) --> save: torch_dist, zarr
+    folder --> values.py: batches of values --> files of safetensors (this file)
 
-A record whose values lie plain in a file of the source maps them, so that the page cache and not the
-process holds them.
+A record whose values lie plain in a file of the source maps them, so that the page cache and not the process holds
+them. Safetensors, the format that model hubs and inference engines read, are streamed: the ``safetensors`` library
+(extra ``safetensors``) would want a whole file's bytes in memory to write it. It opens each file afterwards, which
+checks header and lengths by independent code.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
-from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, typed
+from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.files.safetensors import INDEX_NAME, NAMES
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.plans.plan import Read
-from sixfold.dist_ckpt.progress import Meter
+from sixfold.dist_ckpt.progress import Meter, Progress
+from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.road.sources import Sources
 from sixfold.dist_ckpt.state.by_name import PlainObject
-from sixfold.dist_ckpt.state.records import Piece, ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import LocalStore, Store, paths, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.stores.folder import Checkpoint
 from sixfold.dist_ckpt.strategies.base import owns_file
-from sixfold.dist_ckpt.tools import safetensors_export
-from sixfold.dist_ckpt.tools.safetensors_export import nbytes_of
-from sixfold.dist_ckpt.tools.standin import stand_ins
+from sixfold.dist_ckpt.tools import probe, values
+from sixfold.dist_ckpt.tools.values import nbytes_of
 
-BATCH_BYTES = 256 * 2**20
-
-
-def opened(folder: Path) -> Checkpoint | None:
-    """The checkpoint, if the built-in engine reads it."""
-    try:
-        return open_checkpoint(folder)
-    except MismatchError:  # a strategy of its own reads it, or the error of ``listed`` says why not
-        return None
-
-
-def listed(folder: Path, keys: str = "*") -> tuple[dict[str, ShardedTensor], dict[str, ShardedObject]]:
-    """The tensors, and the objects by their stored key, whose key matches a glob."""
-    stored = serialization.load_sharded_metadata(folder)
-    found = {name: stored[name] for name in sorted(stored) if fnmatchcase(stored[name].key, keys)}
-    objects = {name: record for name, record in found.items() if isinstance(record, ShardedObject)}
-    return {name: record for name, record in found.items() if isinstance(record, ShardedTensor)}, objects
-
-
-def batches(tensors: Mapping[str, ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """All tensors in the order of the mapping, as records of row-major ranges, some ``BATCH_BYTES`` at a time."""
-    batch: list[ShardedTensor] = []
-    filled = 0
-    for part in (part for record in tensors.values() for part in _row_parts(record)):
-        if batch and filled + nbytes_of(part) > BATCH_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(part)
-        filled += nbytes_of(part)
-    if batch:
-        yield batch
-
-
-def _row_parts(record: ShardedTensor) -> Iterator[ShardedTensor]:
-    shape = record.global_shape
-    for cut in cuts(shape, max(1, BATCH_BYTES // record.dtype.itemsize)):
-        ends = [axis.indices(length)[:2] for axis, length in zip(cut, shape, strict=True)]
-        local, offset = tuple(stop - start for start, stop in ends), tuple(start for start, _ in ends)
-        yield ShardedTensor(record.key, None, record.dtype, local, shape, offset, None)
-
-
-def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[Any] | None = None) -> list[Any]:
-    """The values of records, checked. ``safe_globals``: None has unknown classes stood in for, for looking only."""
-    state = dict(enumerate(records))
-    objects = [record.unique_key for record in state.values() if isinstance(record, ShardedObject)]
-    if safe_globals is None:
-        safe_globals = stand_ins(_pickles(folder, objects))
-    loaded = serialization.load(state, folder, group=None, validate_access_integrity=False, safe_globals=safe_globals)
-    return [loaded[index] for index in state]
-
-
-def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:
-    if (folder / "common.pt").exists():
-        yield storage.read_small(folder / "common.pt")
-    if objects and (checkpoint := opened(folder)) is not None:
-        for frame in (checkpoint.manifest.objects[name] for name in objects):
-            yield bytes(checkpoint.frame(frame))
-
-
-def common_data(folder: Path) -> dict[Any, Any]:
-    """Common data of a checkpoint, unknown classes stood in for."""
-    return serialization.load_common_state_dict(folder, safe_globals=stand_ins(_pickles(folder, ())))
-
-
-def to_safetensors(
-    source: Path,
-    destination: str | Path | Store,
-    tensors: Mapping[str, ShardedTensor],
-    max_shard_bytes: int | None,
-    meter: Meter,
-) -> tuple[str, list[str]]:
-    """See ``tools.convert``. Returns the target and the names of its files."""
-    store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files, index = safetensors_export.plan(tensors, max_shard_bytes)
-    nbytes = sum(map(nbytes_of, tensors.values()))
-
-    def values() -> Iterator[torch.Tensor]:
-        for batch in batches({key: tensors[key] for file in files for key in file.keys}):
-            yield from read(source, batch)
-            meter.add(sum(map(nbytes_of, batch)))
-
-    def write() -> list[str]:
-        save = store.begin(secrets.token_hex(8), nbytes, "error")
-        try:
-            with store.told(save, nbytes):
-                safetensors_export.write(Path(save.staging), files, index, values())
-                meter.finish()
-                store.publish(save)
-        except BaseException:
-            store.abandon(save)
-            raise
-        return sorted(store.list_files())
-
-    return store.name, typed(write)
+_ALIGNMENT = 8
 
 
 def to_checkpoint(
@@ -140,7 +51,7 @@ def to_checkpoint(
     tensors: Mapping[str, ShardedTensor],
     objects: Mapping[str, ShardedObject],
     to: str,
-    meter: Meter,
+    progress: Progress | None,
     safe_globals: Sequence[Any],
     *,
     in_place: bool = False,
@@ -155,7 +66,7 @@ def to_checkpoint(
     if target is not None:
         storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = opened(source)
+    meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), values.opened(source)
     state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
     prefix, beside = (None, None) if target is None else (f".{target.name}.tmp-", target.parent)  # where there is room
     with tempfile.TemporaryDirectory(prefix=prefix, dir=beside) as scratch:
@@ -166,7 +77,9 @@ def to_checkpoint(
             mapped = None if checkpoint is None else _mapped(checkpoint, key, regular=to == "zarr")
             found[f"sixfold.tensor.{key}"] = mapped or [_assembled(source, record, Path(scratch))]
             meter.add(nbytes_of(record) // 2)  # the other half is the save's
-        for (key, cell), value in zip(objects.items(), read(source, objects.values(), safe_globals), strict=True):
+        for (key, cell), value in zip(
+            objects.items(), values.read(source, objects.values(), safe_globals), strict=True
+        ):
             if isinstance(cell, PlainObject) and not in_place:
                 state[key] = value
             else:
@@ -208,5 +121,156 @@ def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTen
         storage.check_space(scratch, nbytes_of(record))
         flat = torch.from_file(str(scratch / secrets.token_hex(4)), shared=True, size=elements, dtype=record.dtype)
     whole = replace(record, data=flat.view(record.global_shape))
-    read(source, [whole])
+    values.read(source, [whole])
     return whole
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: str | Path,
+    key_prefix: str,
+    *,
+    safe_globals: Sequence[Any] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Remove the tensors whose key begins with ``key_prefix`` from a checkpoint; one process alone calls it.
+
+    The rest is written anew, every byte checked, and takes the place of the folder in one step, so that it needs room
+    for both meanwhile: objects, common data and the cut of the tensors stay. Warns if no key begins so.
+
+    Args:
+        checkpoint_dir: a local folder of this package, of DCP, of megatron-core, or of zarr.
+        safe_globals: as in ``load``, for common data and objects.
+        progress: called with bytes of the tensors that stay, as in ``tools.convert``.
+    Raises:
+        CheckpointError: as ``load`` and ``save``; then the folder is as it was.
+    """
+    folder = paths.local(checkpoint_dir, "tensors are removed in a local folder; download and upload it")
+    with probe.opened(folder) as source:
+        tensors, objects = values.listed(source)
+        kept = {key: record for key, record in tensors.items() if not key.startswith(key_prefix)}
+        if len(kept) == len(tensors):
+            warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
+            Meter(progress).finish()
+            return
+        config = read_config(source)
+        backend = config[0][0] if config else "torch_dist"
+        if backend not in ("torch_dist", "zarr"):
+            raise CheckpointError(f"{source} is of the backend {backend!r}; torch_dist and zarr are written here")
+        to_checkpoint(source, folder, kept, objects, backend, progress, safe_globals, in_place=True)
+
+
+class File(NamedTuple):
+    """One file of safetensors: its tensors in the order of their bytes, and all bytes before those."""
+
+    name: str
+    keys: tuple[str, ...]
+    head: bytes
+    nbytes: int
+
+
+def to_safetensors(
+    source: Path,
+    destination: str | Path | Store,
+    tensors: Mapping[str, ShardedTensor],
+    max_shard_bytes: int | None,
+    progress: Progress | None,
+) -> tuple[str, list[str]]:
+    """See ``tools.convert``. Returns the target and the names of its files."""
+    store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
+    files, index = _planned(tensors, max_shard_bytes)
+    nbytes = sum(map(nbytes_of, tensors.values()))
+    meter = Meter(progress, lambda: nbytes)
+
+    def parts() -> Iterator[torch.Tensor]:
+        for batch in values.batches(tensors[key] for file in files for key in file.keys):
+            yield from values.read(source, batch)
+            meter.add(sum(map(nbytes_of, batch)))
+
+    def write() -> list[str]:
+        save = store.begin(secrets.token_hex(8), nbytes, "error")
+        try:
+            with store.told(save, nbytes):
+                written = _write(Path(save.staging), files, index, parts())
+                meter.finish()
+                store.publish(save, written)
+        except BaseException:
+            store.abandon(save)
+            raise
+        return sorted(store.list_files())
+
+    return store.name, typed(write)
+
+
+def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> tuple[list[File], bytes | None]:
+    """Share whole tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
+
+    Returns:
+        The files, and the index if there may be several.
+    Raises:
+        CheckpointError: the library is missing; a dtype that the format does not know; ``max_shard_bytes`` < 1.
+    """
+    _library()
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
+    for key, record in sorted(tensors.items()):
+        if record.dtype not in NAMES:
+            raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
+    if max_shard_bytes is None:
+        return [_file("model.safetensors", sorted(tensors), tensors)], None
+    groups = [*values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    files = [_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True)]
+    index = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": {key: file.name for file in files for key in file.keys},
+    }
+    return files, json.dumps(index, indent=2, sort_keys=True).encode()
+
+
+def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> File:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    # Wide elements first: each tensor then starts at a multiple of its element's size.
+    ordered = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    for key in ordered:
+        record, stop = tensors[key], at + nbytes_of(tensors[key])
+        shape = list(record.global_shape)
+        header[key] = {"dtype": NAMES[record.dtype], "shape": shape, "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
+
+
+def _write(folder: Path, files: Sequence[File], index: bytes | None, parts: Iterator[torch.Tensor]) -> list[str]:
+    """Write the files into ``folder``; returns their names.
+
+    Args:
+        parts: the tensors of all files in order, each whole or as consecutive ranges.
+    """
+    everything = [*files, *([File(INDEX_NAME, (), index, 0)] if index is not None else [])]
+    for planned in everything:
+        with (folder / planned.name).open("xb", buffering=1 << 20) as file:
+            file.write(planned.head)
+            left = planned.nbytes
+            while left:
+                # Nothing here keeps a tensor while the next batch of them is read.
+                left -= file.write(tensor_bytes(next(parts).contiguous()))
+            assert left == 0, f"{planned.name} got {-left} bytes too many"
+    for planned in files:
+        with _library().safe_open(str(folder / planned.name), framework="pt") as opened:
+            found = set(opened.keys())
+        if found != set(planned.keys):
+            text = f"was written with {len(planned.keys)} tensors and reads back with {len(found)}"
+            raise CorruptError(f"{folder / planned.name} {text}")
+    return [planned.name for planned in everything]
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise CheckpointError(
+            "export to safetensors needs the library; pip install 'sixfold-dist-ckpt[safetensors]'"
+        ) from error
+    return safetensors

@@ -46,8 +46,12 @@ def metadata(path: str | Path | Store) -> dict[str, Any]:
         StorageError: the system or the store refuses, another process does the same now, or a save has replaced it.
     """
     store = store_at(path)
-    with viewed(store) as folder:
-        return typed(lambda: _added(store, open_checkpoint(folder)))
+
+    def added() -> dict[str, Any]:
+        with viewed(store) as folder:
+            return _added(store, open_checkpoint(folder))
+
+    return typed(added)
 
 
 def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,23 +6,24 @@ folder --> files, problems (this file) --> tools.verify
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, at, typed
 from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
-from sixfold.dist_ckpt.geometry.manifest import Manifest
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.road.request import read_config
 from sixfold.dist_ckpt.stores import Store, safetensors_folder, store_at
 from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.folder import inner, open_checkpoint
+from sixfold.dist_ckpt.stores.folder import Checkpoint, inner, open_checkpoint
 from sixfold.dist_ckpt.stores.store import FOLDER, POINTER, is_checkpoint_file
 from sixfold.dist_ckpt.stores.view import viewed
+from sixfold.dist_ckpt.tools import values
 
 Problem = dict[str, Any]
 
@@ -43,9 +44,10 @@ def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
             yield folder
         return
     folder = store.local_folder
-    if folder.exists() and not folder.is_dir():
+    is_folder = typed(folder.is_dir)
+    if folder.exists() and not is_folder:
         raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
-    yield inner(folder) if folder.is_dir() else open_checkpoint(folder).folder
+    yield inner(folder) if is_folder else open_checkpoint(folder).folder
 
 
 def name_of(path: str | Path | Store, folder: Path) -> str:
@@ -64,16 +66,28 @@ def files(folder: Path) -> list[tuple[str, int]]:
 
 def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[list[Problem], int]:
     """All problems of a folder, and the bytes whose checksums were compared."""
-    config = read_config(folder)
-    if safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist"):
+    config, probe = read_config(folder), _Probe(folder)
+    of_others = safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist")
+    if of_others:
+        probe.list()
+    else:
+        probe.look()
+    if quick or of_others:
         Meter(progress).finish()
-        return _Probe(folder).listed(), 0
-    probe = _Probe(folder)
-    probe.look()
-    if not quick:
+    else:
         probe.hash(progress)
-    probe.open()
+    if not of_others:
+        probe.open()
     return probe.problems, probe.checked_bytes
+
+
+class _Check(NamedTuple):
+    """Bytes of a file that have a checksum, and the keys that are damaged if they are not what they were."""
+
+    file: str
+    nbytes: int
+    run: Callable[[], Any]
+    damaged: Callable[[], Sequence[str | None]]
 
 
 class _Probe:
@@ -108,20 +122,35 @@ class _Probe:
         """As a load does it: it finds what the other steps do not look for."""
         if not self.problems:
             self._attempt("unreadable", None, lambda: open_checkpoint(self.folder))
-            self._attempt("unreadable", "common.pt", lambda: serialization.load_common_state_dict(self.folder))
+            self._attempt("unreadable", "common.pt", self._read_common)
 
-    def listed(self) -> list[Problem]:
+    def list(self) -> None:
         """What the strategy of another backend raises when it lists the folder; such formats have no checksums."""
-        for action in (serialization.load_sharded_metadata, serialization.load_common_state_dict):
-            self._attempt("unreadable", None, partial(action, self.folder))
-        return self.problems
+        self._attempt("unreadable", None, lambda: serialization.load_sharded_metadata(self.folder))
+        known = list(self.problems)
+        self._attempt("unreadable", None, self._read_common)
+        self.problems = known + [problem for problem in self.problems[len(known) :] if problem not in known]
+
+    def _read_common(self) -> None:
+        try:
+            serialization.load_common_state_dict(self.folder)
+        except UnsafeError:  # a class of the user's is no damage; a function that no class stands in for is told
+            with suppress(CorruptError):
+                values.common_data(self.folder)
 
     def hash(self, progress: Progress | None) -> None:
         """Every byte that has a checksum."""
-        if self._integrity is not None:
-            self._hash_blocks(self._integrity, progress)
-        elif self._manifest is not None:
-            self._check_foreign_frames(self._manifest, progress)
+        checks = list(self._frames() if self._integrity is None else self._blocks(self._integrity))
+        meter = Meter(progress, lambda: sum(check.nbytes for check in checks))
+        for check in checks:
+            try:
+                typed(check.run)
+            except CheckpointError as error:
+                for key in check.damaged():
+                    self._add("checksum", check.file, str(error), key)
+            self.checked_bytes += check.nbytes
+            meter.add(check.nbytes)
+        meter.finish()
 
     def _add(self, kind: str, file: str | None, detail: str, key: str | None = None) -> None:
         self.problems.append({"kind": kind, "file": file, "key": key, "detail": detail})
@@ -130,8 +159,7 @@ class _Probe:
         try:
             return typed(action)
         except CheckpointError as error:
-            if not (isinstance(error, UnsafeError) and file == "common.pt"):  # a class of the user's: no damage
-                self._add("unsafe" if isinstance(error, UnsafeError) else kind, file, str(error))
+            self._add("unsafe" if isinstance(error, UnsafeError) else kind, file, str(error))
             return None
 
     def _decoded(self, name: str, decode: Callable[[bytes], Any]) -> Any:
@@ -189,21 +217,14 @@ class _Probe:
             if is_checkpoint_file(name) and not FOLDER.match(name):
                 self._add("extra", name, f"{name} is no part of save {self._integrity.save_id}")
 
-    def _hash_blocks(self, expected: Integrity, progress: Progress | None) -> None:
-        meter = Meter(progress, lambda: sum(self._sizes.get(name, 0) for name in expected.files))
+    def _blocks(self, expected: Integrity) -> Iterator[_Check]:
         for block in sorted(expected.all_blocks()):
-            if block.file not in self._sizes:
-                continue
-            try:
-                count = typed(partial(expected.check_blocks, self.folder, [block]))
-            except CheckpointError as error:
-                start = block.number * expected.block_bytes
-                count = max(0, min(expected.block_bytes, self._sizes[block.file] - start))
-                for key in self._keys_in(block.file, start, start + expected.block_bytes):
-                    self._add("checksum", block.file, str(error), key)
-            self.checked_bytes += count
-            meter.add(count)
-        meter.finish()
+            start = block.number * expected.block_bytes
+            stop = min(start + expected.block_bytes, self._sizes.get(block.file, 0))
+            if block.file in self._sizes:
+                run = partial(expected.check_blocks, self.folder, [block])
+                keys = partial(self._keys_in, block.file, start, start + expected.block_bytes)
+                yield _Check(block.file, max(0, stop - start), run, keys)
 
     def _keys_in(self, file: str, start: int, stop: int) -> Sequence[str | None]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file, or None alone."""
@@ -214,19 +235,13 @@ class _Probe:
             inside = {k for k, p in places if p.file == file and p.offset < stop and p.offset + p.length > start}
             return sorted(inside) or [None]
 
-    def _check_foreign_frames(self, manifest: Manifest, progress: Progress | None) -> None:
+    def _frames(self) -> Iterator[_Check]:
         """Frames of torch and megatron carry a CRC-32 that torch never looks at (pytorch#126952)."""
-        try:
+        with suppress(CheckpointError):  # look() has said why
             checkpoint = open_checkpoint(self.folder, verify="off")
-        except CheckpointError:
-            return  # look() has said why
-        frames = list(manifest.frames_by_key())
-        meter = Meter(progress, lambda: sum(place.length for _, place in frames))
-        for key, place in frames:
-            try:
-                frame.check_records(checkpoint.frame(place))
-            except CorruptError as error:
-                self._add("checksum", place.file, f"{place}: {error}", key)
-            self.checked_bytes += place.length
-            meter.add(place.length)
-        meter.finish()
+            for key, place in checkpoint.manifest.frames_by_key():
+                yield _Check(place.file, place.length, partial(_check_frame, checkpoint, place), partial(list, [key]))
+
+
+def _check_frame(checkpoint: Checkpoint, place: ByteRange) -> None:
+    at(place, lambda: frame.check_records(checkpoint.frame(place)))

@@ -1,0 +1,177 @@
+"""Values of any checkpoint in bounded memory, for looking, comparing and converting.
+
+    folder --> listed --> batches --> read (this file) --> commands.py: diff; conversion.py; probe.py
+    bytes of common.pt, of objects --> inert stand-ins for unknown classes (this file) --> safe_globals of a load
+
+megatron puts its ``argparse.Namespace`` and enums into common data. A load refuses the user's classes unless they
+are allowed by name; a tool that only shows or compares needs no class: each unknown one is replaced by a stand-in
+that holds what the pickle says of it, and nothing of it is imported or run.
+"""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+
+from sixfold.dist_ckpt import serialization
+from sixfold.dist_ckpt.errors import MismatchError
+from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.state import plain
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
+
+BATCH_BYTES = 256 * 2**20
+
+Item = TypeVar("Item")
+
+
+def opened(folder: Path) -> Checkpoint | None:
+    """The checkpoint, if the built-in engine reads it."""
+    try:
+        return open_checkpoint(folder)
+    except MismatchError:  # a strategy of its own reads it, or the error of ``listed`` says why not
+        return None
+
+
+def listed(folder: Path, keys: str = "*") -> tuple[dict[str, ShardedTensor], dict[str, ShardedObject]]:
+    """The tensors, and the objects by their stored key, whose key matches a glob."""
+    stored = serialization.load_sharded_metadata(folder)
+    found = {name: stored[name] for name in sorted(stored) if fnmatchcase(stored[name].key, keys)}
+    objects = {name: record for name, record in found.items() if isinstance(record, ShardedObject)}
+    return {name: record for name, record in found.items() if isinstance(record, ShardedTensor)}, objects
+
+
+def nbytes_of(record: ShardedTensor) -> int:
+    """Bytes of what a record holds."""
+    return prod(record.local_shape) * record.dtype.itemsize
+
+
+def object_bytes(folder: Path) -> dict[str, int]:
+    """Bytes that objects take in their files, by stored key; of a format that the built-in engine reads."""
+    checkpoint = opened(folder)
+    return {} if checkpoint is None else {key: frame.length for key, frame in checkpoint.manifest.objects.items()}
+
+
+def grouped(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """The items in order, as many at a time as take ``most`` bytes together, or one that takes more."""
+    group: list[Item] = []
+    filled = 0
+    for item in items:
+        if group and filled + nbytes(item) > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += nbytes(item)
+    if group:
+        yield group
+
+
+def batches(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
+    """Whole tensors in order, as records of row-major ranges, some ``BATCH_BYTES`` at a time."""
+    return grouped((part for record in tensors for part in _row_parts(record)), nbytes_of, BATCH_BYTES)
+
+
+def _row_parts(record: ShardedTensor) -> Iterator[ShardedTensor]:
+    shape = record.global_shape
+    for cut in cuts(shape, max(1, BATCH_BYTES // record.dtype.itemsize)):
+        ends = [axis.indices(length)[:2] for axis, length in zip(cut, shape, strict=True)]
+        local, offset = tuple(stop - start for start, stop in ends), tuple(start for start, _ in ends)
+        yield ShardedTensor(record.key, None, record.dtype, local, shape, offset, None)
+
+
+def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[Any] | None = None) -> list[Any]:
+    """The values of records, checked. ``safe_globals``: None has unknown classes stood in for, for looking only."""
+    state = dict(enumerate(records))
+    objects = [record.unique_key for record in state.values() if isinstance(record, ShardedObject)]
+    if safe_globals is None:
+        safe_globals = _stand_ins(_pickles(folder, objects))
+    loaded = serialization.load(state, folder, group=None, validate_access_integrity=False, safe_globals=safe_globals)
+    return [loaded[index] for index in state]
+
+
+def common_data(folder: Path) -> dict[Any, Any]:
+    """Common data of a checkpoint, unknown classes stood in for."""
+    return serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
+
+
+def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:
+    if (folder / "common.pt").exists():
+        yield storage.read_small(folder / "common.pt")
+    if objects and (checkpoint := opened(folder)) is not None:
+        for frame in (checkpoint.manifest.objects[name] for name in objects):
+            yield bytes(checkpoint.frame(frame))
+
+
+class _StandIn:
+    """An object of a class that is not imported: its name, arguments and state."""
+
+    name = ""
+    arguments: tuple[Any, ...] = ()  # a pickle may make an object without calling its class
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _StandIn)
+            and self.name == other.name
+            and equal(self.arguments, other.arguments)
+            and equal(self.state, other.state)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def _stand_ins(files: Iterable[bytes]) -> list[tuple[type, str]]:
+    """``safe_globals`` for a load of these bytes."""
+    names = set[str]()
+    for data in files:
+        with suppress(Exception):  # damaged bytes raise whatever they like; the load tells it
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            names |= set(found) - {name for _, name in plain.allowed(data, ())}
+    return [(type("_StandIn", (_StandIn,), {"name": name}), name) for name in names]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values of common data are the same, tensors, arrays and NaN included."""
+    if _is_unusual(a) or _is_unusual(b):  # those that have no ``==``
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _saved(a) == _saved(b)
+    if hasattr(a, "shape") or hasattr(b, "shape"):  # tensors, and arrays and numbers of numpy
+        if not isinstance(b, torch.Tensor if isinstance(a, torch.Tensor) else type(a)):
+            return False
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, Namespace | SimpleNamespace) and type(a) is type(b):
+        return equal(vars(a), vars(b))
+    return bool(a == b) or (a != a and b != b and type(a) is type(b))
+
+
+def _is_unusual(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided)
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    return weights_only.dump(tensor, "a tensor")

@@ -1,5 +1,6 @@
 """Every public function with every way to write a path: it works, or is refused by name and nothing is made."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, retention
+from sixfold.dist_ckpt import CheckpointError, StorageError, core, retention, serialization
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.stores import url
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
@@ -309,3 +310,23 @@ def test_a_step_that_is_a_symlink_loses_the_link_and_not_what_it_points_to(here)
     assert retention.prune(here / "run", keep_last=1) == [here / "run" / "step-00000001"]
     assert os.listdir(here / "run") == ["step-00000002"]
     assert dist_ckpt.check_is_distributed_checkpoint(here / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        dist_ckpt.load_common_state_dict,
+        dist_ckpt.load_tensors_metadata,
+        dist_ckpt.load_sharded_metadata,
+        dist_ckpt.load_plain_tensors,
+        dist_ckpt.load_content_metadata,
+        dist_ckpt.check_is_distributed_checkpoint,
+        core.maybe_load_config,
+        serialization.get_default_load_sharded_strategy,
+    ],
+)
+def test_what_the_system_refuses_is_a_storage_error_of_every_function_that_looks(tmp_path, look):
+    """A name too long is refused as a folder that may not be looked into, also to root."""
+    with pytest.raises(StorageError, match="File name too long") as told:
+        look(tmp_path / ("x" * 300))
+    assert told.value.errno == errno.ENAMETOOLONG

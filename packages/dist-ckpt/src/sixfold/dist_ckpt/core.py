@@ -10,17 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sixfold.dist_ckpt.errors import CheckpointingException
+from sixfold.dist_ckpt.errors import CheckpointingException as CheckpointingException
 from sixfold.dist_ckpt.road.request import read_config
-from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint
-from sixfold.dist_ckpt.stores.view import viewed
-
-__all__ = [
-    "CheckpointingConfig",
-    "CheckpointingException",
-    "check_is_distributed_checkpoint",
-    "maybe_load_config",
-]
+from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint as check_is_distributed_checkpoint
+from sixfold.dist_ckpt.serialization import looked
 
 
 @dataclass(frozen=True)
@@ -38,6 +31,5 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
 
     It says nothing of the rest: ``check_is_distributed_checkpoint`` tells whether the checkpoint is whole.
     """
-    with viewed(checkpoint_dir) as folder:
-        config = read_config(folder)
+    config = looked(checkpoint_dir, read_config)
     return None if config is None else CheckpointingConfig(*config[0], *config[1])

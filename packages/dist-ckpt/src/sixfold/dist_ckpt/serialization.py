@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from sixfold.dist_ckpt.errors import CheckpointError, StorageError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
@@ -22,7 +22,7 @@ from sixfold.dist_ckpt.road import foreign, loading, looking, saving
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
-from sixfold.dist_ckpt.stores.folder import is_complete
+from sixfold.dist_ckpt.stores.folder import open_checkpoint, opens
 from sixfold.dist_ckpt.stores.view import viewed
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
@@ -30,6 +30,8 @@ from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+
+Found = TypeVar("Found")
 
 _SAVER = "sixfold.dist_ckpt.background.saver"
 
@@ -213,22 +215,34 @@ def _engine(sharded: base.LoadShardedStrategy, common: base.LoadCommonStrategy) 
     return sharded.engine() if common.is_built_in else None
 
 
+def looked(place: str | Path | Store, look: Callable[[Path], Found]) -> Found:
+    """What ``look`` finds in a checkpoint as a local folder; errors of the system are StorageErrors."""
+
+    def seen() -> Found:
+        with viewed(place) as folder:
+            return look(folder)
+
+    return typed(seen)
+
+
 def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
     """The common data alone: what decides on config and version before any tensor is read.
 
     Raises: as ``load``. {} for a plain DCP folder.
     """
-    with viewed(checkpoint_dir) as folder:
+
+    def look(folder: Path) -> dict[Any, Any]:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is not None:
             return looking.load_common_state_dict(folder, safe_globals=safe_globals)
         return common.load_common(folder)
 
+    return looked(checkpoint_dir, look)
+
 
 def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    with viewed(checkpoint_dir) as folder:
-        return _strategies(folder, sharded_strategy)[0].load_tensors_metadata(folder)
+    return looked(checkpoint_dir, lambda folder: _strategies(folder, sharded_strategy)[0].load_tensors_metadata(folder))
 
 
 def load_sharded_metadata(
@@ -238,8 +252,8 @@ def load_sharded_metadata(
 
     What it returns is a state dict to load with.
     """
-    with viewed(checkpoint_dir) as folder:
-        return foreign.listing(folder, *_strategies(folder, sharded_strategy, common_strategy))
+    strategies = sharded_strategy, common_strategy
+    return looked(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -266,17 +280,15 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
         StorageError: the system or the store does not let us see.
     """
     store = store_at(checkpoint_dir)
-    try:
-        with viewed(store) as folder:
-            sharded, common = _strategies(folder)
-            if _engine(sharded, common) is not None:
-                return is_complete(folder)
-            typed(lambda: foreign.listing(folder, sharded, common))
-            return True
-    except StorageError:
-        raise  # no answer is no "no": a run would begin from zero
-    except CheckpointError:
-        return False
+
+    def look(folder: Path) -> None:
+        sharded, common = _strategies(folder)
+        if _engine(sharded, common) is None:
+            foreign.listing(folder, sharded, common)
+        else:
+            open_checkpoint(folder, verify="off")
+
+    return opens(lambda: looked(store, look))  # no answer is no "no": a run would begin from zero
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:
@@ -291,6 +303,5 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
-    with viewed(checkpoint_dir) as folder:
-        config = read_config(folder) or (("torch_dist", 1),)
+    config = looked(checkpoint_dir, read_config) or (("torch_dist", 1),)
     return cast(base.LoadShardedStrategy, base.get(StrategyAction.LOAD_SHARDED, *config[0]))

@@ -17,27 +17,7 @@ from typing import Any
 
 from sixfold.dist_ckpt.dict_utils import DictError, extract_matching_values, nested_values
 from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
-from sixfold.dist_ckpt.state.records import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedTensor,
-)
-
-__all__ = [
-    "add_prefix_for_sharding",
-    "apply_prefix_mapping",
-    "debug_msg",
-    "debug_time",
-    "extract_nonpersistent",
-    "extract_sharded_base",
-    "extract_sharded_tensors",
-    "extract_sharded_tensors_and_factories",
-    "extract_sharded_tensors_or_nonpersistent",
-    "force_all_tensors_to_non_fp8",
-    "logger_stack",
-    "replace_prefix_for_sharding",
-    "zip_strict",
-]
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedTensor
 
 Parts = tuple[Any, Any]
 _Stack = tuple[tuple[str, ...], logging.Logger]

@@ -76,18 +76,17 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
-        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
-        exchange = Exchange(self._group, self._timeout_s)
-        saving.share_of_records(sharded_state_dict, folder, exchange).index()
+        self._share(sharded_state_dict, checkpoint_dir).index()
 
     def async_save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> AsyncRequest:
         """The same in steps: copies of the tensors are written when the request is scheduled, its last function
         writes the index. ``dist_ckpt.save(..., async_sharded_save=True)`` saves by a worker process instead."""
-        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
-        exchange = Exchange(self._group, self._timeout_s)
-        copies = dict_list_map_outplace(_copied, sharded_state_dict)
-        share = saving.share_of_records(copies, folder, exchange)
+        share = self._share(dict_list_map_outplace(_copied, sharded_state_dict), checkpoint_dir)
         return AsyncRequest(share.write, (), [share.index])
+
+    def _share(self, state: dict[Any, Any], checkpoint_dir: Path) -> saving.Share:
+        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
+        return saving.share_of_records(state, folder, Exchange(self._group, self._timeout_s))
 
 
 def _copied(leaf: Any) -> Any:

@@ -21,15 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt.errors import MismatchError, StorageError, typed
+from sixfold.dist_ckpt.errors import MismatchError, StorageError
 from sixfold.dist_ckpt.files import compact, integrity
 from sixfold.dist_ckpt.files import metadata as schema
 from sixfold.dist_ckpt.files.integrity import FileDigest, Integrity
+from sixfold.dist_ckpt.serialization import looked
 from sixfold.dist_ckpt.stores import Save, Store, store_at
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, visible
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.stores.view import viewed
 
 _HIDDEN = ".metadata.tmp"  # a name that saves of any version know as a checkpoint's
 
@@ -46,12 +46,7 @@ def metadata(path: str | Path | Store) -> dict[str, Any]:
         StorageError: the system or the store refuses, another process does the same now, or a save has replaced it.
     """
     store = store_at(path)
-
-    def added() -> dict[str, Any]:
-        with viewed(store) as folder:
-            return _added(store, open_checkpoint(folder))
-
-    return typed(added)
+    return looked(store, lambda folder: _added(store, open_checkpoint(folder)))
 
 
 def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:

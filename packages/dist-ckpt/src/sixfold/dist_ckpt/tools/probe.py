@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError, at, typed
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, UnsafeError, at, typed
 from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
@@ -42,12 +42,9 @@ def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     if store.local_folder is None:
         with viewed(store, whole=whole) as folder:
             yield folder
-        return
-    folder = store.local_folder
-    is_folder = typed(folder.is_dir)
-    if folder.exists() and not is_folder:
-        raise MismatchError(f"{folder} is a file; a checkpoint is a folder")
-    yield inner(folder) if is_folder else open_checkpoint(folder).folder
+    else:
+        folder = store.local_folder
+        yield inner(folder) if typed(folder.is_dir) else open_checkpoint(folder).folder
 
 
 def name_of(path: str | Path | Store, folder: Path) -> str:

@@ -128,12 +128,9 @@ class _StandIn:
         self.state = state
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _StandIn)
-            and self.name == other.name
-            and equal(self.arguments, other.arguments)
-            and equal(self.state, other.state)
-        )
+        if not isinstance(other, _StandIn) or self.name != other.name:
+            return False
+        return equal((self.arguments, self.state), (other.arguments, other.state))
 
     def __hash__(self) -> int:
         return hash(self.name)

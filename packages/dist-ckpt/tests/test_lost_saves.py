@@ -90,6 +90,19 @@ def pruned_after(root, monkeypatch, *hours):
     return [name.partition("/")[2] for name in root.files if name.startswith("step-00000009/")]
 
 
+def test_marks_of_a_prune_work_behind_a_url_and_torch_and_loads_do_not_see_them(monkeypatch):
+    pytest.importorskip("fsspec", reason="needs the extra fsspec")
+    root, now = "memory://marked", time.time()
+    dist_ckpt.save(state(3), retention.step_path(root, 3), group=None)
+    place = UrlStore(retention.step_path(root, 9))
+    part_of(place, place.begin("a" * 16, 0))
+    for hours, left in ((0, 2), (23, 2), (25, 0)):
+        monkeypatch.setattr(retention.time, "time", lambda hours=hours: now + 3600 * hours)
+        assert retention.prune(root, keep_last=1) == []
+        assert len(place.list_files()) == left
+        assert retention.latest(root) == retention.step_path(root, 3)
+
+
 def test_a_dead_save_of_the_newest_step_goes_when_a_prune_finds_it_as_one_did_a_day_before(monkeypatch):
     root = run_of(2, 3)
     place = retention.step_path(root, 9)

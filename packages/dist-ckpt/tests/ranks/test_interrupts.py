@@ -198,6 +198,7 @@ def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_
 ):
     monkeypatch.setattr(process, "_start_worker", Forked)
     others, places, ends = workers_of_this_process(), [], set()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         for number in range(1000):
             saver.save(state(0), tmp_path / "c").wait(60)
@@ -209,6 +210,7 @@ def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_
             place = interrupted_at(number, functions, lambda: saver.save(state(1), tmp_path / "c"))
             if saver._flight is not None:
                 saver._flight.wait(60)
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, place
             value = value_of(tmp_path / "c")
             assert value == (saver._flight is not None), place
             ends.add(value)

@@ -55,30 +55,26 @@ def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
     return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
 
 
-class _Trainer:
-    """The trainer as the worker sees it: if it ends the worker ends."""
+def _end_with(trainer: int, jobs: list[Job]) -> None:
+    """Thread: end the process with its trainer, whose job goes on, or none.
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.job: Job | None = None  # of this trainer, while it is done
-
-    def watch(self) -> None:
-        """Thread: end the process with it. (A process that it has forked may hold its end of the connection open.)"""
-        while os.getppid() == self._pid:
-            time.sleep(_LOOK_S)
-        threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
-        if (job := self.job) is not None:
-            control.speak_for_trainer(job)
-        os._exit(0)
+    (A process that the trainer has forked may hold its end of the connection open.)
+    """
+    while os.getppid() == trainer:
+        time.sleep(_LOOK_S)
+    threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
+    for job in jobs:
+        control.speak_for_trainer(job)
+    os._exit(0)
 
 
 def main() -> None:
     """Serve jobs until the trainer ends or says so."""
-    connection_fd, arena_fd, pid = map(int, sys.argv[1:])
+    connection_fd, arena_fd, trainer = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     connection, gauge, arena = Connection(connection_fd), Gauge(arena_fd), MappedArena(arena_fd)
-    trainer = _Trainer(pid)
-    threading.Thread(target=trainer.watch, daemon=True).start()
+    jobs: list[Job] = []  # the one that is done
+    threading.Thread(target=_end_with, args=(trainer, jobs), daemon=True).start()
     while True:
         message = b""
         with suppress(OSError, EOFError):  # the trainer, or its saver, is gone
@@ -86,9 +82,9 @@ def main() -> None:
         if not message:
             os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.
-        job = trainer.job = pickle.loads(message)
-        outcome = run(job, arena, gauge)
-        trainer.job = None
+        jobs.append(pickle.loads(message))
+        outcome = run(jobs[0], arena, gauge)
+        jobs.clear()
         with suppress(OSError):  # it has ended
             connection.send_bytes(outcome.encode())
 

@@ -154,7 +154,9 @@ class Arena:
             elif place.nbytes <= _SMALL_BYTES:
                 ctypes.memmove(base + place.offset, tensor.data_ptr(), place.nbytes)
             else:
-                spans += _slices(base + place.offset, tensor.data_ptr(), place.nbytes)
+                start, nbytes = tensor.data_ptr(), place.nbytes
+                cuts = range(0, nbytes, _SLICE_BYTES)  # of what one thread copies at a time
+                spans += [(base + place.offset + at, start + at, min(_SLICE_BYTES, nbytes - at)) for at in cuts]
         with (
             Pool(COPY_THREADS) as pool,
             nullcontext(pairs) if self._pinned is None else self._pinned.copied(pairs) as others,
@@ -219,9 +221,3 @@ class MappedArena:
 
 def _view(memory: torch.Tensor, place: Place) -> torch.Tensor:
     return memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-
-
-def _slices(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """Addresses and lengths of what one thread copies at a time."""
-    starts = range(0, nbytes, _SLICE_BYTES)
-    return [(target + at, source + at, min(_SLICE_BYTES, nbytes - at)) for at in starts]

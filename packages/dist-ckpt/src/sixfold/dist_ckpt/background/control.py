@@ -240,7 +240,7 @@ def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
 def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
     """A rank has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
-        abandon(job)  # which also frees the disk for what is put now
+        job.content.store.abandon(job.ticket.save)  # which also frees the disk for what is put now
     if job.ranks == 1:
         return Outcome(error=error)
     board = board_of(job)
@@ -325,11 +325,6 @@ def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
         f"{reason} (background save to {job.ticket.save.target}, timeout_s={job.timeout_s:g}); {advice}. "
         "The next save starts a fresh worker [see errors/dist-ckpt.html#a-lost-worker]"
     )
-
-
-def abandon(job: Job) -> None:
-    """Remove what was written, unless it is committed."""
-    job.content.store.abandon(job.ticket.save)
 
 
 def remove(job: Job, board: Board) -> None:

@@ -64,15 +64,6 @@ def identity(record: ShardedTensor) -> Identity:
     return Identity(record.key, record.dtype, record.global_shape, boxes, sum(box.volume for box in boxes))
 
 
-def cut_unit(record: ShardedTensor) -> int:
-    """Elements between two places where a shard may be cut: a row where rows are small, all where it may not be."""
-    elements = identity(record).elements
-    if record.data is None or not record.data.is_contiguous() or record.data.nbytes < _CUT_FROM_BYTES:
-        return max(1, elements)
-    row = prod(record.local_shape[1:])
-    return row if row * 1000 <= elements else 1
-
-
 def part_of(record: ShardedTensor, start: int, stop: int) -> ShardedTensor:
     """Elements [start, stop) of a shard's data as a shard of its own, sharing memory."""
     if (start, stop) == (0, identity(record).elements):
@@ -87,17 +78,19 @@ class Held(NamedTuple):
 
     shard: ShardId
     identity: Identity
-    unit: int
+    unit: int  # elements between two places where it may be cut: a row where rows are small, all where it may not be
     is_main: bool
     device: str  # "" without data
 
 
 def held(record: ShardedTensor, whole: bool) -> Held:
     """``whole``: it may not be cut."""
-    same, main = identity(record), is_main_replica(record.replica_id)
-    unit = max(1, same.elements) if whole else cut_unit(record)
-    device = "" if record.data is None else record.data.device.type
-    return Held(record.shard_id, same, unit, main, device)
+    same, data, row = identity(record), record.data, prod(record.local_shape[1:])
+    unit = row if row * 1000 <= same.elements else 1
+    if whole or data is None or not data.is_contiguous() or data.nbytes < _CUT_FROM_BYTES:
+        unit = max(1, same.elements)
+    device = "" if data is None else data.device.type
+    return Held(record.shard_id, same, unit, is_main_replica(record.replica_id), device)
 
 
 class Passage(NamedTuple):

@@ -57,7 +57,7 @@ ROWS, COLUMNS = 4, 64
 FRAME_BYTES = 1088  # of a chunk in its file
 SAVE_ID = "0123456789abcdef"
 SIZES = ((10, 1_000), (100, 1_000), (1_000, 1_000), (1024, 10_000))
-KEYS = tuple((tensors, chunks) for tensors in (10_000, 100_000, 300_000, 1_000_000) for chunks in (1, 8))
+KEYS = ((10_000, 1), (10_000, 8), (100_000, 1), (100_000, 8), (300_000, 1), (300_000, 8), (1_000_000, 1))
 MOST_DECODED = 1_000_000  # chunks: some kilobytes of memory for each
 
 

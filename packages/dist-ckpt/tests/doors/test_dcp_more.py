@@ -4,6 +4,7 @@ import collections
 import gc
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,46 @@ def test_bytes_of_a_key_that_is_not_stored_are_told_of(tmp_path):
     item = torch_dcp.ReadItem(torch_dcp.planner.LoadItemType.BYTE_IO, index, size, index, size, size)
     with pytest.raises(MismatchError, match="gone"):
         reader.prepare_local_plan(torch_dcp.LoadPlan([item]))
+
+
+def test_a_load_plans_its_reads_once(tmp_path, monkeypatch):
+    dcp_save({"w": torch.ones(4), "step": 3}, dcp.Writer(tmp_path / "c"))
+    made, real = [], plan.plan_load
+    monkeypatch.setattr(plan, "plan_load", lambda *args, **options: made.append(1) or real(*args, **options))
+    assert dcp_load({"w": torch.zeros(4), "step": 0}, dcp.Reader(tmp_path / "c"))["w"].tolist() == [1, 1, 1, 1]
+    assert made == [1]
+
+
+class Behind(torch_dcp.DefaultLoadPlanner):
+    """Names places inside chunks, as torch's planners do not: the last three elements of four."""
+
+    def create_local_plan(self):
+        made = super().create_local_plan()
+        there, count = MetadataIndex("w", torch.Size([1])), torch.Size([3])
+        return replace(made, items=[replace(item, storage_index=there, lengths=count) for item in made.items])
+
+
+def test_what_a_planner_reads_from_within_a_chunk_is_hashed_too(tmp_path):
+    dcp_save({"w": torch.arange(4.0)}, dcp.Writer(tmp_path / "c"))
+    assert dcp_load({"w": torch.zeros(4)}, dcp.Reader(tmp_path / "c"), planner=Behind())["w"].tolist() == [1, 2, 3, 0]
+    path = tmp_path / "c" / "__0_0.distcp"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(torch.arange(4.0).numpy().tobytes(), torch.arange(5.0)[1:].numpy().tobytes()))
+    assert path.read_bytes() != data
+    with pytest.raises(CheckpointException) as caught:
+        dcp_load({"w": torch.zeros(4)}, dcp.Reader(tmp_path / "c"), planner=Behind())
+    assert isinstance(caught.value.failures[0][0], CorruptError)
+
+
+def test_a_tensor_of_another_shape_than_its_item_is_a_sharding_error(tmp_path):
+    class Narrow(torch_dcp.DefaultLoadPlanner):
+        def transform_tensor(self, read_item, tensor):
+            return tensor[:2]
+
+    dcp_save({"w": torch.arange(4.0)}, dcp.Writer(tmp_path / "c"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp_load({"w": torch.zeros(4)}, dcp.Reader(tmp_path / "c"), planner=Narrow())
+    assert isinstance(caught.value.failures[0][0], ShardingError)
 
 
 class ManyStreams(MemoryStore):

@@ -26,6 +26,7 @@ from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.unpickle import Node
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.pause import collection_paused
 
 _MOST_DEPTH = 64  # of a path of planner_data
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together
@@ -61,6 +62,7 @@ def _written(places: Places, key: str, offset: Ints | None) -> ByteRange:
         raise ShardingError(f"{key}: the planner's metadata names {what}, and no rank has written that") from None
 
 
+@collection_paused()
 def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) -> Metadata:
     """torch's ``Metadata`` of a checkpoint; megatron's flattened layout has its true shapes.
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -39,7 +39,8 @@ from sixfold.dist_ckpt.doors.dcp_write import Place, is_place
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, at, typed
 from sixfold.dist_ckpt.files.integrity import Block, Span
 from sixfold.dist_ckpt.geometry.box import Box
-from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored
+from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.plans.validation import raise_problems
 from sixfold.dist_ckpt.road import loading
@@ -76,15 +77,16 @@ class _Share(NamedTuple):
 
 @dataclass(slots=True)
 class _Opened:
-    """A checkpoint that is open, until its ``mirrors`` are closed."""
+    """A checkpoint that is open, until its ``mirrors`` are closed; ``metadata`` is what torch was told of it."""
 
     seen: Seen
     checkpoint: Checkpoint
+    metadata: Metadata
     mirrors: ExitStack
     wished: list[Span] = field(default_factory=list)
 
-    def record(self, item: ReadItem, tensor: torch.Tensor | None = None) -> ShardedTensor:
-        """What an item asks for, and the tensor that the planner gives for it."""
+    def box(self, item: ReadItem) -> tuple[Stored, Box]:
+        """What an item asks for."""
         key, start = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         stored = self.checkpoint.manifest.tensors.get(key)
         if stored is None or len(start) != len(stored.shape):
@@ -92,8 +94,12 @@ class _Opened:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(start)
         if not box.within(stored.shape):
             raise MismatchError(f"{key}: the planner asks for {box} of a tensor of shape {stored.shape}")
-        dtype = stored.dtype if tensor is None else tensor.dtype
-        return ShardedTensor(key, tensor, dtype, box.size, stored.shape, box.offset, None)
+        return stored, box
+
+    def record(self, item: ReadItem, tensor: torch.Tensor) -> ShardedTensor:
+        """The same, and the tensor that the planner gives for it."""
+        stored, box = self.box(item)
+        return ShardedTensor(item.storage_index.fqn, tensor, tensor.dtype, box.size, stored.shape, box.offset, None)
 
     def bytes_at(self, item: ReadItem) -> ByteRange:
         """Where a value lies that is no tensor."""
@@ -103,10 +109,16 @@ class _Opened:
         return objects[key]
 
     def touched(self, items: Sequence[ReadItem]) -> list[Span]:
-        """The blocks of these items that are hashed, or come into a mirror."""
-        records = [self.record(item) for item in items if item.type != LoadItemType.BYTE_IO]
-        frames = plans.plan_load(records, self.checkpoint.manifest, dtype_policy="cast").frames()
-        frames |= {self.bytes_at(item) for item in items if item.type == LoadItemType.BYTE_IO}
+        """The blocks of the chunks that these items name, those that are hashed or come into a mirror."""
+        frames = set[ByteRange]()
+        for item in items:
+            place = self.metadata.storage_data.get(item.storage_index)
+            if place is not None:
+                frames.add(ByteRange(place.relative_path, place.offset, place.length))
+            elif item.type == LoadItemType.BYTE_IO:
+                frames.add(self.bytes_at(item))
+            else:
+                self.box(item)  # not a chunk's own: which chunks it is of is found when it is read
         return self.seen.touched(self.checkpoint, frames, 1)
 
     def arriving(self, share: _Share) -> tuple[Seen, Checkpoint]:
@@ -155,7 +167,7 @@ class Reader(StorageReader):
         safe_globals: classes that values may name besides torch's own list.
     Raises:
         CheckpointError: an argument is none of these. In ``load``, inside torch's CheckpointException: CorruptError,
-            MismatchError, UnsafeError, StorageError as of ``sixfold.dist_ckpt.load``.
+            MismatchError, ShardingError, UnsafeError, StorageError as of ``sixfold.dist_ckpt.load``.
     """
 
     def __init__(
@@ -235,7 +247,7 @@ class Reader(StorageReader):
                 checkpoint.folder / ".metadata",
                 lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
             )
-        self._now = _Opened(seen, checkpoint, mirrors)
+        self._now = _Opened(seen, checkpoint, found, mirrors)
         return found
 
     def _close(self) -> None:
@@ -295,23 +307,22 @@ class Reader(StorageReader):
         """Each rank: fill the planner's tensors, hash this rank's share, then hand over what is no tensor.
 
         Raises:
-            CorruptError, with file and key: bytes are not those that were saved. MismatchError: shapes or values do not
-            fit. UnsafeError: a value names a class that was not allowed. StorageError: the folder was replaced
-            meanwhile.
+            CorruptError, with file and key: bytes are not those that were saved. ShardingError: a tensor of the planner
+            has another shape than its item, holds no values, or two elements in one place. MismatchError: the
+            checkpoint does not hold what an item asks for; dtypes or values do not fit. UnsafeError: a value names a
+            class that was not allowed. StorageError: the folder was replaced meanwhile.
         """
         now, share = self._opened(), plan.storage_data
-        touched, mirror = now.touched(plan.items), now.seen.mirror
-        if isinstance(share, _Share):  # a planner may have added items
-            hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
-        else:
-            hashed, share = _blocks_of(touched), _Share(0, {0: touched}, 1, {0: mirror.token if mirror else ""})
-            now.seen.check_room([touched], [now.seen.room()], block_bytes(now.checkpoint))
+        if not isinstance(share, _Share):  # a planner has made another plan
+            now.wished, mirror = now.touched(plan.items), now.seen.mirror
+            share = _Share(0, {0: now.wished}, 1, {0: mirror.token if mirror else ""})
+            now.seen.check_room([now.wished], [now.seen.room()], block_bytes(now.checkpoint))
         try:
             with now.mirrors, now.seen.told():
                 try:
                     seen, checkpoint = now.arriving(share)
                     with seen.told():
-                        typed(lambda: self._read(now, checkpoint, plan.items, planner, hashed, share.threads))
+                        typed(lambda: self._read(now, checkpoint, plan.items, planner, share))
                 finally:  # another save that has taken the place meanwhile explains any other error too
                     now.checkpoint.check_unchanged()
                     now.seen.check_unchanged()
@@ -327,17 +338,21 @@ class Reader(StorageReader):
         checkpoint: Checkpoint,
         items: Sequence[ReadItem],
         planner: LoadPlanner,
-        hashed: Iterable[Block],
-        threads: int,
+        share: _Share,
     ) -> None:
-        _check_whole(planner, checkpoint.manifest)
-        goals = [(i, planner.resolve_tensor(i).detach()) for i in items if i.type != LoadItemType.BYTE_IO]
-        records = [now.record(item, tensor) for item, tensor in goals]
-        planned = plans.plan_load(records, checkpoint.manifest, dtype_policy=self.dtype_policy)
+        with collection_paused():
+            _check_whole(planner, now.metadata)
+            goals = [(i, planner.resolve_tensor(i).detach()) for i in items if i.type != LoadItemType.BYTE_IO]
+            records = [now.record(item, tensor) for item, tensor in goals]
+            planned = plans.plan_load(records, checkpoint.manifest, dtype_policy=self.dtype_policy)
         raise_problems(list(planned.mismatches), "asked for", MismatchError)
+        values = [(item, now.bytes_at(item)) for item in items if item.type == LoadItemType.BYTE_IO]
+        touched = now.seen.touched(checkpoint, planned.frames() | {frame for _, frame in values}, 1)
+        # A planner may have added items since the shares were made.
+        hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
         odd = {n for n, record in enumerate(records) if not _is_writable(record, goals[n][1])}
         direct = replace(planned, reads=tuple(read for read in planned.reads if read.record not in odd))
-        reader = engine.Reader(checkpoint, self.dtype_policy, threads)
+        reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
         has_digests = checkpoint.integrity is not None and self.verify != "off"
 
         def filled(number: int) -> None:
@@ -349,8 +364,8 @@ class Reader(StorageReader):
             item, tensor = goals[read.record]
             tensor.copy_(_part_of(reader.read_value(read.key, read.chunk.frame, self.safe_globals)[1], item))
             planner.commit_tensor(item, tensor)
-        for item in (item for item in items if item.type == LoadItemType.BYTE_IO):
-            value = reader.read_value(item.storage_index.fqn, now.bytes_at(item), self.safe_globals)
+        for item, frame in values:
+            value = reader.read_value(item.storage_index.fqn, frame, self.safe_globals)
             planner.load_bytes(item, self._bytes(*value))
         if reader.cast_keys and self.dtype_policy == "cast":
             keys = ", ".join(sorted(reader.cast_keys))
@@ -393,7 +408,7 @@ def _part_of(value: Any, item: ReadItem) -> torch.Tensor:
     return value[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
 
 
-def _check_whole(planner: LoadPlanner, manifest: Manifest) -> None:
+def _check_whole(planner: LoadPlanner, metadata: Metadata) -> None:
     """CorruptError for elements that are in no chunk, of a tensor that torch's planner asks for: they would stay.
 
     That chunks overlap ``plan_load`` finds. Planners of users may have reasons to read less.
@@ -401,9 +416,9 @@ def _check_whole(planner: LoadPlanner, manifest: Manifest) -> None:
     if type(planner) not in (DefaultLoadPlanner, _EmptyStateDictLoadPlanner):
         return
     for key, value in vars(planner)["state_dict"].items():
-        stored = manifest.tensors.get(key)
-        if stored is not None and isinstance(value, torch.Tensor):
-            missing = prod(stored.shape) - sum(chunk.box.volume for chunk in stored.chunks)
+        stored = metadata.state_dict_metadata.get(key)
+        if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+            missing = prod(stored.size) - sum(prod(chunk.sizes) for chunk in stored.chunks)
             if missing > 0:
                 raise CorruptError(f"{key}: {missing} of its elements are in no chunk of the checkpoint")
 

@@ -18,7 +18,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
-from sixfold.dist_ckpt.road import foreign, loading, looking, saving
+from sixfold.dist_ckpt.road import foreign, loading, saving
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
@@ -234,7 +234,7 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
     def look(folder: Path) -> dict[Any, Any]:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is not None:
-            return looking.load_common_state_dict(folder, safe_globals=safe_globals)
+            return loading.load_common_state_dict(folder, safe_globals=safe_globals)
         return common.load_common(folder)
 
     return looked(checkpoint_dir, look)

@@ -136,20 +136,17 @@ def cuts(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
                 yield (slice(index, index + 1), *inner)
 
 
-def is_contiguous(part: Box, shape: Sequence[int]) -> bool:
-    """Whether the elements of ``part`` are one run of the row-major flattening of ``shape``."""
-    axis = 0
-    while axis < len(shape) and part.size[axis] == 1:
-        axis += 1
-    return all(part.size[d] == shape[d] for d in range(axis + 1, len(shape)))
-
-
-def first_element(part: Box, shape: Sequence[int]) -> int:
-    """Row-major index of the first element of ``part`` in a tensor of ``shape``."""
-    index = 0
-    for offset, length in zip(part.offset, shape, strict=True):
-        index = index * length + offset
-    return index
+def first_element(part: Box, box: Box) -> int | None:
+    """Row-major number in ``box`` of the first element of a part of it; None if the part is not one run of elements."""
+    if part == box:
+        return 0
+    axis = next((axis for axis, length in enumerate(part.size) if length != 1), len(part.size))
+    if part.size[axis + 1 :] != box.size[axis + 1 :]:
+        return None
+    number = 0
+    for at, start, length in zip(part.offset, box.offset, box.size, strict=True):
+        number = number * length + at - start
+    return number
 
 
 def describe(key: str, box: Box, shape: Sequence[int], flattened: tuple[int, int] | None = None) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -59,11 +58,6 @@ class StoredChunk(NamedTuple):
     def first(self) -> int:
         """Element of the frame at which the box begins."""
         return 0 if self.run is None else self.run.first
-
-    @property
-    def frame_elements(self) -> int:
-        """Elements of the tensor in the frame."""
-        return prod(self.frame_shape)
 
 
 class Stored(Protocol):

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import sub
 from typing import NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError
 from sixfold.dist_ckpt.files.integrity import Span
-from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, first_element, intersect, is_contiguous, whole
+from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, first_element, intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
 
@@ -61,22 +60,14 @@ class Read(NamedTuple):
 
     def places(self) -> tuple[int, int] | None:
         """The elements of the chunk and of the record's data at which the part begins; None if it is no run in both."""
-        in_chunk = _place_of(self.part, self.chunk.box)
-        in_piece = _place_of(self.part, self.piece.box)
+        in_chunk = first_element(self.part, self.chunk.box)
+        in_piece = first_element(self.part, self.piece.box)
         if in_chunk is None or in_piece is None:
             return None
         return in_chunk, in_piece if self.piece.flat is None else self.piece.flat[0] + in_piece
 
     def __str__(self) -> str:
         return f"read {describe(self.key, self.part, self.shape)} from {self.chunk.frame}"
-
-
-def _place_of(part: Box, box: Box) -> int | None:
-    """The element of a box at which a part of it begins; None if the part is not one run of them."""
-    if part == box:
-        return 0
-    inside = Box(tuple(map(sub, part.offset, box.offset)), part.size)
-    return first_element(inside, box.size) if is_contiguous(inside, box.size) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

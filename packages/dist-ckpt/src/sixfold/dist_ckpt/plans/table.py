@@ -174,7 +174,7 @@ def merge(tables: Sequence[Encoded]) -> Table:
 
 
 def covered_once(table: Table) -> torch.Tensor:
-    """Which kinds' main replicas cover each element exactly once: (K,) bool.
+    """Which kinds' boxes all lie inside, those of main replicas covering each element exactly once: (K,) bool.
 
     [Note: cover by hashes] Let h_d be a hash of places on axis d, and the weight of the interval [a, b) be
     h_d(b) - h_d(a), that of a box the product over its axes, modulo 2**64. Weights of boxes that tile a
@@ -182,12 +182,14 @@ def covered_once(table: Table) -> torch.Tensor:
     numbers, which is the weight of the whole by an accident of about 2**-60. No sorting and no pairs of boxes.
     """
     total_K = torch.zeros(len(table.kinds), dtype=torch.int64, device="cpu")
-    dims = table.dims
-    for rows in torch.split(table.rows_NW, _AT_ONCE):
-        part = rows[rows[:, 1] != 0]
-        total_K.index_add_(0, part[:, 0], _weights(part[:, 2 : 2 + dims], part[:, 2 + dims :]))
-    shapes = table.shapes_KD
-    return total_K == _weights(torch.zeros_like(shapes), shapes)
+    inside_K, dims, shapes_KD = torch.ones_like(total_K, dtype=torch.bool), table.dims, table.shapes_KD
+    for part in torch.split(table.rows_NW, _AT_ONCE):
+        offsets_ND, sizes_ND = part[:, 2 : 2 + dims], part[:, 2 + dims :]
+        bad_N = ((offsets_ND < 0) | (sizes_ND < 0) | (offsets_ND + sizes_ND > shapes_KD[part[:, 0]])).any(1)
+        inside_K[part[bad_N, 0]] = False
+        main_N = part[:, 1] != 0
+        total_K.index_add_(0, part[main_N, 0], _weights(offsets_ND[main_N], sizes_ND[main_N]))
+    return inside_K & (total_K == _weights(torch.zeros_like(shapes_KD), shapes_KD))
 
 
 def _weights(offsets_ND: torch.Tensor, sizes_ND: torch.Tensor) -> torch.Tensor:
@@ -209,14 +211,3 @@ def _mixed(places_N: torch.Tensor, axis: int) -> torch.Tensor:
 def _shifted(values_N: torch.Tensor, bits: int) -> torch.Tensor:
     """A logical shift to the right."""
     return (values_N >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def inside(table: Table) -> torch.Tensor:
-    """Which kinds have no box that leaves the tensor: (K,) bool."""
-    fine_K = torch.ones(len(table.kinds), dtype=torch.bool, device="cpu")
-    dims = table.dims
-    for part in torch.split(table.rows_NW, _AT_ONCE):
-        offsets_ND, sizes_ND = part[:, 2 : 2 + dims], part[:, 2 + dims :]
-        bad_N = ((offsets_ND < 0) | (sizes_ND < 0) | (offsets_ND + sizes_ND > table.shapes_KD[part[:, 0]])).any(1)
-        fine_K[part[bad_N, 0]] = False
-    return fine_K

@@ -16,7 +16,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
-from sixfold.dist_ckpt.plans.table import Row, Table, covered_once, inside
+from sixfold.dist_ckpt.plans.table import Row, Table, covered_once
 from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
 
 
@@ -86,7 +86,7 @@ def table_problems(table: Table, verb: str) -> list[str]:
     exactly once. ``verb`` is "saved" or "asked for".
     Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
     """
-    fine = (covered_once(table) & inside(table)).tolist()
+    fine = covered_once(table).tolist()
     keys = Counter(kind.key for kind in table.kinds)
     bad = {kind.key for kind, ok in zip(table.kinds, fine, strict=True) if not ok or keys[kind.key] > 1}
     found: dict[str, list[Row]] = {kind.key: [] for kind in table.kinds if kind.key in bad}

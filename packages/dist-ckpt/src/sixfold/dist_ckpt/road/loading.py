@@ -1,6 +1,7 @@
-"""Loading: the story of ``load``.
+"""Loading: the story of ``load``, and what a checkpoint holds without reading a tensor.
 
 state dicts + folder --> look --> agree --> verify and read --> assemble (this file) --> result
+path --> common data, listings (this file) --> serialization.py, strategies
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
+from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
@@ -27,13 +30,12 @@ from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
-from sixfold.dist_ckpt.road.looking import common_data
 from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.state import by_name, factory, tree
 from sixfold.dist_ckpt.state.dense import check_writable
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores.folder import Checkpoint
+from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
 if TYPE_CHECKING:
@@ -57,10 +59,9 @@ class _Report(NamedTuple):
     touched: list[Span]
     cpus: tuple[str, int]
     seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
-    manifest: Manifest | None  # of the first rank only, which sends it nowhere
+    checkpoint: Checkpoint | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
     room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
-    block_bytes: int
 
 
 class _Decision(NamedTuple):
@@ -254,10 +255,9 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
         looked.seen.touched(checkpoint, frames, exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
-        manifest if exchange.rank == 0 else None,
+        checkpoint if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
         looked.seen.room(),
-        block_bytes(checkpoint),
     )
 
 
@@ -289,12 +289,13 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
     table = merge([report.table for report in reports])
     asked = table.keys | {cell.unique_key for report in reports for cell in report.objects}
     unexpected: set[str] = set().union(*(report.unexpected for report in reports))
-    manifest = reports[0].manifest
-    assert manifest is not None, "the first rank's report"
+    checkpoint = reports[0].checkpoint
+    assert checkpoint is not None, "the first rank's report"
     # All keys are looked at only if they are asked about.
     strict = request.strict
     counts = strict.minds_missing or any(r.has_stateful for r in reports)
-    missing = {key for keys in (manifest.tensors, manifest.objects) for key in keys} - asked if counts else set[str]()
+    stored = checkpoint.manifest
+    missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
@@ -303,7 +304,7 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
     shares = seen.shares([report.touched for report in reports])
-    seen.check_room(shares, [report.room for report in reports], reports[0].block_bytes)
+    seen.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
     threads = threads_of([report.cpus for report in reports])
     decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
     return decision, seen.parts(shares)
@@ -363,3 +364,41 @@ def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
         _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
     if missing:
         _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
+
+
+def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
+    """What a checkpoint holds besides tensors and objects; {} for a plain DCP folder."""
+    config = checkpoint.small_file("metadata.json")
+    if config is not None:
+        metadata.check_common_config(config)
+    data = checkpoint.small_file("common.pt")
+    path = checkpoint.folder / "common.pt"
+    if data is None:
+        if config is not None:
+            raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
+        return {}
+    common = weights_only.load(data, str(path), safe_globals)
+    if not isinstance(common, dict):
+        raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+    """The common data alone: what decides on config and version before any tensor is read.
+
+    Raises: as ``load``. {} for a plain DCP folder.
+    """
+    return typed(lambda: common_data(open_checkpoint(checkpoint_dir), safe_globals))
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
+    found = load_sharded_metadata(checkpoint_dir)
+    return {key: record for key, record in found.items() if isinstance(record, ShardedTensor)}
+
+
+def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor | ShardedObject]:
+    """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
+    manifest = open_checkpoint(checkpoint_dir).manifest
+    objects = {key: by_name.record_of(key) for key in manifest.objects}
+    return {key: by_name.whole(key, stored) for key, stored in manifest.tensors.items()} | objects

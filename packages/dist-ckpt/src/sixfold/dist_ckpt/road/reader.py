@@ -102,7 +102,7 @@ class Reader:
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
         self._handles: dict[str, int] = {}
-        self._unseen: dict[int, list[Read]] = defaultdict(list)  # reads of frames that were taken for ours, by record
+        self._unseen: dict[int, list[tuple[Read, int]]] = defaultdict(list)  # runs by record, where they were taken
         self.cast_keys: set[str] = set()
 
     def run(
@@ -181,11 +181,10 @@ class Reader:
         for step in plan.reads:
             with self._told(step):
                 start = self._sources.start(step)
-            run = None if start is None else self._run(step, records[step.record], start)
-            if run is not None:
+            if start is not None and (run := self._run(step, records[step.record], start)) is not None:
                 self._share(windows, step, run)
-                if self._sources.is_taken(step):
-                    self._unseen[step.record].append(step)
+                if self._checkpoint.is_arriving:
+                    self._unseen[step.record].append((step, start))
             else:
                 frame = step.chunk.frame
                 window = windows[frame.file, (frame.offset + frame.length - 1) // self._window_bytes]
@@ -310,9 +309,9 @@ class Reader:
     def _read_mistaken(self, records: Sequence[ShardedTensor], done: Iterable[int]) -> None:
         """Read again what stood elsewhere in its frame, of records that are else complete: sources.py's
         [Note: taken for ours]."""
-        for step in (step for index in done for step in self._unseen.pop(index, ())):
+        for step, start in (taken for index in done for taken in self._unseen.pop(index, ())):
             with self._told(step):
-                is_mistaken = self._sources.is_mistaken(step)
+                is_mistaken = self._sources.seen_start(step) != start
             if is_mistaken:
                 self._copy_values(records, step)
 

@@ -16,6 +16,7 @@ complete. One of another form, such as another version of torch writes, is then 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class Sources:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._starts: dict[ByteRange, int | None] = {}
-        self._taken: dict[ByteRange, frames.Template] = {}  # for ours
-        self._mistaken: dict[ByteRange, bool] = {}  # of those, whose heads have been looked at
+        self._taken: dict[ByteRange, frames.Template] = {}  # for ours, until their heads are looked at
         self._first_is_ours: bool | None = None
         # The reads of a chunk follow each other, so that the last two are enough.
         self._decoded = lru_cache(maxsize=2)(self._decode)
@@ -48,10 +48,19 @@ class Sources:
         start = self._starts[frame]
         return None if start is None else start + step.chunk.first * step.stored_dtype.itemsize
 
+    def seen_start(self, step: Read) -> int | None:
+        """``start`` when the head of the frame has been looked at; for threads. See [Note: taken for ours]."""
+        frame = step.chunk.frame
+        template = self._taken.get(frame)
+        if template is not None:
+            if not self._has_head(frame, template):
+                self._starts[frame] = self._parsed(step)
+            self._taken.pop(frame, None)  # when its start is right
+        return self.start(step)
+
     def chunk(self, step: Read) -> torch.Tensor:
         """The chunk as a tensor of the shape of its box: mapped, or decoded if it is not plain."""
-        self.is_mistaken(step)
-        start, box = self.start(step), step.chunk.box
+        start, box = self.seen_start(step), step.chunk.box
         if start is not None:
             stop = start + box.volume * step.stored_dtype.itemsize
             self._checkpoint.await_bytes(step.chunk.frame.file, start, stop)
@@ -80,7 +89,7 @@ class Sources:
         layout = frames.parse(view)
         if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
             frames.check_records(view)
-        plain = layout.data_bytes == chunk.frame_elements * dtype.itemsize
+        plain = layout.data_bytes == prod(chunk.frame_shape) * dtype.itemsize
         plain = plain and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape)
         return frame.offset + layout.data_start if plain else None
 
@@ -93,22 +102,6 @@ class Sources:
         elif self._first_is_ours:
             self._taken[frame] = template
         return self._first_is_ours
-
-    def is_taken(self, step: Read) -> bool:
-        """Whether the frame of a read counts as ours unseen."""
-        return step.chunk.frame in self._taken
-
-    def is_mistaken(self, step: Read) -> bool:
-        """Whether that was wrong; then ``start`` and ``chunk`` give what is right from now on. For threads."""
-        frame = step.chunk.frame
-        if frame not in self._taken:
-            return False
-        if frame not in self._mistaken:
-            is_ours = self._has_head(frame, self._taken[frame])
-            if not is_ours:
-                self._starts[frame] = self._parsed(step)
-            self._mistaken[frame] = not is_ours
-        return self._mistaken[frame]
 
     def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
         head = self._checkpoint.frame(frame._replace(length=template.head_bytes))

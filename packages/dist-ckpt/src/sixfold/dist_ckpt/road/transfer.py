@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from threading import Event
 from typing import Any
@@ -98,23 +99,34 @@ def write(
     if not plan and not objects:
         return Written(content.table)
     counts = file_counts([step.nbytes for step in plan], store.streams)
-    parts, copies, failed, at = list[_Part](), Copies(), Event(), 0
+    frames_of, copies, failed, at = list[_Frames](), Copies(), Event(), 0
 
-    def add(part: _Part, file: PartFile, step: Write) -> None:
-        if failed.is_set():
-            raise CheckpointError(f"{part.name} was given up: another file of this rank failed")
-        add_frame(file, records[step.record], step, rank, check_finite, copies)
+    def fill(own: _Frames, file: PartFile) -> None:
+        """Add the frames of a file; from the start again if that is asked for."""
+        own.places, own.object_places = array("q"), []
+        for step in own.steps:
+            if failed.is_set():
+                raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
+            start = file.position
+            add_frame(file, records[step.record], step, rank, check_finite, copies)
+            own.places.extend((start, file.position - start))
+        for stored_key, data in own.objects:
+            own.object_places.append((stored_key, ByteRange(own.name, file.position, len(data))))
+            file.append(data)
 
     for number, count in enumerate(counts):
-        own_objects = objects if number + 1 == len(counts) else ()
-        parts.append(_Part(part_name(rank, number), plan[at : at + count], own_objects, add))
+        last = number + 1 == len(counts)
+        frames_of.append(_Frames(part_name(rank, number), plan[at : at + count], objects if last else ()))
         at += count
-    own = [Part(name=p.name, fill=p.fill, nbytes=p.nbytes, threads=content.threads, moved=moved) for p in parts]
-    digests = write_parts(store, save, own, failed)
+    parts = [
+        Part(name=own.name, fill=partial(fill, own), nbytes=own.nbytes, threads=content.threads, moved=moved)
+        for own in frames_of
+    ]
+    digests = write_parts(store, save, parts, failed)
     return Written(
         content.table,
-        places=b"".join(part.places.tobytes() for part in parts),
-        objects=parts[-1].object_places,
+        places=b"".join(own.places.tobytes() for own in frames_of),
+        objects=frames_of[-1].object_places,
         files={part.name: digest for part, digest in zip(parts, digests, strict=True)},
         counts=counts if len(counts) > 1 else (),
     )
@@ -138,13 +150,12 @@ def write_parts(store: Store, save: Save, parts: Sequence[Part], failed: Event |
 
 
 @dataclass(slots=True)
-class _Part:
-    """One file of frames, and where they came to lie in it."""
+class _Frames:
+    """What goes into one file, and where it came to lie there."""
 
     name: str
     steps: Sequence[Write]
     objects: Sequence[tuple[str, bytes]]
-    add: Callable[[_Part, PartFile, Write], None]
     places: array[int] = field(default_factory=lambda: array("q"))
     object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
 
@@ -152,17 +163,6 @@ class _Part:
     def nbytes(self) -> int:
         """An upper bound."""
         return total_bytes(self.steps) + sum(len(data) for _, data in self.objects)
-
-    def fill(self, file: PartFile) -> None:
-        """Add all frames; from the start again if that is asked for."""
-        self.places, self.object_places = array("q"), []
-        for step in self.steps:
-            start = file.position
-            self.add(self, file, step)
-            self.places.extend((start, file.position - start))
-        for stored_key, data in self.objects:
-            self.object_places.append((stored_key, ByteRange(self.name, file.position, len(data))))
-            file.append(data)
 
 
 def add_frame(

@@ -16,7 +16,7 @@ from typing import Any
 from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
-from sixfold.dist_ckpt.road import loading, looking, saving
+from sixfold.dist_ckpt.road import loading, saving
 from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
@@ -122,7 +122,7 @@ class TorchDistLoadShardedStrategy(base.ReadsOneFormat, base.LoadShardedStrategy
         return tree.nest(wanted)
 
     def load_tensors_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor]:
-        return looking.load_tensors_metadata(checkpoint_dir)
+        return loading.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedTensor | ShardedObject]:
-        return looking.load_sharded_metadata(checkpoint_dir)
+        return loading.load_sharded_metadata(checkpoint_dir)

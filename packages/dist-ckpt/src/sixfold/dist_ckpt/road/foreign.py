@@ -26,7 +26,6 @@ from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import told_to_all
 from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road.hosts import Seen
-from sixfold.dist_ckpt.road.loading import Looked, Values
 from sixfold.dist_ckpt.road.reader import copy_values
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.road.saving import Agreed, agree_on
@@ -36,12 +35,7 @@ from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint
 from sixfold.dist_ckpt.stores.store import POINTER, Store
-from sixfold.dist_ckpt.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadCommonStrategy,
-    LoadEngine,
-    LoadShardedStrategy,
-)
+from sixfold.dist_ckpt.strategies import base
 
 Result = TypeVar("Result")
 
@@ -54,7 +48,8 @@ def save(request: SaveRequest) -> None:
     agreed, strategy = _begun(request), request.sharded
 
     def write(mine: dict[Any, Any], staging: Path) -> None:
-        if isinstance(strategy, AsyncSaveShardedStrategy) and type(strategy).save is AsyncSaveShardedStrategy.save:
+        kind = base.AsyncSaveShardedStrategy
+        if isinstance(strategy, kind) and type(strategy).save is kind.save:
             strategy.async_save(mine, staging).execute_sync(request.group, request.timeout_s)
         else:
             strategy.save(mine, staging)
@@ -71,7 +66,7 @@ def async_save(request: SaveRequest) -> AsyncRequest:
     """
     strategy = request.sharded
     with told_to_all(request.group, request.timeout_s):
-        if not isinstance(strategy, AsyncSaveShardedStrategy):
+        if not isinstance(strategy, base.AsyncSaveShardedStrategy):
             raise CheckpointError(
                 f"{strategy} saves by itself and is no AsyncSaveShardedStrategy, so that only a plain save can let it; "
                 "background saves go with ('torch_dist', 1), also inside a FullyParallelSaveStrategyWrapper"
@@ -171,7 +166,7 @@ def _complete_integrity(staging: Path) -> None:
     storage.write_file(staging, integrity.FILE_NAME, integrity.Integrity(save_id=known.save_id, files=files).encode())
 
 
-def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> Any:
+def load(request: LoadRequest, strategy: base.LoadShardedStrategy, common_strategy: base.LoadCommonStrategy) -> Any:
     """As ``serialization.load``, with strategies that read by themselves."""
     return _Load(request, strategy, common_strategy).run()
 
@@ -179,8 +174,10 @@ def load(request: LoadRequest, strategy: LoadShardedStrategy, common_strategy: L
 class _Load(loading.Load):
     """A load by strategies that read by themselves."""
 
-    def __init__(self, asked: LoadRequest, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy) -> None:
-        super().__init__(asked, LoadEngine())
+    def __init__(
+        self, asked: LoadRequest, strategy: base.LoadShardedStrategy, common_strategy: base.LoadCommonStrategy
+    ) -> None:
+        super().__init__(asked, base.LoadEngine())
         self._strategies = strategy, common_strategy
 
     def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
@@ -201,20 +198,9 @@ class _Load(loading.Load):
         checkpoint = Checkpoint(folder, Manifest(tensors, objects), None, "off", ())
         return checkpoint, self._strategies[1].load_common(folder), False
 
-    def values(self, looked: Looked, *_: Any) -> tuple[Values, set[str]]:
-        meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
-        values, converted = {path: leaf.unwrap() for path, leaf in looked.parts.local}, set[str]()
-        for path, record, found in self._found(looked):
-            values[path] = found
-            if isinstance(record, ShardedTensor):
-                values[path] = _settled(record, found, self.asked.dtype_policy)
-                if found.dtype != record.dtype:
-                    converted.add(record.key)
-        meter.finish()
-        return values, converted
-
-    def _found(self, looked: Looked) -> Iterator[tuple[tree.KeyPath, ShardedBase, Any]]:
+    def values(self, looked: loading.Looked, *_: Any) -> tuple[loading.Values, set[str]]:
         """What the strategies return for each record that is stored; they get records of stored dtypes."""
+        meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
         stored, (strategy, common_strategy) = looked.checkpoint.manifest, self._strategies
         asked: dict[tree.KeyPath, ShardedBase] = {}
         for path, record in looked.parts.records:
@@ -225,17 +211,23 @@ class _Load(loading.Load):
         mine, objects = _shares(asked.items(), strategy.can_handle_sharded_objects)
         loaded = strategy.load(mine, looked.checkpoint.folder)
         loaded_objects = common_strategy.load_sharded_objects(objects, looked.checkpoint.folder) if objects else {}
-        for path, record in looked.parts.records:
-            if path in asked:
-                found = tree.get(loaded, path)
-                found = tree.get(loaded_objects, path) if found is tree.GONE else found
-                if found is tree.GONE:
-                    raise CheckpointError(f"{record}: {strategy} returned no value for it")
-                yield path, record, found
+        values, converted = {path: leaf.unwrap() for path, leaf in looked.parts.local}, set[str]()
+        for path, record in (entry for entry in looked.parts.records if entry[0] in asked):
+            found = tree.get(loaded, path)
+            found = tree.get(loaded_objects, path) if found is tree.GONE else found
+            if found is tree.GONE:
+                raise CheckpointError(f"{record}: {strategy} returned no value for it")
+            values[path] = found
+            if isinstance(record, ShardedTensor):
+                values[path] = _settled(record, found, self.asked.dtype_policy)
+                if found.dtype != record.dtype:
+                    converted.add(record.key)
+        meter.finish()
+        return values, converted
 
 
 def listing(
-    folder: Path, strategy: LoadShardedStrategy, common_strategy: LoadCommonStrategy
+    folder: Path, strategy: base.LoadShardedStrategy, common_strategy: base.LoadCommonStrategy
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """Everything stored, by key."""
     stored = dict(strategy.load_sharded_metadata(folder))

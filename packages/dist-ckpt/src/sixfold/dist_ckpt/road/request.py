@@ -22,13 +22,7 @@ from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.stores import store_at
 from sixfold.dist_ckpt.stores.local import read_small
 from sixfold.dist_ckpt.stores.store import POINTER, Store
-from sixfold.dist_ckpt.strategies.base import (
-    SaveCommonStrategy,
-    SaveEngine,
-    SaveShardedStrategy,
-    StrategyAction,
-    find,
-)
+from sixfold.dist_ckpt.strategies import base
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +50,9 @@ class SaveRequest:
     metadata: str = field(default="torch", kw_only=True)
     progress: Progress | None = field(default=None, kw_only=True)
     store: Store = field(init=False)
-    sharded: SaveShardedStrategy = field(init=False)
-    common: SaveCommonStrategy = field(init=False)
-    engine: SaveEngine | None = field(init=False)
+    sharded: base.SaveShardedStrategy = field(init=False)
+    common: base.SaveCommonStrategy = field(init=False)
+    engine: base.SaveEngine | None = field(init=False)
 
     def __post_init__(self) -> None:
         with told_to_all(self.group, self.timeout_s):
@@ -67,8 +61,8 @@ class SaveRequest:
                 raise CheckpointError(
                     f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
                 )
-            sharded = find(StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
-            common = find(StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
+            sharded = base.find(base.StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
+            common = base.find(base.StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             engine = sharded.engine() if common.is_built_in else None
             store = store_at(self.checkpoint_dir, self.timeout_s)
             for name, value in {"store": store, "sharded": sharded, "common": common, "engine": engine}.items():

@@ -135,62 +135,50 @@ def agree_on(request: SaveRequest) -> Agreed:
     Errors: as ``serialization.save``.
     """
     exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
-    first_rank = _FirstRank(request, None if engine.memory is None else engine.memory.get("last"))
+    store, begun = request.store, list[Save]()
+    kept: Kept | None = None if engine.memory is None else engine.memory.get("last")
 
     def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
-        if exchange.ranks > 1 and not request.store.is_shared:
-            raise CheckpointError(f"{request.store.name} is seen by one process alone; save into it with group=None")
+        if exchange.ranks > 1 and not store.is_shared:
+            raise CheckpointError(f"{store.name} is seen by one process alone; save into it with group=None")
         content, report, parts = describe(request, exchange, engine)
         return (content, report, parts), report
 
-    try:
-        if engine.arrange is not None:  # by an exchange of its own
-            exchange.hear()
-        (content, report, parts), ticket = exchange.together(described, first_rank.agree)
-        if ticket.again:
-            whole = report._replace(table=content.table)
-            _, ticket = exchange.together(lambda: (None, whole), first_rank.agree)
-        if ticket.common_differs:
-            agreement.check(
-                exchange, agreement.digests(content.common, request.preprocess_common_before_consistancy_check)
-            )
-    except BaseException:
-        first_rank.abandon()
-        raise
-    if engine.memory is not None:
-        engine.memory["last"] = first_rank.kept
-    return Agreed(exchange, content, ticket, first_rank.kept, parts.records)
-
-
-class _FirstRank:
-    """What it does while a save is agreed on."""
-
-    def __init__(self, request: SaveRequest, kept: Kept | None) -> None:
-        self._request, self.kept = request, kept
-        self._save: Save | None = None
-
-    def agree(self, reports: list[_Report]) -> Ticket:
-        """Check that the records of all ranks fit together, and begin the save. See [Note: plan cache]."""
-        store = self._request.store
+    def agree(reports: list[_Report]) -> Ticket:
+        """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
+        nonlocal kept
         targets = sorted({report.target for report in reports})
         if len(targets) > 1:
             raise ShardingError(
                 f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
             )
-        if self.kept is not None and self.kept.digests != [report.digest for report in reports]:
-            self.kept = None
-        if self.kept is None and any(report.table is None for report in reports):
+        if kept is not None and kept.digests != [report.digest for report in reports]:
+            kept = None
+        if kept is None and any(report.table is None for report in reports):
             return Ticket(Save(save_id="", target=store.name), again=True)
-        self.kept = check_together(reports, self.kept)
-        save_id, nbytes = secrets.token_hex(8), sum(report.nbytes for report in reports)
-        self._save = store.begin(save_id, nbytes, self._request.if_exists, owns_file)
-        differs = len({report.common_digest for report in reports}) > 1
-        return Ticket(self._save, differs)
+        kept = check_together(reports, kept)
+        nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
+        begun.append(store.begin(secrets.token_hex(8), nbytes, request.if_exists, owns_file))
+        return Ticket(begun[0], differs)
 
-    def abandon(self) -> None:
-        """Remove what was made."""
-        if self._save is not None:
-            self._request.store.abandon(self._save)
+    try:
+        if engine.arrange is not None:  # by an exchange of its own
+            exchange.hear()
+        (content, report, parts), ticket = exchange.together(described, agree)
+        if ticket.again:
+            whole = report._replace(table=content.table)
+            _, ticket = exchange.together(lambda: (None, whole), agree)
+        if ticket.common_differs:
+            agreement.check(
+                exchange, agreement.digests(content.common, request.preprocess_common_before_consistancy_check)
+            )
+    except BaseException:
+        for save in begun:
+            store.abandon(save)
+        raise
+    if engine.memory is not None:
+        engine.memory["last"] = kept
+    return Agreed(exchange, content, ticket, kept, parts.records)
 
 
 def check_together(reports: list[_Report], kept: Kept | None) -> Kept:

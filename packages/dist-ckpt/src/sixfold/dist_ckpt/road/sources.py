@@ -104,7 +104,7 @@ class Sources:
         return self._first_is_ours
 
     def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
-        head = self._checkpoint.frame(frame._replace(length=template.head_bytes))
+        head = self._checkpoint.map(frame.file).view(frame.offset, frame.offset + template.head_bytes)
         first = len(template.head[0])
         return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
 

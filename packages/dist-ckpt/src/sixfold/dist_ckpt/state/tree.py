@@ -19,11 +19,7 @@ from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBas
 KeyPath = tuple[Any, ...]
 
 
-class _Gone:
-    """Marks a place that holds nothing; compared by identity."""
-
-
-GONE = _Gone()
+GONE: Any = object()  # marks a place that holds nothing; compared by identity
 
 
 class Split(NamedTuple):

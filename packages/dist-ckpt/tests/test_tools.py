@@ -1,5 +1,6 @@
 """The tools and the command: what they report of whole, foreign and damaged folders."""
 
+import errno
 import json
 import os
 import shlex
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -527,3 +529,31 @@ def test_a_reader_that_goes_away_and_an_interrupt_change_no_status(folder, tmp_p
 
     monkeypatch.setattr(dist_ckpt.tools, "verify", interrupted)
     assert main(["verify", str(folder)]) == 130
+
+
+@pytest.mark.parametrize("of_ours", [True, False])
+def test_verify_tells_a_file_that_cannot_be_read_once_and_goes_on(folder, tmp_path, monkeypatch, of_ours):
+    if not of_ours:
+        folder = tmp_path / "d"
+        dcp.save({f"w{i}": torch.ones(9) for i in range(3)}, checkpoint_id=str(folder))
+    name = next(path.name for path in folder.glob("*.distcp"))
+    real = Path.open
+
+    def refused(path, *arguments, **options):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    (problem,) = tools.verify(folder)["problems"]
+    assert (problem["kind"], problem["file"]) == ("unreadable", name)
+    assert "Permission denied" in problem["detail"]
+
+
+@pytest.mark.parametrize("index", ["{", '{"weight_map": {"w": "../x"}}', '{"weight_map": {"w": "gone.safetensors"}}'])
+def test_verify_tells_a_damaged_index_of_safetensors_as_a_problem(folder, tmp_path, index):
+    pytest.importorskip("safetensors", reason="the export needs the library")
+    tools.convert(folder, tmp_path / "s", to="safetensors")
+    (tmp_path / "s" / "model.safetensors.index.json").write_text(index)
+    (problem,) = tools.verify(tmp_path / "s")["problems"]
+    assert problem["kind"] == ("unsafe" if ".." in index else "unreadable")

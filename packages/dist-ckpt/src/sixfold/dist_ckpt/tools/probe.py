@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, UnsafeError, at, typed
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError, UnsafeError, at, typed
 from sixfold.dist_ckpt.files import compact, frame, integrity, metadata
 from sixfold.dist_ckpt.files.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
@@ -55,20 +55,18 @@ def name_of(path: str | Path | Store, folder: Path) -> str:
 
 def files(folder: Path) -> list[tuple[str, int]]:
     """Relative names and sizes of all files below; of a folder of safetensors those that belong to the tensors."""
+    found = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     if safetensors_folder.is_one(folder):
-        return [(name, (folder / name).stat().st_size) for name in safetensors_folder.file_names(folder)]
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in found)
+        with suppress(CheckpointError):  # what is wrong with the index, a listing tells
+            found = {name: found[name] for name in safetensors_folder.file_names(folder) if name in found}
+    return sorted(found.items())
 
 
 def problems(folder: Path, *, quick: bool, progress: Progress | None) -> tuple[list[Problem], int]:
     """All problems of a folder, and the bytes whose checksums were compared."""
     config, probe = read_config(folder), _Probe(folder)
     of_others = safetensors_folder.is_one(folder) or (config is not None and config[0][0] != "torch_dist")
-    if of_others:
-        probe.list()
-    else:
-        probe.look()
+    probe.list() if of_others else probe.look()
     if quick or of_others:
         Meter(progress).finish()
     else:
@@ -137,15 +135,19 @@ class _Probe:
 
     def hash(self, progress: Progress | None) -> None:
         """Every byte that has a checksum."""
-        checks = list(self._frames() if self._integrity is None else self._blocks(self._integrity))
-        meter = Meter(progress, lambda: sum(check.nbytes for check in checks))
-        for check in checks:
+        checks = self._frames if self._integrity is None else partial(self._blocks, self._integrity)
+        meter = Meter(progress, lambda: sum(check.nbytes for check in checks()))
+        for check in checks():
             try:
                 typed(check.run)
+                self.checked_bytes += check.nbytes
+            except StorageError as error:  # what cannot be read is told once
+                if not self._names(check.file):
+                    self._add("unreadable", check.file, str(error))
             except CheckpointError as error:
+                self.checked_bytes += check.nbytes
                 for key in check.damaged():
                     self._add("checksum", check.file, str(error), key)
-            self.checked_bytes += check.nbytes
             meter.add(check.nbytes)
         meter.finish()
 

@@ -22,7 +22,6 @@ from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.reader import Reader
-from sixfold.dist_ckpt.stores import attributes
 from sixfold.dist_ckpt.stores import local as storage
 
 
@@ -107,7 +106,7 @@ def test_a_mount_point_is_refused_before_the_first_byte(tmp_path):
 
 def test_a_mount_point_is_refused_where_mounts_are_told_by_the_device(tmp_path, monkeypatch):
     (tmp_path / "c").mkdir()
-    monkeypatch.setattr(attributes, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(storage, "_MOUNTS", tmp_path / "none")
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "c")
     with pytest.raises(StorageError, match="is a mount point"):
         dist_ckpt.save(state(1), tmp_path / "c")

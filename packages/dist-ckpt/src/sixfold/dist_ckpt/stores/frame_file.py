@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
-from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files.crc import join_pieces
 from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FileDigest
@@ -51,14 +50,7 @@ class FrameFile(PartFile):
         self._threads = threads
         self._pool: Pool | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            self._handle = os.open(folder / name, flags, 0o666)
-        except FileNotFoundError as error:
-            raise StorageError(
-                f"{folder} was made by the first rank and is not visible here; a checkpoint needs one file "
-                "system that all ranks share",
-                errno.ENOENT,
-            ) from error
+        self._handle = os.open(folder / name, flags, 0o666)
         self._reserved = nbytes >= _RESERVE_BYTES and _reserve(self._handle, nbytes)
 
     def add_large(
@@ -79,12 +71,12 @@ class FrameFile(PartFile):
 
     def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:
-            return self._write_now(data, at, owner)
+            self._write_now(data, at, owner)
+            return
         self._pool = self._pool or Pool(self._threads)
         while len(self._writing) >= 4 * self._threads:
             self._writing.popleft().result()
         self._writing.append(self._pool.submit(self._write_now, data, at, owner))
-        return None
 
     def _write_now(self, data: bytes | memoryview, at: int, _owner: object) -> None:
         """``_owner`` keeps the memory of ``data`` as long as this call waits or runs."""

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
-import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import StorageError
 
-_NAME = re.compile(r"sixfold-mirror-([0-9a-f]{8})-[0-9a-f]{16}")
 _BEGUN_S = 600.0  # a folder that is older and still without a lock: its process was killed before it held one
 
 
@@ -42,7 +39,7 @@ def this_host() -> Host:
 
 def mirror_name(token: str) -> str:
     """The name of a mirror's folder; ``token``: 16 hexadecimal digits."""
-    return f"sixfold-mirror-{_host_digits()}-{token}"
+    return f"sixfold-mirror-{sha256(socket.gethostname().encode()).hexdigest()[:8]}-{token}"
 
 
 def hold(root: Path, rank: int) -> int:
@@ -59,10 +56,6 @@ def lock_path(root: Path, rank: int) -> Path:
     return root / f"alive-{rank}"
 
 
-def _host_digits() -> str:
-    return sha256(socket.gethostname().encode()).hexdigest()[:8]
-
-
 def is_held(lock: Path) -> bool:
     """Whether a process of this host holds the lock of a rank; True also where that cannot be told."""
     try:
@@ -77,23 +70,16 @@ def is_held(lock: Path) -> bool:
 
 def remove_dead(parent: Path) -> None:
     """Remove this user's mirrors of this host that no process holds. See [Note: a mirror's end] (mirror.py)."""
-    for folder in _own_mirrors(parent):
+    for folder in list(parent.glob(mirror_name("[0-9a-f]" * 16))):
         with suppress(OSError):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
             locks = [path for path in folder.iterdir() if path.name.startswith("alive-")]
-            if not locks and time.time() - folder.stat().st_mtime < _BEGUN_S:
+            if not locks and time.time() - status.st_mtime < _BEGUN_S:
                 continue  # its first lock is about to be held
             if not any(map(is_held, locks)):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _own_mirrors(parent: Path) -> Iterable[Path]:
-    with suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match and match.group(1) == _host_digits() and entry.is_dir(follow_symlinks=False):
-                with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                        yield Path(entry.path)
 
 
 def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> StorageError:
@@ -103,13 +89,3 @@ def no_room(name: str, place: str, needed_bytes: int, free_bytes: int) -> Storag
         f"{free_bytes} are free; TMPDIR names another place",
         errno.ENOSPC,
     )
-
-
-def shared(path: Path, nbytes: int) -> mmap.mmap:
-    """A file of zeros, mapped; who maps it first makes it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(handle, nbytes)
-        return mmap.mmap(handle, nbytes)
-    finally:
-        os.close(handle)

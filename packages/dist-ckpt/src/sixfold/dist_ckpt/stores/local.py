@@ -7,6 +7,10 @@ into place by one rename, after every file and the folder are on disk. No file o
 checkpoint is ever written again. Peers overwrite in place: a rank killed meanwhile leaves a folder
 that loads as a mixture of two steps.
 
+[Note: what stays of a folder] A save replaces a folder by another. What an administrator has set on the old one (a
+group that shares it, setgid, an access list, a project id in an extended attribute) is set on the new one, as far as
+this process may.
+
 [Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. The sibling
 has such a name, so the files lie in a folder inside it until they are moved into place.
 """
@@ -28,7 +32,6 @@ from pathlib import Path
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
 from sixfold.dist_ckpt.files.integrity import FILE_NAME, BlockHasher, FileDigest, decode
 from sixfold.dist_ckpt.stores import paths
-from sixfold.dist_ckpt.stores.attributes import copy_attributes, is_mount_point
 from sixfold.dist_ckpt.stores.frame_file import FrameFile, libc
 from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.store import (
@@ -44,6 +47,7 @@ from sixfold.dist_ckpt.stores.store import (
 )
 
 INNER = "checkpoint"  # see [Note: one level deeper]
+_MOUNTS = Path("/proc/self/mountinfo")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -201,7 +205,7 @@ def check_regular(path: Path) -> None:
         raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
 
 
-def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] | None = None) -> None:
+def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool]) -> None:
     """Refuse a target that this save must not touch; see ``commit`` for what is left.
 
     ``owns_file`` says of a relative path whether another format's checkpoint may hold it.
@@ -215,7 +219,7 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool] 
             errno.EBUSY,
         )
     names = sorted(_files(target)) if target.exists() else []
-    check_names(target, names, if_exists, owns_file or is_checkpoint_file)
+    check_names(target, names, if_exists, owns_file)
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -330,6 +334,42 @@ def is_locked(handle: int) -> bool:
     except OSError as error:
         return error.errno == errno.EACCES  # what some systems say of a lock that is held
     return False
+
+
+def copy_attributes(source: Path, target: Path, *, writable: bool = False) -> None:
+    """Give ``target`` owner, group, mode and extended attributes (access lists are such) of folder ``source``.
+
+    See [Note: what stays of a folder]. What the system does not let this process set stays as it is: the owner unless
+    it is root, the group unless it is a member, attributes of other name spaces than ``user`` and access lists.
+
+    Args:
+        writable: with all rights for the owner besides.
+    """
+    status = source.stat()
+    if (status.st_uid, status.st_gid) != (target.stat().st_uid, target.stat().st_gid):
+        with suppress(OSError):
+            os.chown(target, -1, status.st_gid)
+        with suppress(OSError):
+            os.chown(target, status.st_uid, -1)
+    with suppress(OSError):  # a file system without them
+        for name in set(os.listxattr(target)) - set(os.listxattr(source)):
+            os.removexattr(target, name)
+    with suppress(OSError):
+        shutil.copystat(source, target)
+    os.utime(target)  # which is newer than its source
+    os.chmod(target, stat.S_IMODE(status.st_mode) | (stat.S_IRWXU if writable else 0))
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted on a folder, also a folder of the same file system (bind mount)."""
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    points = (line.split(" ")[4] for line in lines if line.count(" ") > 4)
+    return str(folder) in {re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), point) for point in points}
 
 
 def exchange(a: Path, b: Path) -> bool:

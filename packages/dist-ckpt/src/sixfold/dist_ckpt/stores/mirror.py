@@ -49,15 +49,7 @@ from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES, FILE_NAME, Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.stores.by_pointer import TAIL_BYTES, check_finished, check_for_torch, flat, visible
 from sixfold.dist_ckpt.stores.folder import SMALL_BYTES
-from sixfold.dist_ckpt.stores.leases import (
-    hold,
-    is_held,
-    lock_path,
-    mirror_name,
-    no_room,
-    remove_dead,
-    shared,
-)
+from sixfold.dist_ckpt.stores.leases import hold, is_held, lock_path, mirror_name, no_room, remove_dead
 from sixfold.dist_ckpt.stores.maps import Arrives
 from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, begun, cut, ranges_of
 from sixfold.dist_ckpt.stores.store import POINTER, Store, is_small_file
@@ -176,7 +168,9 @@ class Mirror:
         own = [span for span in shares.get(self._rank, ()) if span.file not in self._whole]
         ranges = ranges_of(own, self._sizes, block_bytes)
         try:
-            self._states = shared(self._root / "ready", max(1, blocks))
+            with (self._root / "ready").open("a+b") as file:  # of zeros; who comes first makes it
+                file.truncate(max(1, blocks))
+                self._states = mmap.mmap(file.fileno(), max(1, blocks))
             self._fetched = begun(partial(self._fetch, ranges))
         except (OSError, CheckpointError) as error:
             self._fail(error)
@@ -221,10 +215,11 @@ class Mirror:
         """
         if self._base:
             return
-        own = {name: (self.folder / name).read_bytes() for name in (FILE_NAME,) if name in self._sizes}
+        own = (self.folder / FILE_NAME).read_bytes() if FILE_NAME in self._sizes else None
         with self._or_replaced():
-            same = all(self._asked(partial(self._store.read, name))[0] == data for name, data in own.items())
-            if not same or (self._marks and self._asked(self._store.marks)[0] != self._marks):
+            if own is not None and self._asked(partial(self._store.read, FILE_NAME))[0] != own:
+                raise FileNotFoundError
+            if self._marks and self._asked(self._store.marks)[0] != self._marks:
                 raise FileNotFoundError
 
     def _check_for_torch(self, found: Mapping[str, int]) -> None:
@@ -254,9 +249,7 @@ class Mirror:
 
     def close(self) -> None:
         """Delete the folder; a shared one when all have left. May be called more than once, by each rank."""
-        is_mine = (
-            self._pid == os.getpid()
-        )  # a process that was forked holds its parent's, and lets go of its own handle
+        is_mine = self._pid == os.getpid()  # who was forked lets go of a handle of its own, no more
         if is_mine and (self._locks is None or self._left_by_all(self._locks)):
             shutil.rmtree(self._root, ignore_errors=True)
         self._is_closed = True
@@ -367,18 +360,13 @@ class Mirror:
             return
         size = self._block_bytes
         first, last = self._first[name] + start // size, self._first[name] + -(-stop // size)
-        if self._states[first:last].count(_READY) == last - first:
-            return
         for index in range(first, last):
-            if self._states[index] == _READY:
-                continue
-            if self._owners[index] < 0:
+            if self._owners[index] >= 0:
+                self._await_block(index, self._owners[index])
+            elif self._states[index] != _READY:
                 with self._one_at_a_time:
                     at = (index - self._first[name]) * size
-                    self._fill(list(cut(name, at, min(at + size, self._sizes[name]), MOST_RANGE_BYTES)))
-                    self._states[index] = _READY
-            else:
-                self._await_block(index, self._owners[index])
+                    self._fill(list(cut(name, at, min(at + size, self._sizes[name]), MOST_RANGE_BYTES)), self._mark)
 
     def _await_block(self, at: int, owner: int) -> None:
         states = self._states

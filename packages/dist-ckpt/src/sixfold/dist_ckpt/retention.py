@@ -26,7 +26,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -181,9 +182,9 @@ class _LocalRun:
         """Delete what killed deletions left, and what dead saves did."""
         for _, path in self._named("gone"):
             shutil.rmtree(path, ignore_errors=True)
-        by_save: dict[tuple[str, str], list[Path]] = {}
+        by_save = defaultdict[tuple[str, str], list[Path]](list)
         for found, path in self._named("tmp", "job"):
-            by_save.setdefault((found["step"], found["save"]), []).append(path)
+            by_save[found["step"], found["save"]].append(path)
         for (step, save_id), folders in by_save.items():
             if _are_left(folders, save_id, _EARLIER_S if int(step) < before else _ANY_S):
                 for folder in folders:
@@ -223,7 +224,7 @@ class _StoredRun:
         self._deleted = set[int]()
 
     def steps(self) -> list[int]:
-        return sorted({step for step, _ in self._files()})
+        return sorted(self._by_step())
 
     def is_complete(self, step: int) -> bool:
         return view.is_complete(self._store.child(_name(step)))
@@ -233,10 +234,7 @@ class _StoredRun:
         self._deleted.add(step)
 
     def delete_left(self, *, before: int) -> None:
-        by_step: dict[int, set[str]] = {}
-        for step, name in self._files():
-            by_step.setdefault(step, set()).add(name)
-        for step, names in sorted(by_step.items()):
+        for step, names in sorted(self._by_step().items()):
             is_left = (
                 not by_pointer.visible(names) and "metadata.json" not in names and all(map(is_checkpoint_file, names))
             )
@@ -249,12 +247,14 @@ class _StoredRun:
             if step < before or _is_still(place):
                 place.clear_unfinished()
 
-    def _files(self) -> Iterator[tuple[int, str]]:
-        """The step, and the name in its folder, of each file."""
+    def _by_step(self) -> dict[int, set[str]]:
+        """The names of the files in the folder of each step."""
+        by_step = defaultdict[int, set[str]](set)
         for name in self._store.list_files():
             folder, slash, rest = name.partition("/")
             if slash and (found := _read(folder)) and found["kind"] is None:
-                yield int(found["step"]), rest
+                by_step[int(found["step"])].add(rest)
+        return by_step
 
 
 def _is_still(place: ByPointer) -> bool:

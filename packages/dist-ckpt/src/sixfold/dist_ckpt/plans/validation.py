@@ -164,11 +164,6 @@ def object_problems(by_rank: Sequence[Sequence[ShardedObject]], verb: str) -> li
     return problems
 
 
-def name_clashes(tensors: Iterable[str], objects: Iterable[str]) -> list[str]:
-    """Keys that are both a tensor and a stored object."""
-    return [f"{key}: a tensor and an object share this key" for key in sorted(set(tensors) & set(objects))]
-
-
 def raise_problems(problems: Sequence[str], verb: str, kind: type[CheckpointError]) -> None:
     """One error that lists every problem."""
     if problems:

@@ -195,7 +195,8 @@ def check_together(reports: list[_Report], kept: Kept | None) -> Kept:
         kept = Kept([report.digest for report in reports], tables, table.keys)
     objects = [report.objects for report in reports]
     problems += validation.object_problems(objects, "saved")
-    problems += validation.name_clashes(kept.keys, (cell.unique_key for cells in objects for cell in cells))
+    both = kept.keys & {cell.unique_key for cells in objects for cell in cells}
+    problems += [f"{key}: a tensor and an object share this key" for key in sorted(both)]
     validation.raise_problems(problems, "saved", ShardingError)
     return kept
 

@@ -380,7 +380,7 @@ class ShardedObject(ShardedBase):
         key, separator, cell = unique_key.rpartition("/shard_")
         offset_text, underscore, shape_text = cell.rpartition("_")
         try:
-            offset, shape = _ints(offset_text), _ints(shape_text)
+            offset, shape = (tuple(map(int, text.split("."))) if text else () for text in (offset_text, shape_text))
         except ValueError:
             separator = ""
         if not separator or not underscore:
@@ -425,7 +425,3 @@ def _check_key(key: object) -> None:
 def _check_is_tensor(key: str, data: object) -> None:
     if not isinstance(data, torch.Tensor):
         raise ShardingError(f"{key}: data is a {type(data).__name__}; it is a torch.Tensor")
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")) if text else ()

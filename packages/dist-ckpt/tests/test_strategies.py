@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sixfold.dist_ckpt import (
     StorageError,
     UnsafeError,
     strategies,
+    tools,
 )
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
@@ -374,3 +376,21 @@ def test_the_four_bases_are_abstract(kind):
     for other in (base.LoadShardedStrategy, base.LoadCommonStrategy):
         with pytest.raises(TypeError, match="abstract"):
             other()
+
+
+def test_objects_in_a_folder_that_may_not_be_looked_into_are_not_taken_for_none(tmp_path, monkeypatch):
+    record = ShardedObject("secret/o", 1, (1,), (0,))
+    TorchCommonSaveStrategy().save_sharded_objects({"o": record}, tmp_path)
+    assert [*TorchCommonLoadStrategy().load_sharded_metadata(tmp_path)] == ["secret/o/shard_0_1"]
+    real = os.scandir
+
+    def refused(path="."):
+        if Path(path).name == "secret":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError):
+        TorchCommonLoadStrategy().load_sharded_metadata(tmp_path)
+    with pytest.raises(StorageError, match="Permission denied"):
+        tools.verify(tmp_path)

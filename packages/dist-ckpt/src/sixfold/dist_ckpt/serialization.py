@@ -99,19 +99,16 @@ def save(
     arguments = dict(locals())
     del arguments["async_sharded_save"]
     request = SaveRequest(**arguments)
-    if async_sharded_save and request.engine is not None:
-        from sixfold.dist_ckpt.background import saver
-
-        return AsyncRequest(None, (), [], handle=saver.start(request))
-    if not async_sharded_save and _SAVER in sys.modules:  # else this process has begun no background save
-        sys.modules[_SAVER].await_saves_to(request.store)
-    if request.engine is not None:
-        saving.save(request)
+    if not async_sharded_save:
+        if _SAVER in sys.modules:  # else this process has begun no background save
+            sys.modules[_SAVER].await_saves_to(request.store)
+        (foreign if request.engine is None else saving).save(request)
         return None
-    if async_sharded_save:
+    if request.engine is None:
         return foreign.async_save(request)
-    foreign.save(request)
-    return None
+    from sixfold.dist_ckpt.background import saver
+
+    return AsyncRequest(None, (), [], handle=saver.start(request))
 
 
 def load(

@@ -7,7 +7,9 @@ The torch_dist format keeps objects among its frames; zarr and strategies of use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     def save_sharded_objects(self, sharded_objects_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         for _, record in tree.leaves(sharded_objects_state_dict):
             if isinstance(record, ShardedObject) and is_main_replica(record.replica_id):
-                path = object_path(Path(checkpoint_dir), record.unique_key)
+                path = inside(Path(checkpoint_dir), f"{record.unique_key}.pt")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 storage.write_file(path.parent, path.name, weights_only.dump(record.data, f"the object {record}"))
 
@@ -63,15 +65,20 @@ class TorchCommonLoadStrategy(ReadsOneFormat, LoadCommonStrategy):
 
     def load_sharded_objects(self, sharded_objects_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
         values = {
-            path: self._load(object_path(Path(checkpoint_dir), record.unique_key))
+            path: self._load(inside(Path(checkpoint_dir), f"{record.unique_key}.pt"))
             for path, record in tree.leaves(sharded_objects_state_dict)
             if isinstance(record, ShardedObject)
         }
         return tree.nest(values)
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedObject]:
-        folder = Path(checkpoint_dir)
-        return {name: ShardedObject.empty_from_unique_key(name) for name in object_keys(folder)}
+        found: dict[str, ShardedObject] = {}
+        for path in below(Path(checkpoint_dir)):
+            if path.match("shard_*.pt"):
+                name = path.relative_to(checkpoint_dir).as_posix().removesuffix(".pt")
+                with suppress(ShardingError):  # another file
+                    found[name] = ShardedObject.empty_from_unique_key(name)
+        return dict(sorted(found.items()))
 
     def _load(self, path: Path) -> Any:
         try:
@@ -79,11 +86,6 @@ class TorchCommonLoadStrategy(ReadsOneFormat, LoadCommonStrategy):
         except FileNotFoundError:
             raise CorruptError(f"{path} is missing; the checkpoint that it belongs to has one") from None
         return weights_only.load(data, str(path), self._safe_globals)
-
-
-def object_path(folder: Path, stored_key: str) -> Path:
-    """The file of an object. UnsafeError: a key that leaves the folder."""
-    return inside(folder, f"{stored_key}.pt")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -97,14 +99,11 @@ def inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def object_keys(folder: Path) -> list[str]:
-    """Stored keys of all objects that lie as files, sorted; other files are passed over."""
-    keys = []
-    for path in folder.rglob("shard_*.pt"):
-        stored_key = path.relative_to(folder).as_posix().removesuffix(".pt")
-        try:
-            ShardedObject.empty_from_unique_key(stored_key)
-        except ShardingError:
-            continue
-        keys.append(stored_key)
-    return sorted(keys)
+def below(folder: Path) -> Iterator[Path]:
+    """All files below a folder; one that may not be looked into is an error, not a folder without files."""
+
+    def refused(error: OSError) -> None:
+        raise error
+
+    for place, _, names in os.walk(folder, onerror=refused):
+        yield from (Path(place) / name for name in names)

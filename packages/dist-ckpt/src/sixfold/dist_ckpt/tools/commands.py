@@ -219,24 +219,21 @@ def _different_tensors(
 ) -> list[dict[str, Any]]:
     found: dict[str, tuple[int, float]] = {}
     for batch in values.batches(tensors):
-        for key, count, max_abs in _compare_batch(sides, batch, rtol):
-            before = found.get(key, (0, 0.0))
-            found[key] = before[0] + count, max(before[1], max_abs)
+        _compare_batch(sides, batch, rtol, found)
         meter.add(sum(map(nbytes_of, batch)))
     return [_entry(key, "values", *found[key]) for key in found]
 
 
 def _compare_batch(
-    sides: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float
-) -> list[tuple[str, int, float]]:
-    """What differs in a batch; it is in memory twice, once of each folder, and gone when this returns."""
-    found = []
+    sides: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float, found: dict[str, tuple[int, float]]
+) -> None:
+    """Add what differs in a batch; it is in memory twice, once of each folder, and gone when this returns."""
     for part, x, y in zip(batch, *(values.read(side, batch) for side in sides), strict=True):
         for cut in cuts(x.shape, _COMPARED_ELEMENTS):
             count, max_abs = _compare(x[cut], y[cut], rtol)
             if count:
-                found.append((part.key, count, max_abs))
-    return found
+                before = found.get(part.key, (0, 0.0))
+                found[part.key] = before[0] + count, max(before[1], max_abs)
 
 
 def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]:

@@ -177,7 +177,7 @@ def to_safetensors(
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files."""
     store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files, index = _planned(tensors, max_shard_bytes)
+    files = _planned(tensors, max_shard_bytes)
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)
 
@@ -190,9 +190,9 @@ def to_safetensors(
         save = store.begin(secrets.token_hex(8), nbytes, "error")
         try:
             with store.told(save, nbytes):
-                written = _write(Path(save.staging), files, index, parts())
+                _write(Path(save.staging), files, parts())
                 meter.finish()
-                store.publish(save, written)
+                store.publish(save, [file.name for file in files])
         except BaseException:
             store.abandon(save)
             raise
@@ -201,11 +201,11 @@ def to_safetensors(
     return store.name, typed(write)
 
 
-def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> tuple[list[File], bytes | None]:
+def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> list[File]:
     """Share whole tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
 
     Returns:
-        The files, and the index if there may be several.
+        The files; the index after those of tensors, if these may be several.
     Raises:
         CheckpointError: the library is missing; a dtype that the format does not know; ``max_shard_bytes`` < 1.
     """
@@ -216,7 +216,7 @@ def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) 
         if record.dtype not in NAMES:
             raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
     if max_shard_bytes is None:
-        return [_file("model.safetensors", sorted(tensors), tensors)], None
+        return [_file("model.safetensors", sorted(tensors), tensors)]
     groups = [*values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     files = [_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True)]
@@ -224,7 +224,7 @@ def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) 
         "metadata": {"total_size": sum(file.nbytes for file in files)},
         "weight_map": {key: file.name for file in files for key in file.keys},
     }
-    return files, json.dumps(index, indent=2, sort_keys=True).encode()
+    return [*files, File(INDEX_NAME, (), json.dumps(index, indent=2, sort_keys=True).encode(), 0)]
 
 
 def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> File:
@@ -242,14 +242,13 @@ def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> F
     return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
 
 
-def _write(folder: Path, files: Sequence[File], index: bytes | None, parts: Iterator[torch.Tensor]) -> list[str]:
-    """Write the files into ``folder``; returns their names.
+def _write(folder: Path, files: Sequence[File], parts: Iterator[torch.Tensor]) -> None:
+    """Write the files into ``folder``.
 
     Args:
         parts: the tensors of all files in order, each whole or as consecutive ranges.
     """
-    everything = [*files, *([File(INDEX_NAME, (), index, 0)] if index is not None else [])]
-    for planned in everything:
+    for planned in files:
         with (folder / planned.name).open("xb", buffering=1 << 20) as file:
             file.write(planned.head)
             left = planned.nbytes
@@ -257,13 +256,12 @@ def _write(folder: Path, files: Sequence[File], index: bytes | None, parts: Iter
                 # Nothing here keeps a tensor while the next batch of them is read.
                 left -= file.write(tensor_bytes(next(parts).contiguous()))
             assert left == 0, f"{planned.name} got {-left} bytes too many"
-    for planned in files:
+    for planned in (file for file in files if file.name != INDEX_NAME):
         with _library().safe_open(str(folder / planned.name), framework="pt") as opened:
             found = set(opened.keys())
         if found != set(planned.keys):
             text = f"was written with {len(planned.keys)} tensors and reads back with {len(found)}"
             raise CorruptError(f"{folder / planned.name} {text}")
-    return [planned.name for planned in everything]
 
 
 def _library() -> Any:

@@ -186,7 +186,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """A save in the store, which is given up when this Writer goes without having ended it."""
         if self._abandon is not None:  # of [Note: cached plans], which no first rank has taken over
             self._abandon()
-        save = store.begin(save_id, nbytes, self.if_exists, partial(_owns, self.owns))
+        save = store.begin(save_id, nbytes, self.if_exists, self.owns.__contains__)
         self._abandon = weakref.finalize(self, _abandon_here, store, save, os.getpid())
         return save
 
@@ -345,10 +345,6 @@ def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _owns(names: frozenset[str], name: str) -> bool:
-    return name in names
 
 
 def _abandon_here(store: Store, save: Save, process: int) -> None:

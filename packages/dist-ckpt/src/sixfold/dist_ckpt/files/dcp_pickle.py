@@ -138,19 +138,15 @@ class Index:
         )
 
 
-def encode(index: Index, dcp_version: str | None) -> Iterator[bytes]:
-    """The parts of ``.metadata``: a protocol 4 pickle of DCP's ``Metadata`` with our ``sixfold_save_id``."""
-    return _Writer().metadata(index, dcp_version)
-
-
-class _Writer:
+class Writer:
     """Opcodes and the memo: what is used twice is named by a number from its second use on."""
 
     def __init__(self) -> None:
         self._memo: dict[object, bytes] = {}
         self._numbers: dict[object, int] = {}
 
-    def metadata(self, index: Index, dcp_version: str | None) -> Iterator[bytes]:
+    def metadata(self, index: Index, dcp_version: str) -> Iterator[bytes]:
+        """The parts of ``.metadata``: a protocol 4 pickle of DCP's ``Metadata`` with our ``sixfold_save_id``."""
         # Lists of parts first: the memo is filled in the order in which the bytes stand.
         names = [self._global(name) for name in ("ChunkStorageMetadata", "Size", "MetadataIndex", "_StorageInfo")]
         names += [self._text(name) for name in (*_NAMES, *index.files)]
@@ -170,8 +166,9 @@ class _Writer:
             name = (b"}(", self._text("fqn"), self._text(key), self._text("index"), b"Nub")
             yield b"".join((self._new("MetadataIndex"), *name, self._new("_StorageInfo"), b"}(", *file, *where, b"ub"))
         parts = [b"u", self._text("storage_meta"), self._new("StorageMeta"), b"}(", self._text("checkpoint_id"), b"N"]
-        parts += [self._text("save_id"), self._optional(index.save_id), self._text("load_id"), b"N"]
-        parts += [self._text("modules"), b"]ub", self._text("version"), self._optional(dcp_version)]
+        parts += [self._text("save_id"), b"N" if index.save_id is None else self._text(index.save_id)]
+        parts += [self._text("load_id"), b"N"]
+        parts += [self._text("modules"), b"]ub", self._text("version"), self._text(dcp_version)]
         if index.save_id is not None:
             parts += [self._text("sixfold_save_id"), self._text(index.save_id)]
         yield b"".join([*parts, b"ub."])
@@ -202,8 +199,8 @@ class _Writer:
     def _tensor(self, key: str, dtype: torch.dtype, shape: Ints) -> bytes:
         """An entry up to its chunks."""
         parts = [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
-        parts += [self._properties(dtype), self._text("size"), self._size(shape), self._text("chunks"), b"]("]
-        return b"".join(parts)
+        parts += [self._properties(dtype), self._text("size"), self._global("Size"), _pickled(tuple(shape)), b"\x85R"]
+        return b"".join([*parts, self._text("chunks"), b"]("])
 
     def _places(self, index: Index, axes_K: torch.Tensor, keys_K: torch.Tensor, part: Part) -> Iterator[bytes]:
         """Entries of ``storage_data``: where the chunks of a batch lie."""
@@ -221,7 +218,8 @@ class _Writer:
         """torch.Size of each row."""
         axes = values_ND.shape[1]
         columns = [_integers(values_ND[:, axis]) for axis in range(axes)]
-        return [self._global("Size") + (b"(" if axes > 3 else b""), *columns, _tuple_end(axes) + b"\x85R"]
+        end = (b")", b"\x85", b"\x86", b"\x87", b"t")[min(axes, 4)]  # of a tuple
+        return [self._global("Size") + (b"(" if axes > 3 else b""), *columns, end + b"\x85R"]
 
     def _properties(self, dtype: torch.dtype) -> bytes:
         """One object for all tensors of a dtype. State: dtype, layout, requires_grad, memory format, pin_memory."""
@@ -233,12 +231,6 @@ class _Writer:
         parts += [self._global("_get_layout"), self._text("torch.strided"), b"\x85R\x89"]
         parts += [self._global("_MEM_FORMAT_ENCODING"), b"K\x00\x85R\x89tb", number]
         return b"".join(parts)
-
-    def _size(self, shape: Ints) -> bytes:
-        return self._global("Size") + _pickled(tuple(shape)) + b"\x85R"
-
-    def _optional(self, text: str | None) -> bytes:
-        return b"N" if text is None else self._text(text)
 
     def _new(self, name: str) -> bytes:
         """An object without state: BUILD adds it."""
@@ -304,10 +296,6 @@ def _rows(form: Sequence[bytes | torch.Tensor], count: int) -> tuple[bytes, int]
         rows[:, at : at + columns.shape[-1]] = columns
         at += columns.shape[-1]
     return bytes(tensor_bytes(rows)), width
-
-
-def _tuple_end(length: int) -> bytes:
-    return (b")", b"\x85", b"\x86", b"\x87")[length] if length < 4 else b"t"
 
 
 def _pickled(value: object) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.files import dcp_pickle
+from sixfold.dist_ckpt.files.dcp_pickle import Index, Writer
 from sixfold.dist_ckpt.files.unpickle import Node, kind_of, loads, shown
 from sixfold.dist_ckpt.geometry.box import Box, range_boxes
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, Stored, StoredChunk, StoredTensor
@@ -78,18 +78,13 @@ def check_common_config(data: bytes) -> None:
         raise MismatchError(f"unknown backend {common} of common data; ('torch', 1) is read here")
 
 
-def encode(index: dcp_pickle.Index) -> bytes:
-    """The bytes of ``.metadata``, of few chunks."""
-    return b"".join(encode_parts(index))
-
-
-def encode_parts(index: dcp_pickle.Index) -> Iterator[bytes]:
+def encode_parts(index: Index) -> Iterator[bytes]:
     """The parts of ``.metadata``, each made when it is asked for: a protocol 4 pickle of torch DCP's ``Metadata``.
 
     One attribute is ours, ``sixfold_save_id``; other readers ignore it. No ``all_local_plans`` as
     megatron writes it: that nearly doubles the file and nobody needs it.
     """
-    return dcp_pickle.encode(index, _DCP_VERSION)
+    return Writer().metadata(index, _DCP_VERSION)
 
 
 def decode(data: bytes, *, trusted_bytes: bool) -> Manifest:

@@ -85,16 +85,11 @@ class _Pickler(pickle.Pickler):
 _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)  # the module that torch.save is given
 
 
-def _save(value: Any) -> bytes:
+def _proved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PICKLE, pickle_protocol=2)
+    _load(buffer.getvalue(), ())
     return buffer.getvalue()
-
-
-def _proved(value: Any) -> bytes:
-    data = _save(value)
-    _load(data, ())
-    return data
 
 
 def _load(data: bytes, safe_globals: Sequence[Any]) -> Any:

@@ -164,7 +164,7 @@ def interrupted_at(number, functions, call):
     def trace(frame, event, _):
         if frame.f_code not in codes:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in codes[frame.f_code] and not place:
             left[0] -= 1
             if left[0] < 0:
@@ -172,6 +172,7 @@ def interrupted_at(number, functions, call):
                 raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # in any frame: Python from 3.12 on looks for it when tracing begins
     sys.settrace(trace)
     try:
         call()

@@ -3,7 +3,7 @@
     folder --> inspect, verify, convert, diff (this file) --> dict --> __main__.py: text or JSON
 
 One plain process, no group. Tensors pass in batches of rows, objects a few at a time, so that memory stays bounded
-whatever the size.
+whatever the size. What is at a URL is fetched before ``progress`` is first called, which tells of the work on it.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ class Writer:
     def __init__(self) -> None:
         self._memo: dict[object, bytes] = {}
         self._numbers: dict[object, int] = {}
+        self._kinds: dict[tuple[torch.dtype, Ints], bytes] = {}
 
     def metadata(self, index: Index, dcp_version: str) -> Iterator[bytes]:
         """The parts of ``.metadata``: a protocol 4 pickle of DCP's ``Metadata`` with our ``sixfold_save_id``."""
@@ -187,20 +188,28 @@ class Writer:
                 rows, width = _rows([new, *self._sizes(offsets), size, *self._sizes(sizes), b"ub"], len(row_M))
                 blobs[axes] = memoryview(rows), width
             found, counts = torch.unique_consecutive(part.tensor_M, return_counts=True)
+            entries = list[bytes | memoryview]()
             for number, count in zip(found.tolist(), counts.tolist(), strict=True):
                 axes = len(index.tensors[number][2])
-                (blob, width), begin = blobs[axes], b""
+                blob, width = blobs[axes]
                 if number != last:
-                    begin = (b"eub" if last >= 0 else b"") + self._tensor(*index.tensors[number])
+                    entries += [b"eub" if last >= 0 else b"", self._tensor(*index.tensors[number])]
+                entries.append(blob[: count * width])
                 blobs[axes], last = (blob[count * width :], width), number
-                yield begin + blob[: count * width]
+            yield b"".join(entries)
         yield b"eub" if last >= 0 else b""
 
     def _tensor(self, key: str, dtype: torch.dtype, shape: Ints) -> bytes:
-        """An entry up to its chunks."""
-        parts = [self._text(key), self._new("TensorStorageMetadata"), b"}(", self._text("properties")]
-        parts += [self._properties(dtype), self._text("size"), self._global("Size"), _pickled(tuple(shape)), b"\x85R"]
-        return b"".join([*parts, self._text("chunks"), b"]("])
+        """An entry up to its chunks. What follows the key is the same for equal ones, once all of it is in the memo."""
+        begin, known = self._text(key), len(self._memo)
+        if (dtype, shape) in self._kinds:
+            return begin + self._kinds[dtype, shape]
+        parts = [self._new("TensorStorageMetadata"), b"}(", self._text("properties"), self._properties(dtype)]
+        parts += [self._text("size"), self._global("Size"), _pickled(tuple(shape)), b"\x85R"]
+        rest = b"".join([*parts, self._text("chunks"), b"]("])
+        if len(self._memo) == known:
+            self._kinds[dtype, shape] = rest
+        return begin + rest
 
     def _places(self, index: Index, axes_K: torch.Tensor, keys_K: torch.Tensor, part: Part) -> Iterator[bytes]:
         """Entries of ``storage_data``: where the chunks of a batch lie."""

@@ -3,7 +3,7 @@
     .metadata bytes --> unpickle.py (this file) --> inert nodes --> metadata.py --> Manifest
 
 ``pickle.load`` calls whatever a file names (pytorch#189308). Here a name on the list below becomes
-a stand-in that only remembers its arguments, any other name is an UnsafeError, and no module is
+a stand-in that only remembers its state, any other name is an UnsafeError, and no module is
 imported for a file.
 """
 
@@ -53,8 +53,8 @@ class Node:
 
     kind = ""
 
-    def __init__(self, *args: Any, **_kwargs: Any) -> None:
-        self.args = args
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing that is read needs the arguments."""
 
     def __setitem__(self, name: Any, value: Any) -> None:
         """Items of an OrderedDict; nothing that is read needs them."""

@@ -42,9 +42,11 @@ def dump(value: Any, name: str) -> bytes:
     except Exception as error:  # pickle raises whatever an object's own code raises
         path, leaf, reason = _culprit(value, error)
         where = f"{name}: {path_text(path)}" if path else name
+        unsafe = _GLOBAL.search(str(reason))
+        why = f"it names {unsafe.group(1)}" if unsafe else str(reason).partition("\n")[0]
         raise ShardingError(
             f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a weights-only load will not read "
-            f"back ({_reason(reason)}); {_remedy(leaf, reason)}"
+            f"back ({why}); {_remedy(leaf, unsafe)}"
         ) from error
 
 
@@ -134,15 +136,9 @@ def _culprit(value: Any, error: Exception, path: KeyPath = ()) -> tuple[KeyPath,
     return path, value, error
 
 
-def _reason(error: Exception) -> str:
-    unsafe = _GLOBAL.search(str(error))
-    return f"it names {unsafe.group(1)}" if unsafe else str(error).partition("\n")[0]
-
-
-def _remedy(leaf: Any, error: Exception) -> str:
+def _remedy(leaf: Any, unsafe: re.Match[str] | None) -> str:
     if isinstance(leaf, torch.Generator):
         return "save its .get_state()"
-    unsafe = _GLOBAL.search(str(error))
     if unsafe:
         return (
             f"call torch.serialization.add_safe_globals([{unsafe.group(1)}]) before save and load (safe_globals= of "

@@ -51,16 +51,13 @@ def replica(key: str, value: Any) -> ReplicaId:
     return integer(key, "replica_id", value)
 
 
-def int_slice(key: str, value: slice | None) -> slice | None:
-    """A slice of ints, ends and step may be None; None stays None."""
+def flat_range(key: str, value: slice | None) -> slice | None:
+    """A slice of two ints, as ints; None stays None."""
     if value is None:
         return None
-    if not isinstance(value, slice):
-        raise ShardingError(f"{key}: flattened_range is {value!r}; it is a slice with a start and a stop")
-    ends = (
-        None if end is None else integer(key, "flattened_range", end) for end in (value.start, value.stop, value.step)
-    )
-    return slice(*ends)
+    if not isinstance(value, slice) or value.step is not None or value.start is None or value.stop is None:
+        raise ShardingError(f"{key}: flattened_range is {value!r}; it is a slice with a start, a stop and no step")
+    return slice(*(integer(key, "flattened_range", end) for end in (value.start, value.stop)))
 
 
 def on_grid(

@@ -87,10 +87,6 @@ class LoadPlan:
         """Stored bytes that are read."""
         return sum(read.nbytes for read in self.reads)
 
-    def records(self) -> list[int]:
-        """Indices of the records that can be loaded."""
-        return sorted({step.record for step in self.reads} | {index for index, _ in self.zeroed})
-
     def frames(self) -> set[ByteRange]:
         """Every frame that is touched."""
         return {read.chunk.frame for read in self.reads}

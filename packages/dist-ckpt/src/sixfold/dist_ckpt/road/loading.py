@@ -89,11 +89,6 @@ class Looked:
     common: dict[Any, Any]
     relay: Relay | None = None
 
-    @property
-    def objects(self) -> list[ShardedObject]:
-        """Records of objects."""
-        return [record for _, record in self.parts.records if isinstance(record, ShardedObject)]
-
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
     """``serialization.load`` by the built-in engine."""
@@ -187,7 +182,8 @@ class Load:
             """The tensors that can be loaded, and the place of the last frame that each of them needs."""
             found.append(self._look(seen))
             tensors, reads = found[0].tensors, found[0].reads
-            number = {index: n for n, index in enumerate(reads.records())}
+            wanted = {step.record for step in reads.reads} | {index for index, _ in reads.zeroed}
+            number = {index: n for n, index in enumerate(sorted(wanted))}
             last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in reads.reads}
             return [tensors[index] for index in number], last
 
@@ -241,7 +237,8 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
 @collection_paused()
 def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
-    checkpoint, manifest, objects = looked.checkpoint, looked.checkpoint.manifest, wanted.objects
+    checkpoint, manifest = looked.checkpoint, looked.checkpoint.manifest
+    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     mismatches, unknown = _object_mismatches(objects, manifest)
     unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
     unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)

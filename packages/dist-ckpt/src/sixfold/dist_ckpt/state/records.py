@@ -17,7 +17,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
-from sixfold.dist_ckpt.geometry.integers import ReplicaId, int_slice, int_tuple, integer, on_grid, replica
+from sixfold.dist_ckpt.geometry.integers import ReplicaId, flat_range, int_tuple, integer, on_grid, replica
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.dtensor import layout_of, local_of
 
@@ -92,7 +92,7 @@ class ShardedTensor(ShardedBase):
                 setattr(self, name, int_tuple(self.key, name, getattr(self, name)))
         self.prepend_axis_num = integer(self.key, "prepend_axis_num", self.prepend_axis_num)
         self.replica_id = replica(self.key, self.replica_id)
-        self.flattened_range = int_slice(self.key, self.flattened_range)
+        self.flattened_range = flat_range(self.key, self.flattened_range)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
@@ -111,8 +111,6 @@ class ShardedTensor(ShardedBase):
                         f"{length}, as a regular grid needs; pass axis_fragmentations=None for an irregular cut"
                     )
         flat, elements = self.flattened_range, prod(self.local_shape)
-        if flat is not None and (flat.step is not None or flat.start is None or flat.stop is None):
-            raise ShardingError(f"{self.key}: flattened_range is {flat}; it has a start, a stop and no step")
         if flat is not None and not 0 <= flat.start <= flat.stop <= elements:
             raise ShardingError(
                 f"{self.key}: flattened_range {flat.start}:{flat.stop} leaves the local box {self.local_shape} "

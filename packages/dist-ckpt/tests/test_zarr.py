@@ -1,8 +1,10 @@
 """The deprecated zarr format: megatron-core 0.12's folder reads, ours is the same bytes, damage is named."""
 
 import contextlib
+import errno
 import importlib.util
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -219,3 +221,17 @@ def test_what_torch_saves_over_it_is_not_passed_over(tmp_path):
     torch_dcp.save({"w": torch.zeros(8)}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(CorruptError, match="two saves are mixed"):
         dist_ckpt.load_plain_tensors(tmp_path / "c")
+
+
+def test_a_folder_that_may_not_be_looked_into_is_an_error_and_no_folder_without_tensors(tmp_path, monkeypatch):
+    """Before, its tensors were passed over: `convert` made a checkpoint without them, and said nothing."""
+    folder, scandir = copied(tmp_path), os.scandir
+
+    def refuse(place):
+        if Path(place).name == "matrix":
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=r"Permission denied.*matrix"):
+        dist_ckpt.load_plain_tensors(folder)

@@ -205,6 +205,26 @@ def check_regular(path: Path) -> None:
         raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
 
 
+def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The folder and all below, in order, with the names of their files.
+
+    Raises:
+        OSError: one may not be looked into, which is not taken for a folder without files.
+    """
+
+    def refused(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=refused):
+        folders.sort()
+        yield Path(place), sorted(names)
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """All files of ``walk``."""
+    return (at / name for at, names in walk(folder) for name in names)
+
+
 def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool]) -> None:
     """Refuse a target that this save must not touch; see ``commit`` for what is left.
 

@@ -10,7 +10,6 @@ are compressed or filtered are decoded by zarr_codecs.py, by a closed list; no o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,13 +144,11 @@ def read_manifest(folder: Path) -> Manifest:
     decoder = _Decoder({})
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, ByteRange] = {}
-    for place, folders, names in os.walk(folder):
-        folders.sort()
-        at = Path(place)
+    for at, names in storage.walk(folder):
         key = at.relative_to(folder).as_posix()
         if HEADER_NAME in names and at != folder:
             tensors[key] = _array(folder, key, set(names), decoder)
-        for name in sorted(names):
+        for name in names:
             if name.startswith("shard_") and name.endswith(".pt"):
                 stored_key = f"{key}/{name.removesuffix('.pt')}"
                 with suppress(ShardingError):  # of another name

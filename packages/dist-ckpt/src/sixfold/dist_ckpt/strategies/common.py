@@ -7,8 +7,7 @@ The torch_dist format keeps objects among its frames; zarr and strategies of use
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class TorchCommonLoadStrategy(ReadsOneFormat, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> dict[str, ShardedObject]:
         found: dict[str, ShardedObject] = {}
-        for path in below(Path(checkpoint_dir)):
+        for path in storage.below(Path(checkpoint_dir)):
             if path.match("shard_*.pt"):
                 name = path.relative_to(checkpoint_dir).as_posix().removesuffix(".pt")
                 with suppress(ShardingError):  # another file
@@ -97,13 +96,3 @@ def inside(folder: Path, name: str) -> Path:
     if {"", ".", ".."} & set(name.split("/")) or "\0" in name:
         raise UnsafeError(f"the key {name!r} leaves the folder as a file name")
     return folder / name
-
-
-def below(folder: Path) -> Iterator[Path]:
-    """All files below a folder; one that may not be looked into is an error, not a folder without files."""
-
-    def refused(error: OSError) -> None:
-        raise error
-
-    for place, _, names in os.walk(folder, onerror=refused):
-        yield from (Path(place) / name for name in names)

@@ -23,7 +23,6 @@ from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint, inner, open_checkpoint
 from sixfold.dist_ckpt.stores.store import FOLDER, POINTER, is_checkpoint_file
 from sixfold.dist_ckpt.stores.view import viewed
-from sixfold.dist_ckpt.strategies.common import below
 from sixfold.dist_ckpt.tools import values
 
 Problem = dict[str, Any]
@@ -56,7 +55,7 @@ def name_of(path: str | Path | Store, folder: Path) -> str:
 
 def files(folder: Path) -> list[tuple[str, int]]:
     """Relative names and sizes of all files below; of a folder of safetensors those that belong to the tensors."""
-    paths = typed(lambda: [path for path in below(folder) if path.is_file()])
+    paths = typed(lambda: [path for path in storage.below(folder) if path.is_file()])
     found = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     if safetensors_folder.is_one(folder):
         with suppress(CheckpointError):  # what is wrong with the index, a listing tells

@@ -26,7 +26,7 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
-from sixfold.dist_ckpt.tools import safetensors_export
+from sixfold.dist_ckpt.tools import conversion
 from sixfold.gpt import hf_config
 from sixfold.gpt.checkpoint import ORIGIN, find
 from sixfold.gpt.checks import refuse_path
@@ -300,11 +300,11 @@ def export_model(
         for key, (name, piece) in ours.items()
     }
     total = sum(prod(r.global_shape) * r.dtype.itemsize for r in records.values())
-    files, index = safetensors_export.plan(records, max_shard_bytes if total > max_shard_bytes else None)
+    files = conversion.plan_files(records, max_shard_bytes if total > max_shard_bytes else None)
     order = [key for file in files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
-        safetensors_export.write(
-            draft, files, index, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
+        conversion.write_files(
+            draft, files, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
         )
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})
         for r in records.values():

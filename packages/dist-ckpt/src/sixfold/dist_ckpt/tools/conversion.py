@@ -177,7 +177,7 @@ def to_safetensors(
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files."""
     store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files = _planned(tensors, max_shard_bytes)
+    files = plan_files(tensors, max_shard_bytes)
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)
 
@@ -190,7 +190,7 @@ def to_safetensors(
         save = store.begin(secrets.token_hex(8), nbytes, "error")
         try:
             with store.told(save, nbytes):
-                _write(Path(save.staging), files, parts())
+                write_files(Path(save.staging), files, parts())
                 meter.finish()
                 store.publish(save, [file.name for file in files])
         except BaseException:
@@ -201,7 +201,7 @@ def to_safetensors(
     return store.name, typed(write)
 
 
-def _planned(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> list[File]:
+def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> list[File]:
     """Share whole tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
 
     Returns:
@@ -242,7 +242,7 @@ def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> F
     return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
 
 
-def _write(folder: Path, files: Sequence[File], parts: Iterator[torch.Tensor]) -> None:
+def write_files(folder: Path, files: Sequence[File], parts: Iterator[torch.Tensor]) -> None:
     """Write the files into ``folder``.
 
     Args:

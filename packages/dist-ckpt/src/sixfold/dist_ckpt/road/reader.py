@@ -310,8 +310,10 @@ class Reader:
         """Read again what stood elsewhere in its frame, of records that are else complete: sources.py's
         [Note: taken for ours]."""
         for step, start in (taken for index in done for taken in self._unseen.pop(index, ())):
-            with self._told(step):
+            try:
                 is_mistaken = self._sources.seen_start(step) != start
+            except CorruptError:  # which is found again below, and told with its place
+                is_mistaken = True
             if is_mistaken:
                 self._copy_values(records, step)
 

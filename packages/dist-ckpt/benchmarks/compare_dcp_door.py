@@ -1,10 +1,12 @@
 """torch.distributed.checkpoint through dcp.Writer and dcp.Reader beside its own file system ones, the calls the same.
 
     python packages/dist-ckpt/benchmarks/compare_dcp_door.py [folder] [--mib N] [--rounds N] [--json F]
+        [--tensors N] [--cpu]
 
-DTensors of 16 equal float32 tensors, cut into rows on 2 ranks, are saved, and loaded by 4 ranks cut into rows and into
-columns: the same state dicts, planners and process group for both, only ``storage_writer`` and ``storage_reader``
-differ. Both put their files on disk before they return; ours hashes what it writes and checks what it reads.
+DTensors, ``--tensors`` (16) equal float32 ones, cut into rows on 2 ranks, are saved, and loaded by 4 ranks cut into
+rows and into columns: the same state dicts, planners and process group for both, only ``storage_writer`` and
+``storage_reader`` differ. Both put their files on disk before they return; ours hashes what it writes and checks what
+it reads.
 Seconds are medians of the wall time between barriers. Both run in turn in every round, the order alternates, the first
 round is thrown away, and the values are compared after each load. Saves go into a new folder each. ``--cpu`` gives the
 CPU seconds of all ranks together instead, for a machine that is not quiet.
@@ -30,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from sixfold.dist_ckpt import dcp
 from sixfold.dist_ckpt.files.crc import library
 
-TENSORS, WRITERS, READERS = 16, 2, 4
+WRITERS, READERS = 2, 4
 SIDES = {
     "sixfold": (dcp.Writer, dcp.Reader),
     "torch": (torch_dcp.FileSystemWriter, torch_dcp.FileSystemReader),
@@ -38,12 +40,12 @@ SIDES = {
 AXES = {"rows": 0, "columns": 1}
 
 
-def state_of(mib, axis, mesh, fill):
-    """16 DTensors, ``mib`` MiB together; each element tells where it belongs, and in which tensor."""
-    shape = (max(4, 4 * mib), 4096)
+def state_of(options, axis, mesh, fill):
+    """DTensors, ``--mib`` MiB together; each element tells where it belongs, and in which tensor."""
+    shape = (max(4, 4 * options.mib), max(8, 65536 // options.tensors))
     whole = (torch.arange(shape[0] * shape[1], dtype=torch.float32) % 8191).view(shape)
     own = whole.chunk(mesh.size(), axis)[mesh.get_local_rank()].clone()
-    tensors = [own + number if fill else torch.zeros_like(own) for number in range(TENSORS)]
+    tensors = [own + number if fill else torch.zeros_like(own) for number in range(options.tensors)]
     return {
         f"t{number}": DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
         for number, tensor in enumerate(tensors)
@@ -82,7 +84,7 @@ def start(rank, ranks, folder, name):
 def save_job(rank, folder, options, results):
     """Saves in turn; the last checkpoint of each side stays for the loads."""
     mesh, folder = start(rank, WRITERS, folder, "save"), Path(folder)
-    state = state_of(options.mib, AXES["rows"], mesh, fill=True)
+    state = state_of(options, AXES["rows"], mesh, fill=True)
 
     def keep(name):
         if rank == 0:
@@ -101,8 +103,8 @@ def save_job(rank, folder, options, results):
 def load_job(rank, folder, layout, options, results):
     """Each side loads what it saved."""
     mesh, folder = start(rank, READERS, folder, f"load-{layout}"), Path(folder)
-    expected = state_of(options.mib, AXES[layout], mesh, fill=True)
-    state = state_of(options.mib, AXES[layout], mesh, fill=False)
+    expected = state_of(options, AXES[layout], mesh, fill=True)
+    state = state_of(options, AXES[layout], mesh, fill=False)
 
     def clear(_):
         for tensor in state.values():
@@ -146,6 +148,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("folder", nargs="?", help="where to write; default: the system's temporary folder")
     options.add_argument("--mib", type=int, default=1024, help="MiB of a checkpoint (default 1024)")
+    options.add_argument("--tensors", type=int, default=16, help="how many tensors they are cut from (default 16)")
     options.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     options.add_argument("--cpu", action="store_true", help="CPU seconds of all ranks together")
     options.add_argument("--json", help="a file for all figures")

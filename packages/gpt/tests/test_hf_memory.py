@@ -47,8 +47,8 @@ def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "PART_BYTES", MIB)
     with Peak() as taking:
         hf.export_model(tmp_path / "run", tmp_path / "out", max_shard_bytes=30 * MIB, dtype="bf16")
-    assert bringing.most < size / 8, f"import held {bringing.most / MIB:.1f} of {size / MIB:.0f} MiB"
-    assert taking.most < size / 8, f"export held {taking.most / MIB:.1f} of {size / MIB:.0f} MiB"
+    assert bringing.most < size / 16, f"import held {bringing.most / MIB:.1f} of {size / MIB:.0f} MiB"
+    assert taking.most < size / 16, f"export held {taking.most / MIB:.1f} of {size / MIB:.0f} MiB"
     written = tensors_of(tmp_path / "out")
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in tensors_of(source).items())
     print(f"import {bringing.most / MIB:.1f}, export {taking.most / MIB:.1f}, of {size / MIB:.0f} MiB")

@@ -1,14 +1,17 @@
 """What takes a save's files away while it goes on in a store: the save is whole, or it says so."""
 
 import io
+import pickle
 import time
+from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import StorageError, retention
+from sixfold.dist_ckpt import StorageError, UnsafeError, retention
 from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, UrlStore
 from sixfold.dist_ckpt.stores.store import Part, complete
 
@@ -103,6 +106,33 @@ def test_marks_of_a_prune_work_behind_a_url_and_torch_and_loads_do_not_see_them(
         assert retention.latest(root) == retention.step_path(root, 3)
 
 
+@pytest.mark.parametrize("step", [1, 9])
+def test_a_checkpoint_of_torch_that_does_not_open_here_is_no_unfinished_save(tmp_path, monkeypatch, step):
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    index = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    index.planner_data = Fraction(1, 2)  # of a planner of the user's
+    root = run_of(2, 3)
+    place = retention.step_path(root, step)
+    place.replace("__0_0.distcp", (tmp_path / "c" / "__0_0.distcp").read_bytes())
+    place.replace(".metadata", pickle.dumps(index))
+    before = place.list_files()
+    with pytest.raises(UnsafeError):
+        dist_ckpt.load_tensors_metadata(place)
+    pruned_after(root, monkeypatch, 0, 25, 50)
+    assert place.list_files() == before
+
+
+def test_a_mark_of_a_prune_is_nothing_that_a_save_must_not_replace(monkeypatch):
+    root = run_of(2, 3)
+    place = retention.step_path(root, 9)
+    save = place.begin("a" * 16, 0)
+    part_of(place, save)
+    assert len(pruned_after(root, monkeypatch, 0)) == 2
+    place.abandon(save)
+    dist_ckpt.save(state(9), place, group=None, if_exists="error")
+    assert value_of(place) == [9.0]
+
+
 def test_a_dead_save_of_the_newest_step_goes_when_a_prune_finds_it_as_one_did_a_day_before(monkeypatch):
     root = run_of(2, 3)
     place = retention.step_path(root, 9)
@@ -135,8 +165,7 @@ def test_what_a_prune_noted_of_a_step_that_is_gone_goes_too(monkeypatch):
     part_of(place, save)
     pruned_after(root, monkeypatch, 0)
     place.abandon(save)
-    assert len(pruned_after(root, monkeypatch, 1)) == 1
-    assert pruned_after(root, monkeypatch, 25.1) == []
+    assert pruned_after(root, monkeypatch, 1) == []
 
 
 @pytest.mark.parametrize("at", ["/gone", "<delete>"])

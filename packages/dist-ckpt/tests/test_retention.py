@@ -219,6 +219,43 @@ def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_newer_folder_of_a_replacement_that_was_cut_short_stays_while_the_step_opens_by_it(tmp_path, model):
+    """Where the system cannot swap two folders: both renames of a commit, and a kill between them."""
+    make(tmp_path, model, [1, 5])
+    step = retention.step_path(tmp_path, 5)
+    old, staging = (tmp_path / f".step-00000005.{kind}-0123456789abcdef" for kind in ("old", "tmp"))
+    dist_ckpt.save({"it": 2}, staging / "checkpoint", group=None)
+    step.rename(old)
+    age(staging, 48)
+    age(old, 49)
+    assert dist_ckpt.load_common_state_dict(step) == {"it": 2}
+    retention.prune(tmp_path, keep_last=1)
+    assert dist_ckpt.load_common_state_dict(step) == {"it": 2}
+    make(tmp_path, model, [5])
+    retention.prune(tmp_path, keep_last=1)
+    assert not staging.exists()
+
+
+@pytest.mark.parametrize("step", [1, 9])
+def test_a_folder_that_the_system_does_not_let_us_look_into_is_not_taken_for_an_old_one(
+    tmp_path, model, monkeypatch, step
+):
+    make(tmp_path, model, [5])
+    staging = tmp_path / f".step-{step:08d}.tmp-0123456789abcdef"
+    (staging / "checkpoint").mkdir(parents=True)
+    plain = os.scandir
+
+    def refuse(path):
+        if path == str(staging) or path == staging:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    retention.prune(tmp_path, keep_last=1)
+    monkeypatch.undo()
+    assert (staging / "checkpoint").exists()
+
+
 def test_a_folder_that_cannot_be_moved_is_a_typed_error_and_stays(tmp_path, model, monkeypatch):
     make(tmp_path, model, [1, 2])
 

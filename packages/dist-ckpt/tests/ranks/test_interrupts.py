@@ -1,5 +1,6 @@
 """Ctrl-C at each step of a save, a worker that dies at each step of its own, ranks that are stopped in a call."""
 
+import contextlib
 import dis
 import os
 import signal
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def test_ctrl_c_between_launch_and_handle_leaves_nothing_or_a_save_that_the_next
 BEGINNING = [
     background.AsyncSaver.save,
     background.AsyncSaver._begun,
-    background.AsyncSaver._in_turn.__wrapped__,
+    background.AsyncSaver._in_turn,
     background.AsyncSaver._let_go,
     background.AsyncSaver._hand_over,
     background.AsyncSaver._copy,
@@ -186,7 +186,7 @@ def interrupted_at(number, functions, call):
 def workers_of_this_process():
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getpid() and state != "Z":
                 found.add(int(status.parent.name))
@@ -226,6 +226,33 @@ def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_
     while workers_of_this_process() - others and time.monotonic() < deadline:
         time.sleep(0.1)
     assert workers_of_this_process() <= others, "no worker stays that nobody knows"
+
+
+def test_an_interrupt_that_is_kept_holds_no_turn(tmp_path, saver):
+    """As a notebook keeps the last exception, and with it all that stands in the frames of its traceback."""
+    entering = [contextlib._GeneratorContextManager.__enter__, contextlib._GeneratorContextManager.__exit__]
+    kept, number, takes = [], 0, []
+
+    def call():
+        try:
+            saver.save(state(1), tmp_path / "c")
+        except KeyboardInterrupt as error:
+            kept.append(error)
+            raise
+
+    def take():
+        takes.append(saver._turn.acquire(timeout=1) and saver._turn.release() is None)
+
+    while (place := interrupted_at(number, entering, call)) is not None:
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        assert takes.pop(), (number, place)
+        number += 1
+    assert number > 3
+    assert len(kept) == number
+    saver.save(state(2), tmp_path / "c").wait(60)
+    assert value_of(tmp_path / "c") == 2
 
 
 def test_a_second_interrupt_while_the_first_is_met_leaves_no_save_that_the_next_call_waits_for_in_vain(

@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -49,7 +50,7 @@ from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 _NAME = re.compile(r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
 # See [Note: dead or slow].
 _DEAD_S, _EARLIER_S, _ANY_S = 60.0, 3600.0, 86400.0
-_SEEN = "job-00000000-0000000000000000/seen-"  # goes with the next commit there: no save has that number
+_SEEN = f"{by_pointer.LOOKS}seen-"  # goes with the next commit there
 _Place = TypeVar("_Place", Path, ByPointer)
 
 
@@ -182,10 +183,13 @@ class _LocalRun:
         """Delete what killed deletions left, and what dead saves did."""
         for _, path in self._named("gone"):
             shutil.rmtree(path, ignore_errors=True)
+        cut_short = {found["step"] for found, _ in self._named("old")}
         by_save = defaultdict[tuple[str, str], list[Path]](list)
         for found, path in self._named("tmp", "job"):
             by_save[found["step"], found["save"]].append(path)
         for (step, save_id), folders in by_save.items():
+            if step in cut_short and not (self._root / _name(int(step))).exists():
+                continue  # what opens under the step's name may be the folder that was to be moved there
             if _are_left(folders, save_id, _EARLIER_S if int(step) < before else _ANY_S):
                 for folder in folders:
                     storage.discard(folder)
@@ -205,12 +209,20 @@ def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
 
 
 def _changed_at(folder: Path) -> float:
-    """When anything in a folder was changed last, in seconds of the clock."""
+    """When anything in a folder was changed last, in seconds of the clock; inf if the system does not let us see."""
+
+    def look(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
     found = [0.0]
-    for top, folders, files in os.walk(folder):
-        for name in (".", *folders, *files):
-            with suppress(FileNotFoundError):  # of a save that goes on
-                found.append(os.stat(os.path.join(top, name)).st_mtime)
+    try:
+        for top, folders, files in os.walk(folder, onerror=look):
+            for name in (".", *folders, *files):
+                with suppress(FileNotFoundError):  # of a save that goes on
+                    found.append(os.stat(os.path.join(top, name)).st_mtime)
+    except OSError:
+        return inf
     return max(found)
 
 
@@ -244,7 +256,7 @@ class _StoredRun:
             if step in self._deleted or not is_left or is_own or self.is_complete(step):
                 continue
             place = self._store.child(_name(step))
-            if step < before or _is_still(place):
+            if not by_pointer.is_of_others(place) and (step < before or _is_still(place)):
                 place.clear_unfinished()
 
     def _by_step(self) -> dict[int, set[str]]:
@@ -260,11 +272,12 @@ class _StoredRun:
 def _is_still(place: ByPointer) -> bool:
     """Whether a place is as a prune has seen it a day ago; if none has, a mark tells the next one of this look."""
     marks, now = place.marks(), int(time.time())
-    look = f"{_SEEN}{crc32(repr(sorted(item for item in marks.items() if _SEEN not in item[0])).encode()):08x}-"
+    seen = sorted(item for item in marks.items() if not item[0].startswith(_SEEN))
+    look = f"{_SEEN}{crc32(repr(seen).encode()):08x}-"
     since = [int(at) for name in marks if name.startswith(look) and (at := name.removeprefix(look)).isdigit()]
     for name in marks:
-        if name.startswith(_SEEN) and not name.startswith(look):
+        if name.startswith(_SEEN) and not (seen and name.startswith(look)):
             place.delete(name)
-    if not since:
+    if seen and not since:
         place.replace(f"{look}{now}", b"")
-    return bool(since) and now - min(since) > _ANY_S
+    return bool(seen and since) and now - min(since) > _ANY_S

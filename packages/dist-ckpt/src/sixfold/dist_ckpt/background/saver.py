@@ -20,8 +20,8 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cache
 from multiprocessing.util import Finalize
@@ -132,9 +132,11 @@ class AsyncSaver:
                 raise
         return flight
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """One call at a time: of two, the second would copy its tensors over those of the first."""
+    def _in_turn(self) -> AbstractContextManager[object]:
+        """One call at a time: of two, the second would copy its tensors over those of the first.
+
+        The lock itself: a context manager of our own would hold it as long as an interrupt is kept that comes in it.
+        """
         if self._pid != os.getpid():
             raise CheckpointError(
                 f"this AsyncSaver is of process {self._pid}, its worker too; a process that was forked makes its own"
@@ -145,8 +147,7 @@ class AsyncSaver:
                 "a signal handler called this AsyncSaver in the middle of another call of it; let the handler set "
                 "a flag, and save when that call has returned"
             )
-        with self._turn:
-            yield
+        return self._turn
 
     def _let_go(self) -> None:
         """Wait until the save in flight, if any, needs arena and worker no more."""

@@ -50,6 +50,7 @@ from sixfold.dist_ckpt.stores.store import (
 )
 from sixfold.dist_ckpt.stores.stream import PartFile, Sink, StreamFile
 
+LOOKS = "job-00000000-0000000000000000/"  # of no save: marks of those who looked at the place
 TAIL_BYTES = 1 << 12  # of .metadata; a save's id stands among the last 300
 _PIECE_BYTES = 8 << 20
 _GONE = "gone"  # see [Note: what goes]
@@ -104,6 +105,14 @@ def check_for_torch(
             f"mixed. Move the folder {visible(names)[:-1]} away to load what .metadata names; save into a place of its "
             "own"
         )
+
+
+def is_of_others(store: Store) -> bool:
+    """Whether the place's ``.metadata`` is no save's of this package: torch's, which writes it last."""
+    with suppress(FileNotFoundError):
+        if (size := store.list_files().get(".metadata")) is not None:
+            return b"sixfold_save_id" not in store.read(".metadata", max(0, size - TAIL_BYTES), size)
+    return False
 
 
 @contextmanager
@@ -201,7 +210,8 @@ class ByPointer(Store, ABC):
     def begin(
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
-        names, owns = sorted(self.list_files()), owns_file or is_checkpoint_file
+        names = sorted(name for name in self.list_files() if not name.startswith(LOOKS))
+        owns = owns_file or is_checkpoint_file
         check_names(self.name, names, if_exists, owns)
         number = 1 + max((rank_of(folder)[0] for folder in folders(names)), default=0)
         inside = f"save-{number:08d}-{save_id}/"

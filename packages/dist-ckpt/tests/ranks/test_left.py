@@ -14,6 +14,7 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, retention
 from sixfold.dist_ckpt.background import board, process
+from sixfold.dist_ckpt.background.saver import AsyncSaver
 
 
 def state(rank, ranks, value):
@@ -103,3 +104,23 @@ def test_a_living_background_save_that_stands_still_is_left_alone_by_any_prune(t
         assert seen == [["job", "tmp"]] * 3
     assert [step for step, _ in retention.checkpoints(tmp_path)] == [1, 5]
     assert kinds(tmp_path) == []
+
+
+def test_a_prune_looks_at_no_file_of_a_background_save_of_its_own_process(tmp_path, monkeypatch):
+    """Trainers prune when they have begun one, of as many files as a job has ranks."""
+    monkeypatch.setattr(process, "_start_worker", Forked)
+    with AsyncSaver(group=None, timeout_s=60) as saver:
+        first = saver.save({"it": 1}, retention.step_path(tmp_path, 1))
+        first.wait(60)
+        os.kill(first.worker_pid, signal.SIGSTOP)
+        second, seen, walk = saver.save({"it": 2}, retention.step_path(tmp_path, 2)), [], os.walk
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "walk", lambda top, *rest, **more: seen.append(top) or walk(top, *rest, **more))
+                retention.prune(tmp_path, keep_last=1)
+            assert kinds(tmp_path) == ["tmp"]
+        finally:
+            os.kill(first.worker_pid, signal.SIGCONT)
+        second.wait(60)
+    assert seen == []
+    assert [step for step, _ in retention.checkpoints(tmp_path)] == [1, 2]

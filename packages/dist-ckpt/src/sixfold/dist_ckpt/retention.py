@@ -201,8 +201,10 @@ class _LocalRun:
 
 def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
     """Whether the folders of a save are of a dead one. See [Note: dead or slow]."""
+    if save_id in saves_of_this_process():  # asked first: while it goes on no file of it is looked at
+        return False
     still_s = time.time() - max(map(_changed_at, folders))
-    if still_s < _DEAD_S or save_id in saves_of_this_process():
+    if still_s < _DEAD_S:
         return False
     lives = {board.life_at(folder) for folder in folders}
     return State.LIVES not in lives and (State.DEAD in lives or still_s > longest_s)

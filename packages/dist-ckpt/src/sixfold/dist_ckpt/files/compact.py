@@ -147,7 +147,8 @@ def _manifest(data: memoryview, head: Any, start: int, sizes: Callable[[str], in
         if not isinstance(dtype, torch.dtype):
             raise CorruptError(f"{keys[names.index(name)]}: {name!r} is no dtype")
     if len(deepest := max(shapes, key=len, default=())) > axes:
-        raise CorruptError(f"{keys[shapes.index(deepest)]}: {len(deepest)} axes of {axes}")
+        key = keys[shapes.index(deepest)]
+        raise CorruptError(f"{key}: {len(deepest)} axes of {axes}")
     numbers = dict(zip(keys, range(len(keys)), strict=True))
     if len({len(numbers), *map(len, columns)}) > 1 or not {*map(type, keys)} <= {str}:
         raise CorruptError(f"{len(keys)} keys, of which {len(numbers)} differ, do not fit the columns beside them")

@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.state import by_name, factory, tree
 from sixfold.dist_ckpt.state.dense import check_writable
-from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
@@ -213,7 +213,7 @@ class Load:
                 parts.records[number] = (place, record)
             elif record.key in stored and record.data is not None:
                 check_writable(record, record.data)
-                record.check_data(record.data)
+                check_data(record, record.data)
             tensors.append(record)
         table, pieces = tabulate(tensors)
         policy = self.asked.dtype_policy

@@ -32,7 +32,7 @@ from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.road.transfer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable, has_values
-from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, check_data, is_main_replica
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.store import Content, Save, complete, pieces_of, write_small
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
@@ -222,7 +222,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
             if record.data is None:
                 raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
             check_readable(record, record.data)
-            record.check_data(record.data)
+            check_data(record, record.data)
     common = dict(parts.common)
     if request.content_metadata is not None:
         common["content_metadata"] = request.content_metadata

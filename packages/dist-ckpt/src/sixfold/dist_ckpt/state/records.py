@@ -117,17 +117,7 @@ class ShardedTensor(ShardedBase):
                 f"of {elements} elements"
             )
         if self.data is not None:
-            self.check_data(self.data)
-
-    def check_data(self, data: torch.Tensor) -> None:
-        """ShardingError unless a tensor is of the record's dtype and shape: ``data`` may be another one since."""
-        _check_is_tensor(self.key, data)
-        if data.dtype != self.dtype:
-            raise ShardingError(f"{self.key}: data has dtype {data.dtype}, the record says {self.dtype}")
-        if data.shape != (shape := data_shape(self)):
-            flat = self.flattened_range
-            rule = "local_shape is" if flat is None else f"flattened_range {flat.start}:{flat.stop} needs"
-            raise ShardingError(f"{self.key}: data has shape {tuple(data.shape)}, {rule} {shape}")
+            check_data(self, self.data)
 
     @classmethod
     def from_rank_offsets(
@@ -407,6 +397,17 @@ class LocalNonpersistentObject:
     def unwrap(self) -> Any:
         """The wrapped object."""
         return self.obj
+
+
+def check_data(record: ShardedTensor, data: torch.Tensor) -> None:
+    """ShardingError unless a tensor is of the record's dtype and shape: ``record.data`` may be another one since."""
+    _check_is_tensor(record.key, data)
+    if data.dtype != record.dtype:
+        raise ShardingError(f"{record.key}: data has dtype {data.dtype}, the record says {record.dtype}")
+    if data.shape != (shape := data_shape(record)):
+        flat = record.flattened_range
+        rule = "local_shape is" if flat is None else f"flattened_range {flat.start}:{flat.stop} needs"
+        raise ShardingError(f"{record.key}: data has shape {tuple(data.shape)}, {rule} {shape}")
 
 
 def data_shape(record: ShardedTensor) -> tuple[int, ...]:

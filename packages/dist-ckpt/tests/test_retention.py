@@ -268,6 +268,20 @@ def test_a_folder_that_cannot_be_moved_is_a_typed_error_and_stays(tmp_path, mode
     assert steps_of(tmp_path) == [1, 2]
 
 
+def test_a_system_that_fails_while_a_prune_looks_at_what_is_left_is_a_typed_error(tmp_path, model, monkeypatch):
+    make(tmp_path, model, [1])
+    (tmp_path / ".step-00000002.job-ab").mkdir()
+    age(tmp_path / ".step-00000002.job-ab", 48)
+
+    def fail(folder, pattern):
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    monkeypatch.setattr(Path, "glob", fail)
+    with pytest.raises(StorageError, match=r"Input/output error: .*\.step-00000002\.job-ab"):
+        retention.prune(tmp_path, keep_last=1)
+    assert (tmp_path / ".step-00000002.job-ab").exists()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"keep_last": -1}, {"keep_last": 1.5}, {"keep_last": True}, {"keep_last": "1"}]

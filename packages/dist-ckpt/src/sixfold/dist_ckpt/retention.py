@@ -136,7 +136,7 @@ def prune(
     for step in deleted:
         typed(partial(run.delete, step))
     kept = found[len(old) :]
-    run.delete_left(before=kept[0] if kept else 0)
+    typed(partial(run.delete_left, before=kept[0] if kept else 0))
     return [step_path(root, step) for step in deleted]
 
 

@@ -14,6 +14,7 @@ from dist_ckpt_door_helpers import Meddling, contents, dcp_load, dcp_save, every
 from dist_ckpt_helpers import names, one
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sixfold import dist_ckpt
@@ -308,3 +309,26 @@ def test_a_store_that_takes_several_files_gets_them_and_a_planner_that_fails_lea
     dcp_save(contents(3), dcp.Writer(store))
     assert everything(dcp.Reader(store))["step"] == 3
     assert not set(parts) & store.files.keys()  # what it replaced is gone
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"type": LoadItemType.TENSOR}, r"n: the planner asks for a chunk at \(\), which"),
+        (
+            {"dest_offsets": torch.Size([2]), "storage_offsets": torch.Size([2]), "lengths": torch.Size([3])},
+            r"w: the planner asks for .* of shape \(4,\)",
+        ),
+    ],
+)
+def test_an_item_of_what_is_not_there_is_told_before_the_planner_stumbles_over_it(tmp_path, wrong, what):
+    class Wrong(torch_dcp.DefaultLoadPlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            plan.items = [replace(item, **wrong) if item.storage_index.fqn == what[0] else item for item in plan.items]
+            return plan
+
+    dcp_save({"w": torch.arange(4.0), "n": 3}, dcp.Writer(tmp_path / "c"))
+    with pytest.raises(CheckpointException, match=what) as caught:
+        dcp_load({"w": torch.zeros(4), "n": 0}, dcp.Reader(tmp_path / "c"), planner=Wrong())
+    assert type(caught.value.failures[0][0]) is MismatchError

@@ -96,10 +96,11 @@ class _Opened:
             raise MismatchError(f"{key}: the planner asks for {box} of a tensor of shape {stored.shape}")
         return stored, box
 
-    def record(self, item: ReadItem, tensor: torch.Tensor) -> ShardedTensor:
-        """The same, and the tensor that the planner gives for it."""
-        stored, box = self.box(item)
-        return ShardedTensor(item.storage_index.fqn, tensor, tensor.dtype, box.size, stored.shape, box.offset, None)
+    def goal(self, item: ReadItem, planner: LoadPlanner) -> tuple[ReadItem, torch.Tensor, ShardedTensor]:
+        """An item, the tensor that the planner gives for it, and the same as a record."""
+        stored, box = self.box(item)  # first: a planner may stumble over an item that asks for what is not there
+        tensor, key = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+        return item, tensor, ShardedTensor(key, tensor, tensor.dtype, box.size, stored.shape, box.offset, None)
 
     def bytes_at(self, item: ReadItem) -> ByteRange:
         """Where a value lies that is no tensor."""
@@ -342,8 +343,8 @@ class Reader(StorageReader):
     ) -> None:
         with collection_paused():
             _check_whole(planner, now.metadata)
-            goals = [(i, planner.resolve_tensor(i).detach()) for i in items if i.type != LoadItemType.BYTE_IO]
-            records = [now.record(item, tensor) for item, tensor in goals]
+            goals = [now.goal(item, planner) for item in items if item.type != LoadItemType.BYTE_IO]
+            records = [record for *_, record in goals]
             planned = plans.plan_load(records, checkpoint.manifest, dtype_policy=self.dtype_policy)
         raise_problems(list(planned.mismatches), "asked for", MismatchError)
         values = [(item, now.bytes_at(item)) for item in items if item.type == LoadItemType.BYTE_IO]
@@ -357,11 +358,11 @@ class Reader(StorageReader):
 
         def filled(number: int) -> None:
             if number not in odd:
-                planner.commit_tensor(*goals[number])
+                planner.commit_tensor(*goals[number][:2])
 
         reader.run(records, direct, hashed if has_digests else (), filled)
         for read in (read for read in planned.reads if read.record in odd):
-            item, tensor = goals[read.record]
+            item, tensor, _ = goals[read.record]
             tensor.copy_(_part_of(reader.read_value(read.key, read.chunk.frame, self.safe_globals)[1], item))
             planner.commit_tensor(item, tensor)
         for item, frame in values:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import torch
 import torch.distributed as dist
 from dist_ckpt_helpers import one
 from forked_worker import Forked
-from s3_server import Fault
+from s3_server import Fault, S3Server
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
 from sixfold.dist_ckpt.background import control, process
+from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.background.saver import AsyncSaver
+from sixfold.dist_ckpt.road import saving
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 
 RANKS_IMPORT = ("s3fs",)
@@ -221,3 +224,145 @@ def test_a_rank_that_dies_with_its_worker_is_told_within_the_deadline(s3, url, v
     assert (kind, value) == ("LostPeerError", 1)
     assert f"rank {victim}" in text or f"[{victim}]" in text
     assert seconds < 6.0 + control._ACKNOWLEDGED_S + 1
+
+
+def asked(s3):
+    """What the calls have asked of the server; signs of life apart, which come after them. None: not answered yet."""
+    return [(kind, status) for kind, key, _, _, status in s3.log() if "/alive-" not in key]
+
+
+def wait_in_the_call(rank, ranks, environment, port, url):
+    """What was asked when the ranks had agreed, when rank 0 had copied, and when the call returned."""
+    os.environ.update(environment)
+    process._start_worker = Forked
+    s3, seen = S3Server(port), []
+    with AsyncSaver(timeout_s=60) as saver:
+        worker = saver.save(state(1, rank, ranks), url).worker_pid
+        saver._let_go()
+        for thread in saver._leaving:
+            thread.join()
+        dist.barrier()
+        if rank == 0:
+            s3.set(latency_ms=100)
+        dist.barrier()
+        os.kill(worker, signal.SIGSTOP)
+        agree_on, copy = saving.agree_on, saver._copy
+
+        def agreed(*arguments, **options):
+            found = agree_on(*arguments, **options)
+            seen.append(asked(s3))
+            return found
+
+        def copied(content):
+            until = time.monotonic() + 20
+            while rank == 0 and len([status for _, status in asked(s3) if status]) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append(asked(s3))
+            return copy(content)
+
+        saving.agree_on, saver._copy = agreed, copied
+        handle = saver.save(state(2, rank, ranks), url)
+        seen.append(asked(s3))
+        os.kill(worker, signal.SIGCONT)
+        handle.wait(60)
+    return seen
+
+
+def test_the_call_waits_for_no_request_but_those_that_run_beside_its_copies(s3, url):
+    seen = run_ranks(wait_in_the_call, 2, s3.environment(), s3.port, url, timeout=110)[0]
+    assert seen == [[], [("list", 200), ("put", 200)], [("list", 200), ("put", 200)]]
+    assert value_of(url, 2) == 2
+    assert objects_beside(url) == []
+
+
+def refused(rank, ranks, environment, port, url):
+    """The errors of calls that the store refuses."""
+    os.environ.update(environment)
+    process._start_worker = Forked
+    s3, parent = S3Server(port), url.rpartition("/")[0]
+    down = [Fault(what="error", kind="list", status=403, code="AccessDenied")]
+    errors = []
+
+    def call(saver, place, **options):
+        with pytest.raises(CheckpointError) as caught:
+            saver.save(state(2, rank, ranks), place, **options)
+        errors.append((type(caught.value).__name__, str(caught.value)))
+
+    with AsyncSaver(timeout_s=60) as saver:
+        call(saver, url, if_exists="error")
+        call(saver, parent)
+        call(saver, "s3://there-is-no-such-bucket/c")
+        for faults in (down, []):
+            dist.barrier()
+            if rank == 0:
+                s3.set(faults=faults)
+            dist.barrier()
+            if faults:
+                call(saver, url)
+        beside, value = objects_beside(url), value_of(url, ranks)
+        dist.barrier()
+        saver.save(state(3, rank, ranks), url).wait(60)
+    return errors, beside, value
+
+
+def test_what_a_store_refuses_is_one_error_of_the_call_on_all_ranks_and_nothing_is_left(s3, url):
+    dist_ckpt.save({"w": one("w", torch.ones(60)), "it": 1}, url, group=None)
+    (errors, beside, value), (others, _, _) = run_ranks(refused, 2, s3.environment(), s3.port, url, timeout=110)
+    assert errors == others
+    assert [kind for kind, _ in errors] == ["StorageError"] * 4
+    expected = ["is not empty", "no part of a checkpoint", "there-is-no-such-bucket", "PermissionError"]
+    assert all(word in text for word, (_, text) in zip(expected, errors, strict=True)), errors
+    assert (beside, value) == ([], 1)
+    assert value_of(url, 2) == 3
+
+
+def given_up(rank, ranks, environment, port, url):
+    """A call that fails while the store is slow; what it leaves when the first rank's threads have ended."""
+    os.environ.update(environment)
+    process._start_worker = Forked
+    background._LATE_S = 0.1
+    s3, seen = S3Server(port), []
+    with AsyncSaver(timeout_s=60) as saver:
+        copy = saver._copy
+        saver.save(state(1, rank, ranks), url).wait(60)
+        saver._let_go()
+        for thread in saver._leaving:
+            thread.join()
+        for kind in ("list", "put"):  # before the save is begun, and while its board is made
+            dist.barrier()
+            if rank == 0:
+                s3.set(latency_ms=2000)
+            dist.barrier()
+            before, start = set(threading.enumerate()), []
+
+            def fail(content, kind=kind, start=start):
+                if rank == 0:
+                    s3.wait_for(kind, 1, 20)
+                    start.append(time.monotonic())
+                    raise CheckpointError("no room")
+                return copy(content)
+
+            saver._copy = fail
+            with pytest.raises(CheckpointError, match=r"^no room$"):
+                saver.save(state(2, rank, ranks), url)
+            waited = time.monotonic() - start[0] if start else 0.0
+            late = set(threading.enumerate()) - before if rank == 0 else ()
+            for thread in late:
+                thread.join(30)
+            asked_for = [kind for kind, _ in asked(s3)][:2]
+            dist.barrier()
+            if rank == 0:
+                s3.set()
+            dist.barrier()
+            seen.append((len(late), asked_for, objects_beside(url)))
+            assert waited < 1.5, "an answer is not waited for"
+        dist.barrier()
+        saver._copy = copy
+        saver.save(state(3, rank, ranks), url).wait(60)
+    return seen
+
+
+def test_a_call_that_fails_does_not_wait_for_a_slow_store_and_leaves_nothing(s3, url):
+    seen = run_ranks(given_up, 2, s3.environment(), s3.port, url, timeout=110)[0]
+    assert seen == [(1, ["list", "put"], [])] * 2
+    assert value_of(url, 2) == 3

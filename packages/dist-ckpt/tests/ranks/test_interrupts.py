@@ -23,6 +23,7 @@ from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.stores import UrlStore
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
@@ -193,26 +194,32 @@ def workers_of_this_process():
     return found
 
 
-@pytest.mark.parametrize("functions", [BEGINNING, STARTING], ids=["begin", "start"])
+@pytest.mark.parametrize(
+    ("functions", "place_at"),
+    [(BEGINNING, Path), (STARTING, Path), (BEGINNING, lambda path: UrlStore(f"file://{path}"))],
+    ids=["begin", "start", "begin at a store"],
+)
 def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_waits_for(
-    tmp_path, monkeypatch, functions
+    tmp_path, monkeypatch, functions, place_at
 ):
     monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(background, "_LATE_S", 0.1)
+    target = place_at(tmp_path / "c")
     others, places, ends = workers_of_this_process(), [], set()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         for number in range(1000):
-            saver.save(state(0), tmp_path / "c").wait(60)
-            assert value_of(tmp_path / "c") == 0, places[-1]
+            saver.save(state(0), target).wait(60)
+            assert value_of(target) == 0, places[-1]
             assert names(tmp_path) == ["c"], places[-1]
             saver._let_go()
             if functions is STARTING:
                 saver._worker.stop()
-            place = interrupted_at(number, functions, lambda: saver.save(state(1), tmp_path / "c"))
+            place = interrupted_at(number, functions, lambda: saver.save(state(1), target))
             if saver._flight is not None:
                 saver._flight.wait(60)
             assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, place
-            value = value_of(tmp_path / "c")
+            value = value_of(target)
             assert value == (saver._flight is not None), place
             ends.add(value)
             if place is None:

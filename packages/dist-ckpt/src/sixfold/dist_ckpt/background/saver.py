@@ -11,6 +11,10 @@ no rank needs the group. The worker is ``_worker.py``, what trainers and workers
 in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
 checkpoint. A killed trainer takes its worker with it within a second; the save is lost, the target stays, and the
 next save takes away what was written.
+
+[Note: what the store is asked] in the call takes as long as a copy each, so the first rank asks it while it copies, in
+a thread: to begin the save, where that makes nothing there yet, and for the board. A call that fails or is interrupted
+waits ``_LATE_S`` for that thread and takes the board away; of a store that answers later the thread does it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cache
@@ -43,10 +48,12 @@ from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import ByPointer
-from sixfold.dist_ckpt.stores.pool import Pool
+from sixfold.dist_ckpt.stores.ranges import begun as in_thread
 from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
+
+_LATE_S = 5.0
 
 
 class AsyncSaver:
@@ -115,7 +122,7 @@ class AsyncSaver:
                 self._let_go()
                 await_saves_to(request.store)
                 worker = typed(self._ready_worker)
-            agreed = saving.agree_on(request)
+            agreed = saving.agree_on(request, begins_later=isinstance(request.store, ByPointer))
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
             job, sign = self._hand_over(agreed, request, undo)
@@ -188,23 +195,32 @@ class AsyncSaver:
             undo.callback(made.close)
             return made
 
-        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place], Sign | None], None]:
-            board = control.board_of(job) if job.rank == 0 and job.ranks > 1 else None
-            with Pool(1) as pool:  # a request to a store takes as long as a copy
-                if board is not None:
-                    undo.callback(board.remove)
-                    made = pool.submit(board.make)
-                content, places = self._copy(job.content)
-            if board is not None:
-                made.result()
-            return (content, places, sign() if board is not None and is_local else None), None
+        opening, made = Future[saving.Ticket](), ExitStack()
+
+        def opened() -> saving.Ticket:
+            begun = ticket if agreed.begin is None else ticket._replace(save=agreed.begin())
+            if job.ranks > 1:
+                board = control.board_of(replace(job, ticket=begun))
+                made.callback(board.remove)
+                board.make()
+            return begun
+
+        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place], Sign | None], saving.Ticket]:
+            asks = agreed.begin is not None or (job.rank == 0 and job.ranks > 1)
+            if asks:  # beside the copies: see [Note: what the store is asked]
+                undo.callback(opening.add_done_callback, lambda _: made.close())
+                undo.callback(wait, [opening], _LATE_S)
+                in_thread(opened, opening)
+            content, places = self._copy(job.content)
+            begun = opening.result() if asks else ticket
+            return (content, places, sign() if asks and is_local else None), begun
 
         def meet() -> tuple[Sign, bool]:
             store.join(ticket.save)
             return mine or sign(), job.rank == 0 or control.board_of(job).life(0).state is State.LIVES
 
-        (content, places, mine), key = exchange.together(copy, lambda _: job.key)
-        job = replace(job, content=content, places=places, key=key)
+        (content, places, mine), (key, begun) = exchange.together(copy, lambda tickets: (job.key, tickets[0]))
+        job = replace(job, content=content, places=places, key=key, ticket=begun)
         if job.ranks == 1:
             return job, None
         if not is_local:

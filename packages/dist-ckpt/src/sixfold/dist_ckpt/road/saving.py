@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,13 +85,14 @@ def save(request: SaveRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A save that all ranks agree on; its store has begun it, nothing is written."""
+    """A save that all ranks agree on; its store has begun it, or is to be asked to by ``begin``; nothing is written."""
 
     exchange: Exchange
     content: RankContent
     ticket: Ticket
     kept: Kept | None  # on the first rank
     records: Sequence[tuple[tree.KeyPath, ShardedBase]]  # by place in the state dict
+    begin: Callable[[], Save] | None = None  # on the first rank, if the ticket's save is still to be begun
 
     def join(self) -> None:
         """StorageError unless this rank sees what the first one has begun."""
@@ -116,7 +118,7 @@ class Agreed:
 
     def abandon(self) -> None:
         """Remove what was written."""
-        if self.exchange.rank == 0:
+        if self.exchange.rank == 0 and self.begin is None:
             self.content.store.abandon(self.ticket.save)
 
     @contextmanager
@@ -129,13 +131,13 @@ class Agreed:
             raise
 
 
-def agree_on(request: SaveRequest) -> Agreed:
+def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     """The collective half of a save: what each rank has, whether it fits together, where it goes.
 
-    Errors: as ``serialization.save``.
+    Errors: as ``serialization.save``. ``begins_later``: the caller asks the store, by ``begin`` of what this returns.
     """
     exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
-    store, begun = request.store, list[Save]()
+    store, begun, later = request.store, list[Save](), list[Callable[[], Save]]()
     kept: Kept | None = None if engine.memory is None else engine.memory.get("last")
 
     def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
@@ -158,7 +160,12 @@ def agree_on(request: SaveRequest) -> Agreed:
             return Ticket(Save(save_id="", target=store.name), again=True)
         kept = check_together(reports, kept)
         nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
-        begun.append(store.begin(secrets.token_hex(8), nbytes, request.if_exists, owns_file))
+        save_id = secrets.token_hex(8)
+        begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
+        if begins_later:
+            later.append(begin)
+            return Ticket(Save(save_id=save_id, target=store.name), differs)
+        begun.append(begin())
         return Ticket(begun[0], differs)
 
     try:
@@ -178,7 +185,7 @@ def agree_on(request: SaveRequest) -> Agreed:
         raise
     if engine.memory is not None:
         engine.memory["last"] = kept
-    return Agreed(exchange, content, ticket, kept, parts.records)
+    return Agreed(exchange, content, ticket, kept, parts.records, *later)
 
 
 def check_together(reports: list[_Report], kept: Kept | None) -> Kept:

@@ -60,9 +60,9 @@ def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callabl
     return [future.result() for future in futures]
 
 
-def begun(action: Callable[[], Any]) -> Future[Any]:
-    """In a thread that nobody waits for: no pool, whose threads the interpreter joins."""
-    future: Future[Any] = Future()
+def begun(action: Callable[[], Any], future: Future[Any] | None = None) -> Future[Any]:
+    """In a thread that nobody waits for: no pool, whose threads the interpreter joins. ``future``: to be used."""
+    future = future or Future()
 
     def act() -> None:
         try:

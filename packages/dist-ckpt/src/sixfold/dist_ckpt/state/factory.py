@@ -27,13 +27,16 @@ from sixfold.dist_ckpt.state.records import (
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that becomes a sub state dict when it is saved or loaded, and one tensor again after.
+    """A leaf that becomes a sub state dict when it is saved or loaded, and one value again after.
+
+    A tensor that is stored in parts, or any object: one of quantised blocks and scales has two ShardedTensors in its
+    sub dict, ``data`` None, and a ``merge_fn`` that makes the object.
 
     Args:
         key: handed to ``build_fn``.
-        data: the original tensor (a parameter), by which optimizer state finds its model record.
+        data: the original tensor (a parameter), by which optimizer state finds its model record; else None.
         build_fn: ``build_fn(key, data, replica_id, flattened_range)`` -> sub state dict.
-        merge_fn: ``merge_fn(loaded sub dict)`` -> tensor, the last step of load.
+        merge_fn: ``merge_fn(loaded sub dict)`` -> what the result holds, the last step of load.
         replica_id, flattened_range: handed to ``build_fn``. Factories may nest.
     """
 

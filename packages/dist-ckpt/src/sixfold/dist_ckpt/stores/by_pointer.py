@@ -170,7 +170,8 @@ class ByPointer(Store, ABC):
     """A store without rename, from five things that it can do; see [Note: visible by one act].
 
     A store of one's own defines ``name``, ``list_files``, ``read``, ``create`` and ``delete``; ``Store`` says what they
-    do, memory.py is an example. Other processes can import its class. It raises FileNotFoundError for a file that is
+    do, memory.py is an example. Other processes can import its class: its module is installed or on PYTHONPATH, since
+    the worker of a background save does not know the script's folder. It raises FileNotFoundError for a file that is
     not there; all else that these raise becomes a StorageError that names the store and the file. Where it can create
     a file only if there is none, in one act, it defines ``create_new`` too.
     """

@@ -407,3 +407,31 @@ def test_a_record_in_a_namespace_is_refused_at_save_and_at_load(tmp_path):
         for holder in (Namespace(w=[record]), SimpleNamespace(w=record)):
             with pytest.raises(ShardingError, match=r"^a is a \w*Namespace that holds a ShardedTensor"):
                 call({"a": holder}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint1, torch.uint4, torch.int4])
+def test_a_dtype_that_torch_does_not_save_is_an_error_that_names_the_key(tmp_path, dtype):
+    record = one("w", torch.zeros(8, dtype=torch.uint8).view(dtype))
+    with pytest.raises(ShardingError, match=r"^w\[:\]: torch has no saved form of torch\.u?int\d; save its bytes"):
+        dist_ckpt.save({"w": record}, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+def test_check_finite_lets_four_bits_through(tmp_path):
+    packed = torch.arange(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    dist_ckpt.save({"w": one("w", packed), "c": packed}, tmp_path / "c", check_finite=True)
+    loaded = dist_ckpt.load({"w": one("w", torch.empty_like(packed))}, tmp_path / "c")
+    assert all(torch.equal(loaded[key].view(torch.uint8), packed.view(torch.uint8)) for key in "wc")
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("stored", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("asked", [torch.uint8, torch.uint16, torch.int64])
+def test_exact_between_integers_and_complex_numbers(stored, asked):
+    there, back = torch.empty(2, dtype=asked), torch.empty(2, dtype=stored)
+    copy_values("w", torch.tensor([3 + 0j, 100], dtype=stored), there, "exact")
+    copy_values("w", there, back, "exact")
+    assert there.tolist() == [3, 100] == back.tolist()
+    for value in (300.5, 2.0**64, 1j, complex("nan"), *((-1.0,) if not asked.is_signed else ())):
+        with pytest.raises(MismatchError, match="w: asked for"):
+            copy_values("w", torch.tensor([1, value], dtype=stored), there, "exact")

@@ -247,6 +247,9 @@ class _Tensors(Mapping[str, "_Stored"]):
         rows, shape = range(self.firsts[number], self.firsts[number + 1]), tuple(self.shapes[number])
         return _Stored(key, self.dtypes[number], shape, rows, self.longest[number], self.rows)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.numbers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.numbers)
 

@@ -384,7 +384,8 @@ def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
     if source.dtype.is_complex:
         lost = lost.any(-1)
     for numbers, integers in ((source, there), (there, source)):
-        lost |= _outside(numbers, integers.dtype)
+        if (outside := _outside(numbers, integers.dtype)) is not None:
+            lost |= outside
     if bool(lost.any()):
         first = source[tuple(torch.nonzero(lost)[0].tolist())].item()
         raise MismatchError(
@@ -393,11 +394,11 @@ def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _outside(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | bool:
+def _outside(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Which numbers are none of an integer dtype: some come back from it all the same, as they have wrapped around."""
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or numbers.dtype is torch.bool:
-        return False
-    if numbers.is_floating_point():
-        limits, wide = torch.iinfo(dtype), numbers.double()
+        return None
+    if numbers.is_floating_point() or numbers.is_complex():  # another imaginary part does not come back
+        limits, wide = torch.iinfo(dtype), (numbers.real if numbers.is_complex() else numbers).double()
         return (wide < limits.min) | (wide >= float(limits.max) + 1)
-    return numbers < 0 if numbers.dtype.is_signed and not dtype.is_signed else False
+    return numbers < 0 if numbers.dtype.is_signed and not dtype.is_signed else None

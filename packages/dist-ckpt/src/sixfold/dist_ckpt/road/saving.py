@@ -20,6 +20,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.files import compact, metadata, weights_only
+from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files.dcp_pickle import Index
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.pause import collection_paused
@@ -230,6 +231,12 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
                 raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
             check_readable(record, record.data)
             check_data(record, record.data)
+            try:
+                frames.data_pickle(record.dtype, ())
+            except (KeyError, RuntimeError) as error:  # of torch's storages
+                raise ShardingError(
+                    f"{record}: torch has no saved form of {record.dtype}; save its bytes, as .view(torch.uint8)"
+                ) from error
     common = dict(parts.common)
     if request.content_metadata is not None:
         common["content_metadata"] = request.content_metadata

@@ -224,8 +224,8 @@ class _Loan:
 
 def check_tensor_finite(key: str, tensor: torch.Tensor, offset: Sequence[int], rank: int) -> None:
     """ShardingError for a NaN or an infinity; ``offset`` is where the tensor begins in the one that ``key`` names."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is torch.float4_e2m1fn_x2:
+        return  # of integers and of four bits all are finite
     for cut in cuts(tensor.shape, COPY_BYTES // max(4, tensor.element_size())):  # float8 is looked at as float32
         part = tensor[cut]
         bad = ~torch.isfinite(comparable(part))
